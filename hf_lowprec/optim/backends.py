@@ -1,0 +1,59 @@
+"""Which backend runs a step: the user's word, or the best one the device has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_lowprec.optim import eager, native
+from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.work import Work
+
+Backend = Callable[[Layout, Sequence[Work]], None]
+
+BACKENDS = ("auto", "triton", "native", "eager")
+_warned: set[str] = set()
+
+
+def check(backend: str) -> None:
+    """Raise if `backend` is unknown, or can be known not to run here."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, BACKENDS))}")
+    if backend == "triton":
+        raise RuntimeError(
+            "backend='triton' is not part of this version; use 'auto', 'eager' (any device) or 'native' (CPU)"
+        )
+    if backend == "native":
+        native.require_compiler()
+
+
+def resolve(backend: str, device: torch.device, layout: Layout) -> Backend:
+    """The function that steps parameters of `layout` on `device`; compiles it if needed, so that running cannot fail.
+
+    Raises:
+        RuntimeError: `backend` was asked for explicitly and cannot serve `device`.
+    """
+    if backend == "eager" or (backend == "auto" and device.type != "cpu"):
+        return eager.run
+    if device.type != "cpu":
+        raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {device}; use backend='auto'")
+    try:
+        native.kernel(layout)
+    except native.CompilerError as error:
+        if backend == "native":
+            raise
+        _warn_once(str(error))
+        return eager.run
+    return native.run
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"hf_lowprec steps with the slower 'eager' backend on the CPU, with the same results: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

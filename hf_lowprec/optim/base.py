@@ -1,0 +1,240 @@
+"""The optimizer shell every algorithm shares: groups, lazy state, one call per layout and step.
+
+An algorithm is a subclass that gives its states, its host-side scalars and its formula; rounding, state dtypes, backends
+and checkpoints live here and below, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim import backends, checkpoint, validation
+from hf_lowprec.optim.step import Layout, Stored
+from hf_lowprec.optim.work import Work
+from hf_lowprec.rounding import MODES, State
+
+Group = dict[str, Any]
+
+
+class LowPrecisionOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
+
+    All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the update.
+    FP32 parameters get the plain FP32 algorithm with FP32 states. Every argument but `backend` may also be set per
+    parameter group.
+
+    Args:
+        params: parameters or groups, as for any `torch.optim.Optimizer`.
+        defaults: the algorithm's own hyperparameters.
+        rounding: `"kahan"` (a BF16 compensation carries what the weight could not hold), `"stochastic"` (unbiased, no
+            extra state; BF16 parameters only) or `"nearest"`.
+        state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
+            state name to dtype; None means BF16.
+        state_rounding: `"stochastic"` or `"nearest"`, for BF16 states and the compensation.
+        seed: seed of the random bits. Replicas must share it.
+        backend: `"auto"`, `"eager"` or `"native"` (CPU).
+
+    Raises:
+        ValueError: a hyperparameter, mode, dtype or parameter is not supported.
+        RuntimeError: `backend` cannot run here.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: Group,
+        *,
+        rounding: str,
+        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None,
+        state_rounding: str,
+        seed: int,
+        backend: str,
+    ) -> None:
+        backends.check(backend)
+        self.backend = backend
+        defaults = {
+            **defaults,
+            "rounding": rounding,
+            "state_dtype": dict(state_dtype) if isinstance(state_dtype, Mapping) else state_dtype,
+            "state_rounding": state_rounding,
+            "seed": seed,
+        }
+        super().__init__(params, defaults)
+
+    # What an algorithm defines.
+
+    def states(self, group: Group) -> tuple[State, ...]:
+        """The states a parameter of `group` has, in the order in which they are stored."""
+        raise NotImplementedError
+
+    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+        """The factors of step number `step` (from 1), computed in double precision; each is cast to FP32 once."""
+        raise NotImplementedError
+
+    def options(self, group: Group) -> dict[str, bool]:
+        """Static choices of the formula; each combination is a kernel of its own."""
+        return {}
+
+    def check_hyperparameters(self, group: Group) -> None:
+        """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
+        raise NotImplementedError
+
+    @staticmethod
+    def update(
+        weight: Tensor, grad: Tensor, state: Any, scalars: Any, **options: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The formula: `(change of the weight, new states)`, from FP32 values, with operators, `torch.where`, `sqrt_rn`."""
+        raise NotImplementedError
+
+    # What the shell does.
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse, complex or not floating point; nothing is changed then.
+            ValueError: a group was given an unsupported mode or dtype; nothing is changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        copies: list[tuple[Tensor, Tensor]] = []
+        batches = self._collect(copies)
+        runs = [(backends.resolve(self.backend, device, layout), layout, works) for (layout, device), works in batches]
+        for run, layout, works in runs:
+            run(layout, works)
+        for tensor, dense in copies:
+            tensor.copy_(dense)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["step"] += 1
+        return loss
+
+    def _collect(self, copies: list[tuple[Tensor, Tensor]]) -> list[tuple[tuple[Layout, torch.device], list[Work]]]:
+        for k, group in enumerate(self.param_groups):
+            validation.check_group(self, group, f"param group {k}")
+            for param in group["params"]:
+                if param.grad is not None:
+                    validation.check_gradient(param.grad)
+
+        def dense(tensor: Tensor) -> Tensor:
+            if tensor.is_contiguous():
+                return tensor
+            contiguous = tensor.contiguous()
+            copies.append((tensor, contiguous))
+            return contiguous
+
+        batches: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
+        index = -1
+        for group in self.param_groups:
+            layouts: dict[tuple, Layout] = {}
+            scalars: dict[int, tuple[float, ...]] = {}
+            for param in group["params"]:
+                index += 1
+                if param.grad is None:
+                    continue
+                state = self._initialized_state(param, group)
+                step = int(state["step"]) + 1
+                names = self._state_names(param, group)
+                key = (param.dtype, param.grad.dtype, *(state[name].dtype for name in names))
+                if key not in layouts:
+                    layouts[key] = self._layout(param, group, state)
+                if step not in scalars:
+                    scalars[step] = self._scalars(group, step)
+                tensors = [dense(param), param.grad.contiguous(), *(dense(state[name]) for name in names)]
+                work = Work(tensors, scalars[step], index, group["seed"], step)
+                batches[layouts[key], param.device].append(work)
+        return list(batches.items())
+
+    def stored_states(self, param: Tensor, group: Group) -> tuple[State, ...]:
+        """The algorithm's states and, for a low-precision `param`, those of the rounding mode."""
+        own = self.states(group)
+        return own if param.dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
+
+    def _state_names(self, param: Tensor, group: Group) -> list[str]:
+        return [state.name for state in self.stored_states(param, group)]
+
+    def _initialized_state(self, param: Tensor, group: Group) -> dict[str, Any]:
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        for name in self._state_names(param, group):
+            if name not in state:
+                dtype = validation.state_dtype(name, param, group)
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        return state
+
+    def _layout(self, param: Tensor, group: Group, state: dict[str, Any]) -> Layout:
+        stored = tuple(
+            Stored.of(spec, state[spec.name].dtype, group["state_rounding"]) for spec in self.stored_states(param, group)
+        )
+        return Layout(
+            update=type(self).update,
+            options=tuple(sorted(self.options(group).items())),
+            scalars=tuple(self.scalars(group, 0.0, 1)),
+            rounding=group["rounding"],
+            param_dtype=param.dtype,
+            grad_dtype=param.grad.dtype,  # type: ignore[union-attr]
+            states=stored,
+            maximize=bool(group["maximize"]),
+        )
+
+    def _scalars(self, group: Group, step: int) -> tuple[float, ...]:
+        values = self.scalars(group, float(group["lr"]), step).values()
+        return tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
+
+        Raises:
+            ValueError: a hyperparameter, mode, dtype or parameter is not supported.
+        """
+        super().add_param_group(param_group)
+        try:
+            validation.check_group(self, self.param_groups[-1], f"param group {len(self.param_groups) - 1}")
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved dtype.
+
+        Raises:
+            ValueError: the state dict does not fit; nothing is changed then.
+        """
+        final: list[dict[str, Any]] = []
+
+        def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> None:
+            checkpoint.check_state_dict(self, incoming)
+            final.append(incoming)
+
+        # Torch's loader casts states to the parameter's dtype; registered last, this sees what it will load.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        checkpoint.restore_dtypes(self, final[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "backend": self.backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("maximize", False)

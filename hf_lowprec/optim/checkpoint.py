@@ -1,0 +1,74 @@
+"""State dicts: refuse what does not fit before anything is touched, and keep every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.validation import STATE_DTYPES
+
+if TYPE_CHECKING:
+    from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+
+
+def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError, naming what is wrong and what would be right, unless `state_dict` fits `optimizer`."""
+    name = type(optimizer).__name__
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    if len(groups) != len(saved_groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} param groups and this {name} has {len(groups)}")
+    for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
+                f"{len(group['params'])}"
+            )
+        if "rounding" not in saved:
+            raise ValueError(
+                f"param group {k} of the state dict has no 'rounding': it was not saved by hf_lowprec.{name}. Resume it "
+                "with the optimizer that saved it, or start this one with fresh state"
+            )
+        if saved["rounding"] != group["rounding"]:
+            raise ValueError(
+                f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
+                f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume"
+            )
+    for param, identifier, saved in _pairs(optimizer, state_dict):
+        if identifier in state_dict["state"]:
+            _check_state(optimizer, param, saved, state_dict["state"][identifier], f"parameter {identifier}")
+
+
+def _check_state(
+    optimizer: LowPrecisionOptimizer, param: Tensor, saved_group: Group, state: dict[str, Any], where: str
+) -> None:
+    expected = {"step", *(spec.name for spec in optimizer.stored_states(param, saved_group))}
+    if set(state) != expected:
+        raise ValueError(
+            f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "
+            f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
+        )
+    for name in expected - {"step"}:
+        if state[name].shape != param.shape:
+            raise ValueError(
+                f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "
+                f"{tuple(param.shape)}"
+            )
+        if state[name].dtype not in STATE_DTYPES:
+            raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; states are bfloat16 or float32")
+
+
+def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
+    """Put back the states whose dtype torch's loader changed to the parameter's."""
+    for param, identifier, _ in _pairs(optimizer, state_dict):
+        for name, value in state_dict["state"].get(identifier, {}).items():
+            if isinstance(value, Tensor) and optimizer.state[param][name].dtype != value.dtype:
+                optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+
+
+def _pairs(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, Group]]:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, identifier in zip(group["params"], saved["params"], strict=True):
+            yield param, identifier, saved

@@ -1,0 +1,163 @@
+"""The `native` backend (CPU): the traced step, compiled by the system's C compiler on first use.
+
+One shared library per layout, kept in a per-user cache under a key of source, compiler, flags and CPU. Several processes
+may build at once: each compiles to a private name and renames it into place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hf_lowprec.optim.codegen import CHUNK, render
+from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.work import Rows, Work, signature
+
+# Contraction or re-association would destroy Kahan summation and the equality of backends; no-math-errno and
+# no-trapping-math only let the compiler vectorise square roots and selections.
+FLAGS = (
+    *("-std=c11", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+_rows: dict[Layout, tuple[tuple, Rows, torch.Tensor]] = {}
+
+
+class CompilerError(RuntimeError):
+    """There is no usable C compiler; the message says what was tried and what to do."""
+
+
+def run(layout: Layout, works: Sequence[Work]) -> None:
+    """Step every parameter of `works` in place, in one call.
+
+    Raises:
+        CompilerError: no compiler was found, or it failed.
+    """
+    step = kernel(layout)
+    key = signature(works)
+    if layout not in _rows or _rows[layout][0] != key:
+        rows = Rows.of(layout, works)
+        _rows[layout] = (key, rows, rows.chunks(CHUNK))
+    _, rows, chunks = _rows[layout]
+    pointers = torch.tensor(
+        [
+            [tensor.data_ptr() + first * tensor.element_size() for tensor in works[k].tensors]
+            for k, first in zip(rows.owner, rows.first, strict=True)
+        ],
+        dtype=torch.int64,
+    )
+    scalars = torch.tensor([works[k].scalars for k in rows.owner], dtype=torch.float32)
+    keys = rows.keys(works).contiguous()
+    tables = (chunks, pointers, scalars, keys, rows.lengths, rows.first_index)
+    step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
+
+
+@functools.cache
+def find_compiler() -> str | None:
+    """Path of the C compiler: `$CC`, else the first of `cc`, `gcc`, `clang` on PATH; None if there is none."""
+    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((path for path in map(shutil.which, candidates) if path), None)
+
+
+def require_compiler() -> str:
+    """Path of the C compiler.
+
+    Raises:
+        CompilerError: there is none.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompilerError(
+            "backend='native' needs a C compiler and none of $CC, cc, gcc, clang is on PATH; install one or use "
+            "backend='eager'"
+        )
+    return compiler
+
+
+def cache_dir() -> Path:
+    """Where compiled steps are kept: `$HF_LOWPREC_CACHE`, else `hf_lowprec` in the user's cache directory."""
+    if os.environ.get("HF_LOWPREC_CACHE"):
+        return Path(os.environ["HF_LOWPREC_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_lowprec"
+
+
+@functools.cache
+def kernel(layout: Layout) -> ctypes._CFuncPointer:  # type: ignore[name-defined]
+    """The compiled step of `layout`.
+
+    Raises:
+        CompilerError: no compiler was found, or it failed.
+    """
+    step = ctypes.CDLL(str(_build(render(layout)))).step
+    step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
+    step.restype = None
+    return step
+
+
+def _build(source: str) -> Path:
+    compiler = require_compiler()
+    key = hashlib.sha256("\0".join([source, *FLAGS, _compiler_identity(compiler), _cpu_identity()]).encode())
+    name = f"step-{key.hexdigest()[:32]}.so"
+    directory = _writable(cache_dir())
+    library = directory / name
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            path = Path(scratch) / "step.c"
+            path.write_text(source)
+            built = Path(scratch) / name
+            _compile(compiler, path, built)
+            os.replace(built, library)
+    return library
+
+
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    # A compiler without OpenMP still gives a correct, single-threaded step.
+    for openmp in (["-fopenmp"], []):
+        command = [compiler, *FLAGS, *openmp, str(source), "-o", str(target), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode == 0:
+            return
+    raise CompilerError(
+        f"the C compiler failed (exit {result.returncode}): {' '.join(command)}\n{result.stderr.strip()}\n"
+        "Set $CC to a working compiler or use backend='eager'."
+    )
+
+
+@functools.cache
+def _compiler_identity(compiler: str) -> str:
+    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return f"{os.path.realpath(compiler)} {result.stdout}"
+
+
+@functools.cache
+def _cpu_identity() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+@functools.cache
+def _writable(directory: Path) -> Path:
+    """`directory`, if only this user can write there; else a fresh one for this process."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = directory.stat()
+        mine = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+        if mine and os.access(directory, os.W_OK):
+            return directory
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="hf_lowprec-"))

@@ -1,0 +1,101 @@
+"""SGD with momentum (Sutskever et al., ICML 2013, in the form of `torch.optim.SGD`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+from hf_lowprec.optim.validation import check_range
+from hf_lowprec.rounding import State
+
+
+class SGD(LowPrecisionOptimizer):
+    """`torch.optim.SGD` for weights stored in BF16.
+
+    States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with `rounding="kahan"`;
+    `step`, an FP32 scalar.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: momentum factor.
+        dampening: dampening of the gradient in the momentum, from the second step on.
+        weight_decay: coefficient of the L2 penalty, added to the gradient.
+        nesterov: look ahead by the momentum; needs a momentum and no dampening.
+        maximize: ascend instead of descend.
+
+    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        rounding: str = "kahan",
+        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        state_rounding: str = "stochastic",
+        seed: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+            },
+            rounding=rounding,
+            state_dtype=state_dtype,
+            state_rounding=state_rounding,
+            seed=seed,
+            backend=backend,
+        )
+
+    def check_hyperparameters(self, group: Group) -> None:
+        """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
+        check_range("momentum", group["momentum"], 0.0)
+        check_range("weight_decay", group["weight_decay"], 0.0)
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"nesterov=True needs momentum > 0 and dampening=0; got momentum={group['momentum']!r}, "
+                f"dampening={group['dampening']!r}"
+            )
+
+    def states(self, group: Group) -> tuple[State, ...]:
+        """The momentum, if there is one."""
+        return (State("momentum_buffer", 1),) if group["momentum"] else ()
+
+    def options(self, group: Group) -> dict[str, bool]:
+        """Whether there is a momentum, and of which kind."""
+        return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
+
+    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+        """The first step takes the whole gradient into the momentum, whatever the dampening, as torch does."""
+        return {
+            "lr": lr,
+            "momentum": group["momentum"],
+            "gain": 1.0 if step == 1 else 1 - group["dampening"],
+            "weight_decay": group["weight_decay"],
+        }
+
+    @staticmethod
+    def update(weight, grad, state, scalars, momentum, nesterov):
+        """`g = grad + wd·w; v = μ·v + (1-dampening)·g; u = -lr·v`, or `-lr·(g + μ·v)` with Nesterov."""
+        grad = grad + weight * scalars.weight_decay
+        if not momentum:
+            return -(grad * scalars.lr), {}
+        buffer = state.momentum_buffer * scalars.momentum + grad * scalars.gain
+        direction = grad + buffer * scalars.momentum if nesterov else buffer
+        return -(direction * scalars.lr), {"momentum_buffer": buffer}

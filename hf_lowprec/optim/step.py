@@ -1,0 +1,117 @@
+"""One optimizer step on one layout: load → update → round → store, as torch code.
+
+`fused_step` is the only place where an algorithm, a rounding mode and the random bits meet. The `eager` backend runs it on
+tensors; the `native` backend traces it and compiles the trace (see `codegen.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding import MODES, State, random_word, round_nearest, round_stochastic
+from hf_lowprec.rounding.random import lane
+
+Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A state tensor as it is stored: name, role of its random bits, dtype and how it is rounded on the way there."""
+
+    name: str
+    role: int
+    dtype: torch.dtype
+    stochastic: bool
+
+    @classmethod
+    def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> Stored:
+        return cls(state.name, state.role, dtype, dtype == torch.bfloat16 and state_rounding == "stochastic")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that shapes the arithmetic of a step; parameters of equal layout go through one kernel.
+
+    Attributes:
+        update: the algorithm's formula, `(weight, grad, state, scalars, **options) -> (update, new_state)`.
+        options: the formula's static options, as sorted `(name, value)` pairs.
+        scalars: names of the host-computed FP32 factors the formula takes.
+        rounding: name of the rounding mode.
+        param_dtype: storage dtype of the parameter.
+        grad_dtype: storage dtype of the gradient.
+        states: the algorithm's states, in its own order, then the mode's auxiliary ones.
+        maximize: whether the gradient is negated first.
+    """
+
+    update: Update
+    options: tuple[tuple[str, Any], ...]
+    scalars: tuple[str, ...]
+    rounding: str
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    states: tuple[Stored, ...]
+    maximize: bool
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """The random words (`role // 2`) that a step of this layout draws."""
+        roles = [state.role for state in self.states if state.stochastic]
+        if self.rounding == "stochastic" and self.param_dtype != torch.float32:
+            roles.append(0)
+        return tuple(sorted({role // 2 for role in roles}))
+
+
+def fused_step(
+    layout: Layout,
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+    index: Tensor,
+    keys: Mapping[int, tuple[Any, Any]],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the new weight and states of some elements.
+
+    Args:
+        layout: what to compute.
+        weight: FP32 tensor of the elements' weights.
+        grad: FP32 tensor of their gradients.
+        state: FP32 tensors by state name.
+        scalars: FP32 factors by name (numbers, or tensors that broadcast).
+        index: int32 tensor, the low words of their global indices.
+        keys: `(key0, key1)` of this step by random word.
+
+    Returns:
+        `(weight', state')`: FP32 tensors whose values the storage dtypes represent exactly.
+    """
+    words: dict[int, Tensor] = {}
+
+    def draw(role: int) -> Tensor:
+        word = role // 2
+        if word not in words:
+            words[word] = random_word(index, *keys[word])
+        return lane(words[word], role)
+
+    if layout.maximize:
+        grad = -grad
+    update, new_state = layout.update(
+        weight, grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(layout.options)
+    )
+    if layout.param_dtype == torch.float32:
+        new_weight = weight + update
+    else:
+        new_weight, auxiliary = MODES[layout.rounding].add(weight, update, state, draw, layout.param_dtype)
+        new_state = {**new_state, **auxiliary}
+
+    def store(stored: Stored) -> Tensor:
+        value = new_state[stored.name]
+        return round_stochastic(value, draw(stored.role)) if stored.stochastic else round_nearest(value, stored.dtype)
+
+    return new_weight, {stored.name: store(stored) for stored in layout.states}

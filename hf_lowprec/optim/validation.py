@@ -1,0 +1,97 @@
+"""What the optimizers accept; every refusal names the argument, the value and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding import MODES
+
+if TYPE_CHECKING:
+    from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+
+PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATE_DTYPES = (torch.bfloat16, torch.float32)
+STATE_ROUNDINGS = ("stochastic", "nearest")
+
+
+def check_range(name: str, value: Any, low: float, high: float = float("inf"), high_open: bool = False) -> None:
+    """Raise ValueError unless `low <= value <= high` (`< high` if `high_open`); NaN is refused."""
+    number = float(value)
+    if not (low <= number < high if high_open else low <= number <= high):
+        bound = "" if high == float("inf") else f" and {'<' if high_open else '<='} {high:g}"
+        raise ValueError(f"{name}={value!r} is invalid; it must be >= {low:g}{bound}")
+
+
+def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
+    """Raise ValueError if `group` asks for something that is not supported."""
+    check_one_of("rounding", group["rounding"], tuple(MODES), where)
+    check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
+    if not isinstance(group["seed"], int) or isinstance(group["seed"], bool):
+        raise ValueError(f"seed={group['seed']!r} in {where} is not an integer")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
+    check_range("lr", group["lr"], 0.0)
+    optimizer.check_hyperparameters(group)
+    _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+    for param in group["params"]:
+        _check_param(param, group, where)
+
+
+def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str) -> None:
+    """Raise ValueError if `value` is none of the words in `valid`."""
+    if value not in valid:
+        raise ValueError(f"{name}={value!r} in {where} is unknown; valid are {', '.join(map(repr, valid))}")
+
+
+def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
+    if isinstance(requested, Mapping):
+        for name, dtype in requested.items():
+            if name not in names:
+                raise ValueError(
+                    f"state_dtype names the state {name!r} in {where}; this optimizer has {', '.join(names) or 'none'}"
+                )
+            _check_state_dtype(dtype, names, where)
+    elif requested is not None and requested not in STATE_DTYPES:
+        raise ValueError(
+            f"state_dtype={requested!r} in {where} is not supported; use torch.bfloat16 or torch.float32, or a mapping "
+            "from state name to one of them"
+        )
+
+
+def _check_param(param: Tensor, group: Group, where: str) -> None:
+    if param.dtype not in PARAM_DTYPES:
+        raise ValueError(
+            f"a parameter in {where} has dtype {param.dtype}; supported are bfloat16, float16 and float32 (cast_model "
+            "casts a model, or pass only parameters of these dtypes)"
+        )
+    if param.dtype not in MODES[group["rounding"]].dtypes:
+        raise ValueError(
+            f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan' "
+            "or cast the model to bfloat16"
+        )
+
+
+def check_gradient(grad: Tensor) -> None:
+    """Raise RuntimeError unless `grad` is a dense floating-point tensor."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"a gradient is sparse ({grad.layout}); these optimizers need dense ones (for nn.Embedding: sparse=False)"
+        )
+    if grad.dtype not in PARAM_DTYPES:
+        raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
+
+
+def state_dtype(name: str, param: Tensor, group: Group) -> torch.dtype:
+    """The dtype in which `param` stores its state `name`."""
+    if param.dtype == torch.float32:
+        return torch.float32
+    requested = group["state_dtype"]
+    if any(name == state.name for state in MODES[group["rounding"]].auxiliary):
+        return torch.bfloat16
+    if isinstance(requested, Mapping):
+        return requested.get(name, torch.bfloat16)
+    return requested or torch.bfloat16

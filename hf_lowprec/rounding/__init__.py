@@ -1,0 +1,23 @@
+"""The arithmetic of low-precision storage: rounding, compensated addition and the random bits they draw.
+
+Everything here is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where` and
+`sqrt_rn`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as compiled code.
+"""
+
+from hf_lowprec.rounding.modes import MODES, Mode, State
+from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
+from hf_lowprec.rounding.reference import kahan_add, round_nearest, round_stochastic, sqrt_rn
+
+__all__ = [
+    "MODES",
+    "Mode",
+    "State",
+    "kahan_add",
+    "random_bits",
+    "random_word",
+    "round_nearest",
+    "round_stochastic",
+    "sqrt_rn",
+    "step_keys",
+    "stream_keys",
+]

@@ -1,0 +1,92 @@
+"""Counter-based random bits: a pure function of (seed, step, parameter index, role, global element index).
+
+No generator state exists, so replicas that share a seed draw the same bits without communicating (Ozkara et al.,
+arXiv:2502.20566), a sharded tensor draws the bits of the full one, and resuming needs no RNG file.
+
+A *role* says what a parameter's bits are for (0 the weight or its compensation, then one per state). Two roles share one
+32-bit word per element: role `2k` takes its low half, role `2k + 1` its high half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def _int32(pattern: int) -> int:
+    return pattern - (1 << 32) if pattern >= 1 << 31 else pattern
+
+
+# A 32-bit bijection with an avalanche bias of 0.17 (Wellons, "Prospecting for Hash Functions", 2018): two multiplications.
+_MULTIPLY_1 = _int32(0x7FEB352D)
+_MULTIPLY_2 = _int32(0x846CA68B)
+_GOLDEN = _int32(0x9E3779B9)
+
+
+def _mix(word: Tensor, key: Tensor | int = 0) -> Tensor:
+    word = (word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLY_1
+    word = word ^ key
+    word = (word ^ ((word >> 15) & 0x1FFFF)) * _MULTIPLY_2
+    return word ^ ((word >> 16) & 0xFFFF)
+
+
+def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
+    """32 random bits per element: the index is offset by one key, the other enters between the two multiplications.
+
+    Args:
+        index: int32 tensor, the low word of the global element index.
+        key0: first half of the step's key (int32).
+        key1: second half of the step's key (int32).
+
+    Returns:
+        int32 tensor of `index`'s shape, every bit uniform.
+    """
+    return _mix(index ^ key0, key1)
+
+
+def lane(word: Tensor, role: int) -> Tensor:
+    """The 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
+    return (word >> 16) & 0xFFFF if role % 2 else word & 0xFFFF
+
+
+def stream_keys(seed: int, parameter: int, word: int) -> tuple[int, int]:
+    """The 64-bit key of one parameter's word `word` (`role // 2`), as two int32; constant over a run."""
+    digest = hashlib.blake2b(f"{seed}/{parameter}/{word}".encode(), digest_size=8).digest()
+    return _int32(int.from_bytes(digest[:4], "little")), _int32(int.from_bytes(digest[4:], "little"))
+
+
+def step_keys(streams: Tensor, step: Tensor, index_high: Tensor) -> Tensor:
+    """Keys of one optimizer step.
+
+    Args:
+        streams: int32 tensor of shape (..., 2), rows of `stream_keys`.
+        step: int32 tensor broadcastable to (...), counted from 1.
+        index_high: int32 tensor broadcastable to (...), the high word of the global element index.
+
+    Returns:
+        int32 tensor of shape (..., 2): `key0` and `key1` for `random_word`.
+    """
+    key0 = _mix(streams[..., 0] + step * _GOLDEN)
+    key1 = _mix(streams[..., 1] ^ key0) ^ _mix(index_high)
+    return torch.stack([key0, key1], dim=-1)
+
+
+def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tensor) -> Tensor:
+    """The definition of the random bits; backends only reorganise it.
+
+    Args:
+        seed: any integer.
+        step: the parameter's step count, from 1.
+        parameter: the parameter's position in the optimizer.
+        role: 0 for the weight or its compensation, then one per state (see each algorithm's `states`).
+        index: int64 tensor of global element indices.
+
+    Returns:
+        int32 tensor of `index`'s shape, uniform in [0, 65536).
+    """
+    streams = torch.tensor(stream_keys(seed, parameter, role // 2), dtype=torch.int32, device=index.device)
+    high = (index >> 32).to(torch.int32)
+    keys = step_keys(streams, torch.tensor(step, dtype=torch.int32, device=index.device), high)
+    return lane(random_word(index.to(torch.int32), keys[..., 0], keys[..., 1]), role)

@@ -1,0 +1,101 @@
+"""Rounding of FP32 values to 16-bit storage, on the bit pattern.
+
+A rounding function takes FP32 and returns FP32 values that the storage dtype represents exactly; storing them is then a
+lossless change of format. Rounding is done with integers because casts are not dependable: compilers drop
+`.to(bfloat16).float()` pairs, and some backends truncate where others round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -0x80000000
+_INFINITY = 0x7F800000
+# Arithmetic may give NaNs of any sign and payload; storage keeps one pattern, so that backends agree on bits.
+_NAN = 0x7FC00000
+
+
+def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Round to nearest, ties to even (IEEE 754 §4.3.1), for storage as `dtype`.
+
+    Args:
+        value: FP32 tensor of any shape.
+        dtype: `torch.bfloat16` or `torch.float16`; `torch.float32` returns `value` as it is.
+
+    Returns:
+        FP32 tensor of the same shape; every element is exactly representable in `dtype`. NaN stays NaN, infinities stay,
+        magnitudes from half an ulp above the largest finite value on become infinite.
+    """
+    if dtype == torch.float32:
+        return value
+    if dtype == torch.bfloat16:
+        bits = value.view(torch.int32)
+        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) & -0x10000
+        return _keep_nan(bits, rounded)
+    if dtype == torch.float16:
+        bits = value.view(torch.int32)
+        magnitude = bits & _MAGNITUDE
+        normal = (magnitude + (((magnitude >> 13) & 1) + 0xFFF)) & -0x2000
+        normal = torch.where(normal >= 0x47800000, _INFINITY, normal)  # 65536 = 2^16 and above
+        # Below 2^-14 the spacing is 2^-24, that of FP32 in [0.5, 1): the FP32 adder does the rounding.
+        subnormal = ((magnitude.view(torch.float32) + 0.5) - 0.5).view(torch.int32)
+        rounded = torch.where(magnitude < 0x38800000, subnormal, normal)
+        return _keep_nan(bits, rounded | (bits & _SIGN))
+    raise ValueError(f"dtype={dtype} cannot be rounded to; use torch.bfloat16, torch.float16 or torch.float32")
+
+
+def round_stochastic(value: Tensor, bits: Tensor) -> Tensor:
+    """Stochastic rounding to BF16: add 16 random bits below the mantissa, then truncate.
+
+    The value rounds away from zero with a probability equal to its distance from the lower neighbour, in ulps, so the
+    expectation is the value itself (Zamirai et al., arXiv:2010.06192; Ozkara et al., arXiv:2502.20566). A value
+    that BF16 represents never changes.
+
+    Args:
+        value: FP32 tensor of any shape.
+        bits: int32 tensor of the same shape, uniform in [0, 65536).
+
+    Returns:
+        FP32 tensor of the same shape, representable in BF16. NaN stays NaN, infinities stay, and only values beyond the
+        largest finite BF16 can become infinite.
+    """
+    pattern = value.view(torch.int32)
+    return _keep_nan(pattern, (pattern + bits) & -0x10000)
+
+
+def kahan_add(
+    weight: Tensor, update: Tensor, compensation: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """Add `update` to a stored weight and return what the storage rounded off (Zamirai et al., arXiv:2010.06192, Alg. 5).
+
+    `y = update + compensation; total = round(weight + y); compensation' = y - (total - weight)`.
+
+    Args:
+        weight: FP32 tensor holding values of `dtype`.
+        update: FP32 tensor, the exact change wanted.
+        compensation: FP32 tensor, what earlier additions still owe to the weight.
+        dtype: the weight's storage dtype.
+
+    Returns:
+        `(total, compensation')`, both FP32; `total` is representable in `dtype`, `compensation'` is not rounded yet.
+    """
+    wanted = update + compensation
+    total = round_nearest(weight + wanted, dtype)
+    return total, wanted - (total - weight)
+
+
+def sqrt_rn(value: Tensor) -> Tensor:
+    """Correctly rounded FP32 square root; `torch.sqrt` on CPU is off by one ulp for about a fifth of all values.
+
+    The detour is exact because 53 bits hold more than twice the 24 of FP32 and two more.
+    """
+    if has_torch_function_unary(value):
+        return handle_torch_function(sqrt_rn, (value,), value)
+    return value.double().sqrt().float()
+
+
+def _keep_nan(bits: Tensor, rounded: Tensor) -> Tensor:
+    return torch.where((bits & _MAGNITUDE) > _INFINITY, _NAN, rounded).view(torch.float32)
