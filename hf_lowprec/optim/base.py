@@ -181,7 +181,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _layout(self, param: Tensor, group: Group, state: dict[str, Any]) -> Layout:
         stored = tuple(
-            Stored.of(spec, state[spec.name].dtype, group["state_rounding"]) for spec in self.stored_states(param, group)
+            Stored.of(spec, state[spec.name].dtype, group["state_rounding"])
+            for spec in self.stored_states(param, group)
         )
         return Layout(
             update=type(self).update,

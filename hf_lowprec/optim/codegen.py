@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.step import Layout, fused_step
-from hf_lowprec.rounding import sqrt_rn
+from hf_lowprec.rounding import quiet_nan, sqrt_rn
 
 CHUNK = 1 << 15
 """Elements per unit of parallel work."""
@@ -39,24 +39,26 @@ _COMPARE: dict[Callable, str] = {
 }
 
 _STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
-_LOAD = {
-    torch.float32: "{0}[i]",
-    torch.bfloat16: "as_float((uint32_t){0}[i] << 16)",
-    torch.float16: "(float){0}[i]",
-}
-_STORE = {
-    torch.float32: "{0}[i] = {1};",
-    torch.bfloat16: "{0}[i] = (uint16_t)(as_bits({1}) >> 16);",
-    torch.float16: "{0}[i] = (_Float16){1};",
-}
+_TO_FLOAT = {torch.float32: "quiet({0})", torch.bfloat16: "as_float((uint32_t){0} << 16)", torch.float16: "(float){0}"}
+_FROM_FLOAT = {torch.float32: "{0}", torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)", torch.float16: "(_Float16){0}"}
 
 _TEMPLATE = """\
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+/* Two neighbouring BF16 values, moved at once; half the moves and no shuffles. */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
+
 static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
 static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
+/* NaNs that this processor makes have an empty low payload; one that was loaded may not. */
+static inline float quiet(float value) {{ return value != value ? NAN : value; }}
+
+static inline __attribute__((always_inline)) void element({parameters})
+{{
+{body}
+}}
 
 /* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2], the length
    and the low word of the first element's global index. chunks: (row, first element). */
@@ -69,14 +71,29 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, c
         const int64_t left = lengths[row] - start;
         const int n = left < {chunk} ? (int)left : {chunk};
         const uint32_t base = first_index[row] + (uint32_t)start;
+        int done = 0;
 {prologue}
+{pairs}
 #pragma omp simd
-        for (int i = 0; i < n; i++) {{
-            const uint32_t index = base + (uint32_t)i;
-{body}
+        for (int i = done; i < n; i++) {{
+            float {outputs};
+            element({singles});
+{stores}
         }}
     }}
 }}
+"""
+
+_PAIRS = """\
+#pragma omp simd
+        for (int i = 0; i < n / 2; i++) {{
+            float {even_outputs}, {odd_outputs};
+{loads}
+            element({evens});
+            element({odds});
+{stores}
+        }}
+        done = n / 2 * 2;
 """
 
 
@@ -102,42 +119,78 @@ def trace(layout: Layout) -> fx.Graph:
 def render(layout: Layout) -> str:
     """The C source of `void step(...)` for one layout."""
     graph = trace(layout)
-    tensors = [("param", layout.param_dtype, True), ("grad", layout.grad_dtype, False)]
-    tensors += [(stored.name, stored.dtype, True) for stored in layout.states]
-    n_pointers, n_scalars, n_words = len(tensors), len(layout.scalars), len(layout.words)
+    tensors = {"param": layout.param_dtype, "grad": layout.grad_dtype, **{s.name: s.dtype for s in layout.states}}
+    written = [name for name in tensors if name != "grad"]
+    scalars = [f"scalar_{name}" for name in layout.scalars]
+    keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
+    common = [*scalars, *keys]
 
-    prologue = [
-        f"{'' if written else 'const '}{_STORAGE[dtype]} *restrict p_{name} = "
-        f"({'' if written else 'const '}{_STORAGE[dtype]} *)pointers[row * {n_pointers} + {k}] + start;"
-        for k, (name, dtype, written) in enumerate(tensors)
-    ]
-    prologue += [
-        f"const float scalar_{name} = scalars[row * {n_scalars} + {k}];" for k, name in enumerate(layout.scalars)
-    ]
-    prologue += [
-        f"const uint32_t key{word}_{half} = keys[(row * {n_words} + {k}) * 2 + {half}];"
-        for k, word in enumerate(layout.words)
-        for half in (0, 1)
-    ]
-    body = [f"const float {name} = {_LOAD[dtype].format('p_' + name)};" for name, dtype, _ in tensors]
-    is_float = {node: node.name.split("_")[0] not in ("index", "key0", "key1", "key2") for node in graph.nodes}
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            expression, is_float[node] = _expression(node, is_float)
-            body.append(f"const {'float' if is_float[node] else 'uint32_t'} {node.name} = {expression};")
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    written = [(name, dtype) for name, dtype, is_written in tensors if is_written]
-    body += [
-        _STORE[dtype].format("p_" + name, node.name) for (name, dtype), node in zip(written, output.args[0], strict=True)
-    ]
+    prologue = []
+    for k, (name, dtype) in enumerate(tensors.items()):
+        kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
+        prologue.append(f"{kind}restrict p_{name} = ({kind})pointers[row * {len(tensors)} + {k}] + start;")
+    prologue += [f"const float {name} = scalars[row * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
+    prologue += [f"const uint32_t {name} = keys[row * {len(keys)} + {k}];" for k, name in enumerate(keys)]
+
+    parameters = [f"float {name}" for name in [*tensors, *scalars]] + [f"uint32_t {name}" for name in [*keys, "index"]]
+    parameters += [f"float *new_{name}" for name in written]
+
+    def call(values: list[str], index: str, suffix: str = "") -> str:
+        return ", ".join([*values, *common, index, *(f"&new_{name}{suffix}" for name in written)])
+
+    pairs = ""
+    if set(tensors.values()) == {torch.bfloat16}:
+        pairs = _PAIRS.format(
+            even_outputs=", ".join(f"new_{name}_even" for name in written),
+            odd_outputs=", ".join(f"new_{name}_odd" for name in written),
+            loads=_lines(12, [f"const uint32_t two_{name} = ((const pair *)p_{name})[i];" for name in tensors]),
+            evens=call([f"as_float(two_{name} << 16)" for name in tensors], "base + 2 * (uint32_t)i", "_even"),
+            odds=call(
+                [f"as_float(two_{name} & 0xffff0000u)" for name in tensors], "base + 2 * (uint32_t)i + 1", "_odd"
+            ),
+            stores=_lines(
+                12,
+                [
+                    f"((pair *)p_{name})[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
+                    for name in written
+                ],
+            ),
+        )
     return _TEMPLATE.format(
-        n_pointers=n_pointers,
-        n_scalars=n_scalars,
-        n_words=n_words,
+        n_pointers=len(tensors),
+        n_scalars=len(scalars),
+        n_words=len(layout.words),
         chunk=CHUNK,
-        prologue="\n".join("        " + line for line in prologue),
-        body="\n".join("            " + line for line in body),
+        parameters=", ".join(parameters),
+        body=_lines(4, _body(graph, written)),
+        prologue=_lines(8, prologue),
+        pairs=pairs,
+        outputs=", ".join(f"new_{name}" for name in written),
+        singles=call(
+            [_TO_FLOAT[dtype].format(f"p_{name}[i]") for name, dtype in tensors.items()], "base + (uint32_t)i"
+        ),
+        stores=_lines(12, [f"p_{name}[i] = {_FROM_FLOAT[tensors[name]].format('new_' + name)};" for name in written]),
     )
+
+
+def _lines(indent: int, lines: list[str]) -> str:
+    return "\n".join(" " * indent + line for line in lines)
+
+
+def _body(graph: fx.Graph, written: list[str]) -> list[str]:
+    """One C statement per node, then the assignments of the results."""
+    lines = []
+    is_float: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_float[node] = node.name != "index" and not node.name.startswith("key")
+        elif node.op == "output":
+            results = zip(written, node.args[0], strict=True)
+            lines += [f"*new_{name} = {result.name};" for name, result in results]
+        else:
+            expression, is_float[node] = _expression(node, is_float)
+            lines.append(f"const {'float' if is_float[node] else 'uint32_t'} {node.name} = {expression};")
+    return lines
 
 
 def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool]:
@@ -158,6 +211,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool
         return f"{'as_float' if to_float else 'as_bits'}({text(args[0])})", to_float
     if node.target is sqrt_rn:
         return f"sqrtf({text(args[0])})", True
+    if node.target is quiet_nan:
+        return text(args[0]), True  # done on load, see `quiet` in the template
     if node.target is torch.where:
         condition, *branches = args
         floating = any(is_float[arg] for arg in branches if isinstance(arg, fx.Node))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.rounding import MODES, State, random_word, round_nearest, round_stochastic
-from hf_lowprec.rounding.random import lane
+from hf_lowprec.rounding.random import lane, word_of
 
 Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -61,11 +61,11 @@ class Layout:
 
     @cached_property
     def words(self) -> tuple[int, ...]:
-        """The random words (`role // 2`) that a step of this layout draws."""
+        """The random words (see `word_of`) that a step of this layout draws."""
         roles = [state.role for state in self.states if state.stochastic]
         if self.rounding == "stochastic" and self.param_dtype != torch.float32:
             roles.append(0)
-        return tuple(sorted({role // 2 for role in roles}))
+        return tuple(sorted({word_of(role) for role in roles}))
 
 
 def fused_step(
@@ -94,7 +94,7 @@ def fused_step(
     words: dict[int, Tensor] = {}
 
     def draw(role: int) -> Tensor:
-        word = role // 2
+        word = word_of(role)
         if word not in words:
             words[word] = random_word(index, *keys[word])
         return lane(words[word], role)

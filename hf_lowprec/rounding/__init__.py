@@ -6,13 +6,14 @@ Everything here is written once, in torch. The functions use only operators, `Te
 
 from hf_lowprec.rounding.modes import MODES, Mode, State
 from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
-from hf_lowprec.rounding.reference import kahan_add, round_nearest, round_stochastic, sqrt_rn
+from hf_lowprec.rounding.reference import kahan_add, quiet_nan, round_nearest, round_stochastic, sqrt_rn
 
 __all__ = [
     "MODES",
     "Mode",
     "State",
     "kahan_add",
+    "quiet_nan",
     "random_bits",
     "random_word",
     "round_nearest",

@@ -3,8 +3,10 @@
 No generator state exists, so replicas that share a seed draw the same bits without communicating (Ozkara et al.,
 arXiv:2502.20566), a sharded tensor draws the bits of the full one, and resuming needs no RNG file.
 
-A *role* says what a parameter's bits are for (0 the weight or its compensation, then one per state). Two roles share one
-32-bit word per element: role `2k` takes its low half, role `2k + 1` its high half.
+A *role* says what a parameter's bits are for (0 the weight or its compensation, then one per state). Three roles share one
+32-bit word per element. With `H` and `L` its halves they get `H`, `L ^ H` and `L ^ (H >> 1)`: uniform, and any two of them
+independent, since `H -> H ^ (H >> 1)` is a bijection. That is all that rounding different quantities needs, and a word costs
+more than a rounding.
 """
 
 from __future__ import annotations
@@ -25,15 +27,14 @@ _MULTIPLY_2 = _int32(0x846CA68B)
 _GOLDEN = _int32(0x9E3779B9)
 
 
-def _mix(word: Tensor, key: Tensor | int = 0) -> Tensor:
+def _mix(word: Tensor) -> Tensor:
     word = (word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLY_1
-    word = word ^ key
     word = (word ^ ((word >> 15) & 0x1FFFF)) * _MULTIPLY_2
     return word ^ ((word >> 16) & 0xFFFF)
 
 
 def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
-    """32 random bits per element: the index is offset by one key, the other enters between the two multiplications.
+    """32 random bits per element: a keyed Weyl sequence, mixed by two multiplications with the key's other half between.
 
     Args:
         index: int32 tensor, the low word of the global element index.
@@ -43,16 +44,28 @@ def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor
     Returns:
         int32 tensor of `index`'s shape, every bit uniform.
     """
-    return _mix(index ^ key0, key1)
+    word = index * _GOLDEN + key0
+    word = (word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLY_1
+    word = word ^ ((word >> 15) & 0x1FFFF) ^ key1
+    return word * _MULTIPLY_2
 
 
 def lane(word: Tensor, role: int) -> Tensor:
     """The 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
-    return (word >> 16) & 0xFFFF if role % 2 else word & 0xFFFF
+    # The low half of a product is badly mixed by itself; a role sees it only under bits of the high half.
+    high = (word >> 16) & 0xFFFF
+    if role % 3 == 0:
+        return high
+    return (word ^ (high if role % 3 == 1 else high >> 1)) & 0xFFFF
+
+
+def word_of(role: int) -> int:
+    """Which of a parameter's random words holds the bits of `role`."""
+    return role // 3
 
 
 def stream_keys(seed: int, parameter: int, word: int) -> tuple[int, int]:
-    """The 64-bit key of one parameter's word `word` (`role // 2`), as two int32; constant over a run."""
+    """The 64-bit key of one parameter's word `word` (see `word_of`), as two int32; constant over a run."""
     digest = hashlib.blake2b(f"{seed}/{parameter}/{word}".encode(), digest_size=8).digest()
     return _int32(int.from_bytes(digest[:4], "little")), _int32(int.from_bytes(digest[4:], "little"))
 
@@ -70,7 +83,7 @@ def step_keys(streams: Tensor, step: Tensor, index_high: Tensor) -> Tensor:
     """
     key0 = _mix(streams[..., 0] + step * _GOLDEN)
     key1 = _mix(streams[..., 1] ^ key0) ^ _mix(index_high)
-    return torch.stack([key0, key1], dim=-1)
+    return torch.stack(torch.broadcast_tensors(key0, key1), dim=-1)
 
 
 def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tensor) -> Tensor:
@@ -86,7 +99,7 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
     Returns:
         int32 tensor of `index`'s shape, uniform in [0, 65536).
     """
-    streams = torch.tensor(stream_keys(seed, parameter, role // 2), dtype=torch.int32, device=index.device)
+    streams = torch.tensor(stream_keys(seed, parameter, word_of(role)), dtype=torch.int32, device=index.device)
     high = (index >> 32).to(torch.int32)
     keys = step_keys(streams, torch.tensor(step, dtype=torch.int32, device=index.device), high)
     return lane(random_word(index.to(torch.int32), keys[..., 0], keys[..., 1]), role)

@@ -14,8 +14,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -0x80000000
 _INFINITY = 0x7F800000
-# Arithmetic may give NaNs of any sign and payload; storage keeps one pattern, so that backends agree on bits.
-_NAN = 0x7FC00000
 
 
 def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -32,18 +30,18 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if dtype == torch.float32:
         return value
     if dtype == torch.bfloat16:
-        bits = value.view(torch.int32)
-        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) & -0x10000
-        return _keep_nan(bits, rounded)
+        pattern = _pattern(value)
+        return ((pattern + (((pattern >> 16) & 1) + 0x7FFF)) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
-        bits = value.view(torch.int32)
-        magnitude = bits & _MAGNITUDE
+        pattern = _pattern(value)
+        magnitude = pattern & _MAGNITUDE
         normal = (magnitude + (((magnitude >> 13) & 1) + 0xFFF)) & -0x2000
         normal = torch.where(normal >= 0x47800000, _INFINITY, normal)  # 65536 = 2^16 and above
         # Below 2^-14 the spacing is 2^-24, that of FP32 in [0.5, 1): the FP32 adder does the rounding.
         subnormal = ((magnitude.view(torch.float32) + 0.5) - 0.5).view(torch.int32)
         rounded = torch.where(magnitude < 0x38800000, subnormal, normal)
-        return _keep_nan(bits, rounded | (bits & _SIGN))
+        rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
+        return (rounded | (pattern & _SIGN)).view(torch.float32)
     raise ValueError(f"dtype={dtype} cannot be rounded to; use torch.bfloat16, torch.float16 or torch.float32")
 
 
@@ -62,8 +60,7 @@ def round_stochastic(value: Tensor, bits: Tensor) -> Tensor:
         FP32 tensor of the same shape, representable in BF16. NaN stays NaN, infinities stay, and only values beyond the
         largest finite BF16 can become infinite.
     """
-    pattern = value.view(torch.int32)
-    return _keep_nan(pattern, (pattern + bits) & -0x10000)
+    return ((_pattern(value) + bits) & -0x10000).view(torch.float32)
 
 
 def kahan_add(
@@ -97,5 +94,16 @@ def sqrt_rn(value: Tensor) -> Tensor:
     return value.double().sqrt().float()
 
 
-def _keep_nan(bits: Tensor, rounded: Tensor) -> Tensor:
-    return torch.where((bits & _MAGNITUDE) > _INFINITY, _NAN, rounded).view(torch.float32)
+def quiet_nan(value: Tensor) -> Tensor:
+    """`value` with every NaN replaced by the one whose payload is only the quiet bit.
+
+    Adding to the pattern of a NaN with a full payload would overflow into a number. A renderer may leave this out where
+    such NaNs cannot occur.
+    """
+    if has_torch_function_unary(value):
+        return handle_torch_function(quiet_nan, (value,), value)
+    return torch.where(value != value, float("nan"), value)
+
+
+def _pattern(value: Tensor) -> Tensor:
+    return quiet_nan(value).view(torch.int32)

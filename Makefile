@@ -1,0 +1,67 @@
+# hf_lowprec: `make` lists the targets. Needs Python 3.10 or newer and no C compiler.
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+BIN   := .venv/bin
+STAMP := .venv/.installed
+CODE  := hf_lowprec tests $(wildcard examples benchmarks)
+
+# One thread per worker, so that WORKERS processes use WORKERS cores; and nothing asks a hub for anything.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test test-fast pytest lint format format-check typecheck bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12 picks the interpreter of a new .venv, ARGS='...' is handed to demo, bench and the tests."
+
+.venv: $(STAMP) ## the environment: this package with every extra, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || \
+	  { echo "make: no '$(PYTHON)' here; name a Python 3.10 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "make: hf_lowprec needs Python 3.10 or newer, and '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1);" \
+	         "try make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "make: '$(PYTHON)' has no venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "Installing hf_lowprec and its tools into .venv (torch included, so the first time takes minutes) ..."
+	@$(BIN)/python -c '' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+	@echo "Ready: $$($(BIN)/python -V), torch $$($(BIN)/python -c 'import torch; print(torch.__version__)')"
+
+demo: $(STAMP) ## what pure BF16 loses and what this package gives back, in a few minutes on a CPU
+	@$(BIN)/hf-lowprec demo $(ARGS)
+
+test: lint format-check typecheck pytest ## everything CI checks
+
+pytest: $(STAMP) ## the tests alone, all of them
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	  -m "not slow and not distributed and not gpu" $(ARGS)
+
+lint: $(STAMP) ## ruff's rules
+	@$(BIN)/ruff check $(CODE)
+
+format-check: $(STAMP) ## is everything formatted?
+	@$(BIN)/ruff format --check $(CODE)
+
+format: $(STAMP) ## format, and repair what ruff can repair
+	@$(BIN)/ruff check --fix-only --quiet $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+typecheck: $(STAMP) ## mypy on the package
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## optimizer step time on this machine
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+clean: ## remove caches and build products; .venv and results stay
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@find hf_lowprec tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,316 @@
+"""Imports go down only, and the other rules of the package's shape, read from its source with `ast`.
+
+| layer | units | may import |
+| --- | --- | --- |
+| L0 | rounding | itself |
+| L1 | optim, casting, reduction, insight | itself and L0; insight also optim |
+| L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
+| L3 | cli, `__main__` | everything below; the public names of transformers |
+
+`hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages bind it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "hf_lowprec"
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c", ".cpp", ".cu", ".h"})
+MODULES = [p for p in FILES if p.suffix == ".py"]
+SOURCE_LINES = 300
+SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+
+BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "insight"}
+MAY_IMPORT = {
+    "rounding": {"rounding"},
+    "optim": {"optim", "rounding"},
+    "casting": {"casting", "rounding"},
+    "reduction": {"reduction", "rounding"},
+    "insight": {"insight", "optim", "rounding"},
+    "integrations": {"integrations", *BELOW_INTEGRATIONS},
+    "cli": {"cli", "integrations", *BELOW_INTEGRATIONS},
+}
+MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
+HUGGING_FACE = {"transformers", "accelerate", "peft"}
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # absolute and dotted; for `from a import b` it is "a.b"
+    line: int
+    at_import_time: bool
+
+    @property
+    def parts(self) -> list[str]:
+        return self.target.split(".")
+
+
+def _not_run(node: ast.AST) -> list[ast.AST]:
+    """The children of a node that importing the module does not run."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [*node.body]
+    if isinstance(node, ast.Lambda):
+        return [node.body]
+    if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        return [*node.body]
+    return []
+
+
+def _walk(node: ast.AST, runs: bool = True) -> Iterator[tuple[ast.AST, bool]]:
+    """A node and all below it, each with whether importing the module runs it."""
+    yield node, runs
+    asleep = _not_run(node)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, runs and child not in asleep)
+
+
+def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[Import]:
+    """Every import of a module, by statement or by `import_module("…")`, relative ones made absolute."""
+    package = (module if is_package else module.rpartition(".")[0]).split(".")
+
+    def absolute(dots: int, name: str) -> str:
+        above = package[: len(package) - dots + 1] if dots else []
+        return ".".join([*above, *([name] if name else [])])
+
+    for node, runs in _walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, runs)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node.level, node.module or "")
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, runs)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called, name = ast.unparse(node.func).rpartition(".")[2], node.args[0].value
+            if called in {"import_module", "__import__"} and isinstance(name, str):
+                dots = len(name) - len(name.lstrip("."))
+                yield Import(absolute(dots, name[dots:]), node.lineno, runs)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def _private_attributes(tree: ast.Module, library: str) -> Iterator[tuple[str, int]]:
+    """`library.a._b` spelled out in the code, whatever name the library was imported as."""
+    names = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.partition(".")[0] == library
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            spelled = ast.unparse(node)
+            if spelled.partition(".")[0] in names:
+                yield spelled, node.lineno
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What `source`, as the module of that dotted name, does against the rules: one line each."""
+    tree = ast.parse(source)
+    unit = module.split(".")[1] if "." in module else ""
+    found = []
+    if unit and unit not in MAY_IMPORT:
+        found.append(f"{module} belongs to no layer")
+    for imported in imports(tree, module, is_package):
+        where, library = f"{module}:{imported.line}", imported.parts[0]
+        if library == PACKAGE and unit in MAY_IMPORT:
+            target = imported.parts[1] if len(imported.parts) > 1 else ""
+            if target in MAY_IMPORT and target not in MAY_IMPORT[unit]:
+                found.append(f"{where} imports {imported.target}, and {unit} may not import {target}")
+            elif target not in MAY_IMPORT and unit not in {"cli", "__main__"}:
+                found.append(
+                    f"{where} imports {imported.target} from the top of the package, which knows all layers"
+                )
+        if library in HUGGING_FACE and unit != "integrations":
+            if library != "transformers" or unit != "cli":
+                found.append(f"{where} imports {imported.target}, which only integrations may")
+            elif any(_is_private(part) for part in imported.parts):
+                found.append(f"{where} imports {imported.target}, a private name")
+        if library == "triton" and imported.at_import_time:
+            found.append(f"{where} imports triton at the top level")
+    if unit == "cli":
+        found += [
+            f"{module}:{line} uses {name}, a private name"
+            for name, line in _private_attributes(tree, "transformers")
+        ]
+    return found
+
+
+def shape_violations(path: Path, lines: int) -> list[str]:
+    """What is wrong with a file's name and length."""
+    found = [f"{path}: '{part}' says nothing" for part in path.parts if _stem(part) in SHAPELESS_NAMES]
+    if lines > SOURCE_LINES:
+        found.append(f"{path}: {lines} lines, and {SOURCE_LINES} is the most")
+    return found
+
+
+def _stem(part: str) -> str:
+    return part.partition(".")[0].strip("_")
+
+
+def _module_name(path: Path) -> tuple[str, bool]:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    return ".".join(parts[:-1] if is_package else parts), is_package
+
+
+def test_the_package_is_where_this_file_looks() -> None:
+    units = {
+        _module_name(p)[0].split(".")[1]
+        for p in MODULES
+        if p.parent != ROOT / PACKAGE or p.stem != "__init__"
+    }
+    assert {"rounding", "optim"} <= units
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_only(path: Path) -> None:
+    module, is_package = _module_name(path)
+    assert violations(path.read_text(encoding="utf-8"), module, is_package) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short_and_named_for_what_they_do(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert shape_violations(path.relative_to(ROOT), lines) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("rounding.modes", "import hf_lowprec.optim"),
+        ("rounding.modes", "from ..optim import base"),
+        ("rounding.modes", "from .. import optim"),
+        ("rounding.modes", "def f():\n    from hf_lowprec.casting import cast_model"),
+        ("rounding.modes", "from hf_lowprec import AdamW"),
+        ("rounding.modes", "import hf_lowprec"),
+        ("optim.base", "if TYPE_CHECKING:\n    from hf_lowprec.casting import Report"),
+        ("optim.base", "from importlib import import_module\nimport_module('hf_lowprec.cli')"),
+        ("optim.base", "import importlib\nimportlib.import_module('..insight', __package__)"),
+        ("optim.base", "from ..insight.memory import estimate"),
+        ("casting", "from .optim import AdamW"),
+        ("casting", "import transformers"),
+        ("reduction.ddp", "from hf_lowprec.casting import cast_model"),
+        ("reduction.ddp", "def f():\n    import accelerate.utils"),
+        ("insight.report", "from hf_lowprec.reduction import ddp"),
+        ("insight.report", "from peft import PeftModel"),
+        ("integrations.trainer", "from hf_lowprec.cli import main"),
+        ("integrations.trainer", "from hf_lowprec import LowPrecisionCallback"),
+        ("cli.run", "import accelerate"),
+        ("cli.run", "from transformers.trainer import _private"),
+        ("cli.run", "import transformers._internal"),
+        ("cli.run", "import transformers as t\nt.trainer._private()"),
+        ("optim.launch", "import triton"),
+        ("optim.launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
+        ("optim.launch", "class Kernels:\n    from triton import jit"),
+        ("odds", "x = 1"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, source: str) -> None:
+    assert len(violations(source, f"{PACKAGE}.{module}")) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["import transformers", "from accelerate import Accelerator", "import triton"]
+)
+def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packages(source: str) -> None:
+    assert len(violations(source, PACKAGE, is_package=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "optim.base",
+            "import torch\nfrom ..rounding import modes\nfrom .step import Step\nfrom . import step",
+        ),
+        ("insight.report", "from hf_lowprec.optim.base import Optimizer\nfrom .memory import estimate"),
+        ("integrations.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
+        ("cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
+        ("__main__", "from hf_lowprec.cli import main"),
+        ("optim.launch", "def kernels():\n    import triton\n    return triton.jit"),
+        ("optim.launch", "if TYPE_CHECKING:\n    import triton"),
+    ],
+)
+def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
+    assert violations(source, f"{PACKAGE}.{module}") == []
+
+
+def test_relative_imports_of_a_package_start_at_the_package() -> None:
+    assert violations("from .base import Optimizer", f"{PACKAGE}.optim", is_package=True) == []
+    assert len(violations("from .. import casting", f"{PACKAGE}.optim", is_package=True)) == 1
+
+
+def test_a_planted_shape_is_found() -> None:
+    assert shape_violations(Path("hf_lowprec/optim/adamw.py"), SOURCE_LINES) == []
+    assert len(shape_violations(Path("hf_lowprec/optim/adamw.py"), SOURCE_LINES + 1)) == 1
+    for bad in (
+        "hf_lowprec/utils.py",
+        "hf_lowprec/optim/_helpers.cpp",
+        "hf_lowprec/common/math.py",
+        "misc.h",
+    ):
+        assert len(shape_violations(Path(bad), 1)) == 1
+
+
+# Runs before the code under test: prints the file of whoever asks for triton, whether it is installed or not.
+# `importlib.util.find_spec("triton")` only asks whether it is there, and is no import.
+LISTENER = """
+import sys
+class Listener:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton":
+            frame = sys._getframe(1)
+            file = frame.f_code.co_filename
+            while "importlib" in file and "util" not in file:
+                frame = frame.f_back
+                file = frame.f_code.co_filename
+            print("triton wanted by", file)
+sys.meta_path.insert(0, Listener())
+"""
+
+
+def _who_imports_triton(code: str, directory: Path) -> list[str]:
+    """The files under `directory` that import triton while `code` runs in a new interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENER + code],
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [line.removeprefix("triton wanted by ") for line in done.stdout.splitlines()]
+    return [name for name in wanted if Path(name).is_relative_to(directory / PACKAGE)]
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    assert _who_imports_triton(f"import {PACKAGE}", ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_import"),
+    [
+        ("import triton", True),
+        ("import importlib; importlib.import_module('triton')", True),
+        ("import importlib.util; importlib.util.find_spec('triton')", False),
+    ],
+)
+def test_a_planted_import_of_triton_is_heard(tmp_path: Path, statement: str, is_import: bool) -> None:
+    (tmp_path / PACKAGE).mkdir()
+    planted = tmp_path / PACKAGE / "__init__.py"
+    planted.write_text(f"try:\n    {statement}\nexcept ImportError:\n    pass\n")
+    assert _who_imports_triton(f"import {PACKAGE}", tmp_path) == [str(planted)] * is_import
