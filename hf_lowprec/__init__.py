@@ -1,0 +1,61 @@
+"""Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
+
+Importing the package adds its optimizer names to transformers, and does nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_lowprec.casting import CastReport, cast_model
+    from hf_lowprec.integrations.callback import LowPrecisionCallback
+    from hf_lowprec.optim import SGD, AdamW
+    from hf_lowprec.optim.fp32 import fp32_state_dict
+    from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
+
+__version__ = metadata.version("hf-lowprec")
+
+_HOME = {
+    "AdamW": "optim",
+    "SGD": "optim",
+    "CastReport": "casting",
+    "cast_model": "casting",
+    "fp32_state_dict": "optim.fp32",
+    "LowPrecisionCallback": "integrations.callback",
+    "OPTIMIZER_NAMES": "optim.registry",
+    "optimizer_factory": "optim.registry",
+}
+
+__all__ = [
+    "OPTIMIZER_NAMES",
+    "SGD",
+    "AdamW",
+    "CastReport",
+    "LowPrecisionCallback",
+    "cast_model",
+    "fp32_state_dict",
+    "optimizer_factory",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"hf_lowprec.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def register() -> None:
+    """Add the names of `OPTIMIZER_NAMES` to transformers; runs on import, and calling it again changes nothing."""
+    from hf_lowprec.integrations.trainer import register as register_with_trainer
+
+    register_with_trainer()
+
+
+register()

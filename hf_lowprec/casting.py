@@ -176,9 +176,7 @@ def _totals(owners: Owners) -> dict[torch.dtype, DtypeTotal]:
     for (_, _, tensor), *_ in owners.values():
         n, old = tensor.numel(), totals.get(tensor.dtype, DtypeTotal(0, 0, 0))
         own, size = isinstance(tensor, nn.Parameter), n * tensor.element_size()
-        totals[tensor.dtype] = DtypeTotal(
-            old.parameters + n * own, old.buffers + n * (not own), old.bytes + size
-        )
+        totals[tensor.dtype] = DtypeTotal(old.parameters + n * own, old.buffers + n * (not own), old.bytes + size)
     return totals
 
 
@@ -220,9 +218,7 @@ def _plan(modules: Modules, owners: Owners, new: tuple[Entry, ...], earlier: tup
         label = f"keep_fp32 {word!r}"
         if not hits and not owned and entry in new:
             names = {*modules, *(name for _, _, name in entries)}
-            names |= {name.rpartition(".")[2] for name in names} | {
-                type(m).__name__ for m in modules.values()
-            }
+            names |= {name.rpartition(".")[2] for name in names} | {type(m).__name__ for m in modules.values()}
             near = difflib.get_close_matches(word.strip("*."), sorted(names), n=5, cutoff=0.4)
             raise ValueError(f"{label} matches no module or tensor; near: {', '.join(near) or 'nothing'}")
         kept = dict.fromkeys((*hits, *(path for _, path in owned if path in leaves)), label) | kept

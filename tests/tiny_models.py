@@ -213,9 +213,7 @@ class Architecture:
 
     def variants(self) -> list[tuple[bool, str]]:
         """Every (tied, attention) the architecture supports."""
-        return [
-            (tied, kind) for tied in ((False, True) if self.can_tie else (False,)) for kind in self.attentions
-        ]
+        return [(tied, kind) for tied in ((False, True) if self.can_tie else (False,)) for kind in self.attentions]
 
 
 ARCHITECTURES = {

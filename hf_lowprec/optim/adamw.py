@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
@@ -34,7 +35,7 @@ class AdamW(LowPrecisionOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -95,7 +96,9 @@ class AdamW(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight, grad, state, scalars, amsgrad):
+    def update(
+        weight: Tensor, grad: Tensor, state: Any, scalars: Any, amsgrad: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(a·m / (√v·b + ε) + d·w)`, with `a = lr/(1-β1ᵗ)`, `b = 1/√(1-β2ᵗ)`, `d = lr·wd`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2

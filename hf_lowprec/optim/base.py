@@ -1,20 +1,20 @@
 """The optimizer shell every algorithm shares: groups, lazy state, one call per layout and step.
 
-An algorithm is a subclass that gives its states, its host-side scalars and its formula; rounding, state dtypes, backends
-and checkpoints live here and below, once.
+An algorithm is a subclass that gives its states, its host-side scalars and its formula; rounding, state dtypes,
+backends and checkpoints live here and below, once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim import backends, checkpoint, validation
-from hf_lowprec.optim.step import Layout, Stored
+from hf_lowprec.optim.step import Layout, Stored, Update
 from hf_lowprec.optim.work import Work
 from hf_lowprec.rounding import MODES, State
 
@@ -24,9 +24,9 @@ Group = dict[str, Any]
 class LowPrecisionOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
 
-    All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the update.
-    FP32 parameters get the plain FP32 algorithm with FP32 states. Every argument but `backend` may also be set per
-    parameter group.
+    All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
+    update. FP32 parameters get the plain FP32 algorithm with FP32 states. Every argument but `backend` may also be
+    set per parameter group.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
@@ -42,6 +42,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
+    """
+
+    update: ClassVar[Update]
+    """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
+
+    It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step.py`.
     """
 
     def __init__(
@@ -84,13 +90,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError
 
-    @staticmethod
-    def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, **options: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The formula: `(change of the weight, new states)`, from FP32 values, with operators, `torch.where`, `sqrt_rn`."""
-        raise NotImplementedError
-
     # What the shell does.
 
     @torch.no_grad()
@@ -113,7 +112,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 loss = closure()
 
         copies: list[tuple[Tensor, Tensor]] = []
-        batches = self._collect(copies)
+        batches = self.next_step(copies)
         runs = [(backends.resolve(self.backend, device, layout), layout, works) for (layout, device), works in batches]
         for run, layout, works in runs:
             run(layout, works)
@@ -125,7 +124,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     self.state[param]["step"] += 1
         return loss
 
-    def _collect(self, copies: list[tuple[Tensor, Tensor]]) -> list[tuple[tuple[Layout, torch.device], list[Work]]]:
+    def next_step(
+        self, copies: list[tuple[Tensor, Tensor]] | None = None
+    ) -> list[tuple[tuple[Layout, torch.device], list[Work]]]:
+        """The work of the coming step, by layout and device; creates missing states and changes nothing else.
+
+        Args:
+            copies: takes `(tensor, contiguous copy)` of what must be copied back after the step.
+        """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
             for param in group["params"]:
@@ -136,7 +142,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if tensor.is_contiguous():
                 return tensor
             contiguous = tensor.contiguous()
-            copies.append((tensor, contiguous))
+            if copies is not None:
+                copies.append((tensor, contiguous))
             return contiguous
 
         batches: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
@@ -213,7 +220,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved dtype.
+        """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
+        dtype.
 
         Raises:
             ValueError: the state dict does not fit; nothing is changed then.

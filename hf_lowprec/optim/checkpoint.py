@@ -28,8 +28,8 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
             )
         if "rounding" not in saved:
             raise ValueError(
-                f"param group {k} of the state dict has no 'rounding': it was not saved by hf_lowprec.{name}. Resume it "
-                "with the optimizer that saved it, or start this one with fresh state"
+                f"param group {k} of the state dict has no 'rounding': it was not saved by hf_lowprec.{name}. Resume "
+                "it with the optimizer that saved it, or start this one with fresh state"
             )
         if saved["rounding"] != group["rounding"]:
             raise ValueError(

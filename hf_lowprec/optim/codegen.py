@@ -60,7 +60,8 @@ static inline __attribute__((always_inline)) void element({parameters})
 {body}
 }}
 
-/* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2], the length
+/* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2], the
+length
    and the low word of the first element's global index. chunks: (row, first element). */
 void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, const float *scalars,
           const uint32_t *keys, const int64_t *lengths, const uint32_t *first_index, int threads)

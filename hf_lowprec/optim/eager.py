@@ -34,7 +34,7 @@ def _run_slice(layout: Layout, work: Work, part: slice, first_index: int, keys: 
         {stored.name: state.float() for stored, state in zip(layout.states, states, strict=True)},
         dict(zip(layout.scalars, work.scalars, strict=True)),
         index,
-        {word: tuple(pair) for word, pair in zip(layout.words, keys, strict=True)},
+        {word: (key0, key1) for word, (key0, key1) in zip(layout.words, keys, strict=True)},
     )
     # Values are already representable, so these copies only change the format.
     param.copy_(new_weight)

@@ -1,7 +1,7 @@
 """The `native` backend (CPU): the traced step, compiled by the system's C compiler on first use.
 
-One shared library per layout, kept in a per-user cache under a key of source, compiler, flags and CPU. Several processes
-may build at once: each compiles to a private name and renames it into place.
+One shared library per layout, kept in a per-user cache under a key of source, compiler, flags and CPU. Several
+processes may build at once: each compiles to a private name and renames it into place.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
@@ -15,8 +16,8 @@ from hf_lowprec.rounding import State
 class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
-    States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with `rounding="kahan"`;
-    `step`, an FP32 scalar.
+    States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with
+        `rounding="kahan"`; `step`, an FP32 scalar.
 
     Args:
         params: parameters or groups.
@@ -33,7 +34,7 @@ class SGD(LowPrecisionOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -91,7 +92,9 @@ class SGD(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight, grad, state, scalars, momentum, nesterov):
+    def update(
+        weight: Tensor, grad: Tensor, state: Any, scalars: Any, momentum: bool, nesterov: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`g = grad + wd·w; v = μ·v + (1-dampening)·g; u = -lr·v`, or `-lr·(g + μ·v)` with Nesterov."""
         grad = grad + weight * scalars.weight_decay
         if not momentum:

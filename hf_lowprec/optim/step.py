@@ -1,7 +1,7 @@
 """One optimizer step on one layout: load → update → round → store, as torch code.
 
-`fused_step` is the only place where an algorithm, a rounding mode and the random bits meet. The `eager` backend runs it on
-tensors; the `native` backend traces it and compiles the trace (see `codegen.py`).
+`fused_step` is the only place where an algorithm, a rounding mode and the random bits meet. The `eager` backend runs
+it on tensors; the `native` backend traces it and compiles the trace (see `codegen.py`).
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def _check_param(param: Tensor, group: Group, where: str) -> None:
         )
     if param.dtype not in MODES[group["rounding"]].dtypes:
         raise ValueError(
-            f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan' "
-            "or cast the model to bfloat16"
+            f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan'"
+            " or cast the model to bfloat16"
         )
 
 

@@ -1,8 +1,8 @@
 """What a backend is given: the parameters of one layout, and the tables that describe them.
 
 A *row* is a contiguous run of elements, in memory and in the global index alike, whose index keeps one high word. An
-unsharded tensor is one row (one per 2³² elements); a shard may be several. Keys, scalars and pointers belong to rows, so
-that kernels see nothing but flat runs.
+unsharded tensor is one row (one per 2³² elements); a shard may be several. Keys, scalars and pointers belong to rows,
+so that kernels see nothing but flat runs.
 """
 
 from __future__ import annotations

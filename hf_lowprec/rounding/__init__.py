@@ -1,7 +1,8 @@
 """The arithmetic of low-precision storage: rounding, compensated addition and the random bits they draw.
 
 Everything here is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where` and
-`sqrt_rn`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as compiled code.
+`sqrt_rn`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as compiled
+code.
 """
 
 from hf_lowprec.rounding.modes import MODES, Mode, State

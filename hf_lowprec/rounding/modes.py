@@ -16,6 +16,9 @@ from hf_lowprec.rounding.reference import kahan_add, round_nearest, round_stocha
 Draw = Callable[[int], Tensor]
 
 
+Auxiliary = Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class State:
     """A per-parameter state tensor: its key in `optimizer.state` and the role of its random bits."""
@@ -30,14 +33,15 @@ class Mode:
 
     Attributes:
         name: the value of the optimizers' `rounding` argument.
-        add: `(weight, update, auxiliary, draw, dtype) -> (weight', auxiliary')`, all FP32; `weight'` is representable in
-            `dtype`, `auxiliary'` is rounded for storage by the caller; `draw(role)` gives 16 random bits per element.
+        add: `(weight, update, auxiliary, draw, dtype) -> (weight', auxiliary')`, all FP32; `weight'` is representable
+            in `dtype`, `auxiliary'` is rounded for storage by the caller; `draw(role)` gives 16 random bits per
+            element.
         auxiliary: the state tensors the mode keeps, stored as BF16.
         dtypes: the parameter dtypes it supports.
     """
 
     name: str
-    add: Callable[[Tensor, Tensor, Mapping[str, Tensor], Draw, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
+    add: Callable[[Tensor, Tensor, Auxiliary, Draw, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
     auxiliary: tuple[State, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,15 +49,21 @@ class Mode:
 WEIGHT_ROLE = 0
 
 
-def _add_nearest(weight, update, auxiliary, draw, dtype):
+def _add_nearest(
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
     return round_nearest(weight + update, dtype), {}
 
 
-def _add_stochastic(weight, update, auxiliary, draw, dtype):
+def _add_stochastic(
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
     return round_stochastic(weight + update, draw(WEIGHT_ROLE)), {}
 
 
-def _add_kahan(weight, update, auxiliary, draw, dtype):
+def _add_kahan(
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
     total, compensation = kahan_add(weight, update, auxiliary["compensation"], dtype)
     return total, {"compensation": compensation}
 

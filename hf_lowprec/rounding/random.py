@@ -3,10 +3,10 @@
 No generator state exists, so replicas that share a seed draw the same bits without communicating (Ozkara et al.,
 arXiv:2502.20566), a sharded tensor draws the bits of the full one, and resuming needs no RNG file.
 
-A *role* says what a parameter's bits are for (0 the weight or its compensation, then one per state). Three roles share one
-32-bit word per element. With `H` and `L` its halves they get `H`, `L ^ H` and `L ^ (H >> 1)`: uniform, and any two of them
-independent, since `H -> H ^ (H >> 1)` is a bijection. That is all that rounding different quantities needs, and a word costs
-more than a rounding.
+A *role* says what a parameter's bits are for (0 the weight or its compensation, then one per state). Three roles share
+one 32-bit word per element. With `H` and `L` its halves they get `H`, `L ^ H` and `L ^ (H >> 1)`: uniform, and any
+two of them independent, since `H -> H ^ (H >> 1)` is a bijection. That is all that rounding different quantities
+needs, and a word costs more than a rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _int32(pattern: int) -> int:
     return pattern - (1 << 32) if pattern >= 1 << 31 else pattern
 
 
-# A 32-bit bijection with an avalanche bias of 0.17 (Wellons, "Prospecting for Hash Functions", 2018): two multiplications.
+# Two multiplications make a 32-bit bijection of low avalanche bias (Wellons, "Prospecting for Hash Functions", 2018).
 _MULTIPLY_1 = _int32(0x7FEB352D)
 _MULTIPLY_2 = _int32(0x846CA68B)
 _GOLDEN = _int32(0x9E3779B9)
@@ -34,7 +34,7 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
-    """32 random bits per element: a keyed Weyl sequence, mixed by two multiplications with the key's other half between.
+    """32 random bits per element: a keyed Weyl sequence through two multiplications, the key's other half between them.
 
     Args:
         index: int32 tensor, the low word of the global element index.

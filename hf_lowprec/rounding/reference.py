@@ -24,8 +24,8 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         dtype: `torch.bfloat16` or `torch.float16`; `torch.float32` returns `value` as it is.
 
     Returns:
-        FP32 tensor of the same shape; every element is exactly representable in `dtype`. NaN stays NaN, infinities stay,
-        magnitudes from half an ulp above the largest finite value on become infinite.
+        FP32 tensor of the same shape; every element is exactly representable in `dtype`. NaN stays NaN, infinities
+        stay, magnitudes from half an ulp above the largest finite value on become infinite.
     """
     if dtype == torch.float32:
         return value
@@ -66,8 +66,9 @@ def round_stochastic(value: Tensor, bits: Tensor) -> Tensor:
 def kahan_add(
     weight: Tensor, update: Tensor, compensation: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """Add `update` to a stored weight and return what the storage rounded off (Zamirai et al., arXiv:2010.06192, Alg. 5).
+    """Add `update` to a stored weight and return what the storage rounded off.
 
+    Zamirai et al., arXiv:2010.06192, Alg. 5:
     `y = update + compensation; total = round(weight + y); compensation' = y - (total - weight)`.
 
     Args:

@@ -1,0 +1,25 @@
+"""The command line, one file per command."""
+
+from __future__ import annotations
+
+import typer
+
+from hf_lowprec.cli import run
+
+app = typer.Typer(
+    help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run", context_settings=run.CONTEXT)(run.run)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `run` a command of its own."""
+
+
+def main() -> None:
+    """Entry point of `hf-lowprec`."""
+    app(prog_name="hf-lowprec")

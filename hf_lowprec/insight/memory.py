@@ -1,0 +1,56 @@
+"""Bytes that training holds besides activations, counted on the tensors themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by purpose and dtype.
+
+    Attributes:
+        parameters: number of parameters.
+        weights: bytes of the parameters, by dtype.
+        gradients: bytes of the gradients there are, by dtype.
+        state: bytes of the optimizer state there is, by dtype.
+    """
+
+    parameters: int
+    weights: Counter[torch.dtype]
+    gradients: Counter[torch.dtype]
+    state: Counter[torch.dtype]
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(map(sum, (self.weights.values(), self.gradients.values(), self.state.values())))
+
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per parameter of `weights`, `gradients` and `state`."""
+        count = max(self.parameters, 1)
+        return {name: sum(getattr(self, name).values()) / count for name in ("weights", "gradients", "state")}
+
+
+def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
+    """Count what exists now: gradients exist between backward and `zero_grad`, state after the first step."""
+    parameters = list(model.parameters())
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return MemoryUse(
+        sum(p.numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(p.grad for p in parameters if p.grad is not None),
+        _bytes(states),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    count: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        count[tensor.dtype] += tensor.numel() * tensor.element_size()
+    return count

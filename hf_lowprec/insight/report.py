@@ -1,0 +1,76 @@
+"""The precision report: what is stored in which format, what it costs, which mode rounds it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting import CastReport
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.validation import state_dtype
+
+
+def precision_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cast: CastReport, notes: Iterable[str] = ()
+) -> str:
+    """The report as text.
+
+    Args:
+        model: the model about to be trained.
+        optimizer: its optimizer; states that do not exist yet are counted as they will be.
+        cast: what `cast_model` returned.
+        notes: further lines.
+    """
+    weights = _by_dtype(model.parameters())
+    lines = [f"hf_lowprec: {_name(cast.dtype)} training of {type(model).__name__}", _row("weights", weights)]
+    lines.append(_row("gradients", _by_dtype(p for p in model.parameters() if p.requires_grad)))
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        lines += _states(optimizer)
+        lines.append(f"  {'rounding':<13}{_modes(optimizer)}")
+        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, backend {optimizer.backend}")
+    else:
+        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
+    if cast.kept:
+        reasons = Counter(cast.kept.values())
+        lines.append(f"  {'kept in fp32':<13}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
+    lines += [f"  {'note':<13}{note}" for note in (*notes, *cast.warnings)]
+    return "\n".join(lines)
+
+
+def _states(optimizer: LowPrecisionOptimizer) -> list[str]:
+    """One row per state name; what a lazy state will be is known before it exists."""
+    rows: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for state in optimizer.stored_states(param, group):
+                rows[state.name][state_dtype(state.name, param, group)] += param.numel()
+    return [_row(name, count) for name, count in rows.items()]
+
+
+def _modes(optimizer: LowPrecisionOptimizer) -> str:
+    modes = {
+        f"weights {group['rounding']}, 16-bit states {group['state_rounding']}, seed {group['seed']}"
+        for group in optimizer.param_groups
+    }
+    return "; ".join(sorted(modes))
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    count: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        count[tensor.dtype] += tensor.numel()
+    return count
+
+
+def _row(title: str, count: Counter[torch.dtype]) -> str:
+    total = sum(count.values())
+    size = sum(n * dtype.itemsize for dtype, n in count.items())
+    shares = ", ".join(f"{_name(dtype)} {n:,}" for dtype, n in count.most_common())
+    return f"  {title:<13}{size / 2**20:>10,.1f} MiB {size / max(total, 1):>5.2f} bytes/parameter  ({shares})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""transformers and accelerate: the only importer of their internals."""

@@ -1,0 +1,98 @@
+"""`TrainingArguments` → optimizer arguments: the words transformers hands over are strings, all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import check_keywords, keywords, optimizer_factory
+
+CASTING_KEYS = ("keep_fp32",)
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
+
+
+def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
+    """The optimizer class and arguments that `TrainingArguments` with one of our `optim` names ask for.
+
+    `optim_args` wins over the dedicated fields (`adam_beta1`, …), which win over the class's defaults.
+
+    Raises:
+        ValueError: `optim_args` has an unknown key or a value that does not parse; both are named.
+    """
+    cls, kwargs = optimizer_factory(str(getattr(args.optim, "value", args.optim)))
+    kwargs |= {"lr": args.learning_rate, "seed": args.seed}
+    if "betas" in keywords(cls):
+        kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    words = parse_optim_args(args.optim_args)
+    check_keywords(words, [*keywords(cls), *CASTING_KEYS], f"optim_args for optim={args.optim}")
+    kwargs |= {key: _value(cls, key, word) for key, word in words.items() if key not in CASTING_KEYS}
+    return cls, kwargs
+
+
+def keep_fp32_patterns(args: Any) -> tuple[str, ...]:
+    """The `keep_fp32` patterns of `optim_args`, separated by `|`."""
+    patterns = parse_optim_args(args.optim_args).get("keep_fp32", "")
+    return tuple(pattern for pattern in patterns.split("|") if pattern)
+
+
+def parse_optim_args(text: str | None) -> dict[str, str]:
+    """`"key=value,key=value"` as a dictionary of strings.
+
+    Raises:
+        ValueError: a part is not of the form `key=value`, or a key comes twice.
+    """
+    words: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not (key and separator and value):
+            raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
+        if key in words:
+            raise ValueError(f"optim_args names {key!r} twice")
+        words[key] = value
+    return words
+
+
+def _value(cls: type[LowPrecisionOptimizer], key: str, word: str) -> Any:
+    parse = _PARSERS.get(key) or _BY_TYPE[type(inspect.signature(cls).parameters[key].default)]
+    try:
+        return parse(word)
+    except (ValueError, KeyError):
+        raise ValueError(f"optim_args: {key}={word!r} does not parse; {_EXPECTED[parse]}") from None
+
+
+def _bool(word: str) -> bool:
+    if word.lower() not in _TRUE + _FALSE:
+        raise ValueError(word)
+    return word.lower() in _TRUE
+
+
+def _dtype(word: str) -> torch.dtype:
+    return _DTYPES[word.lower().removeprefix("torch.")]
+
+
+def _dtypes(word: str) -> torch.dtype | Mapping[str, torch.dtype]:
+    if ":" not in word:
+        return _dtype(word)
+    pairs = (pair.split(":") for pair in word.split("|"))
+    return {name: _dtype(dtype) for name, dtype in pairs}
+
+
+def _betas(word: str) -> tuple[float, ...]:
+    first, second = word.split("|")
+    return float(first), float(second)
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "betas": _betas}
+_BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    _bool: "give True or False",
+    int: "give an integer",
+    float: "give a number",
+    _dtypes: "give bfloat16, float32, or a dtype per state as exp_avg:bfloat16|exp_avg_sq:float32",
+    _betas: "give two numbers as 0.9|0.999",
+}

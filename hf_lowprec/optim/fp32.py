@@ -1,0 +1,36 @@
+"""The FP32 weights that BF16 training knows: stored weight plus compensation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The best FP32 estimate of every tensor of `model.state_dict()`.
+
+    A weight trained with Kahan summation is `weight + compensation`, which holds about twice the digits of the weight
+    alone; every other floating-point tensor is converted as it is.
+
+    Args:
+        model: the trained model.
+        optimizer: its optimizer, or accelerate's wrapper of it.
+
+    Returns:
+        FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names; tensors that are
+        not floating point are returned as they are.
+    """
+    state = getattr(optimizer, "optimizer", optimizer).state
+    named = dict(model.named_parameters(remove_duplicate=False))
+
+    def estimate(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        compensation = state.get(named.get(name), {}).get("compensation") if name in named else None
+        full = tensor.detach().to(torch.float32, copy=True)
+        return full if compensation is None else full + compensation.float()
+
+    return {name: estimate(name, tensor) for name, tensor in model.state_dict().items()}

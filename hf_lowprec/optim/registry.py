@@ -1,0 +1,55 @@
+"""Every `optim=` string, and what it stands for."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from hf_lowprec.optim.adamw import AdamW
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.sgd import SGD
+
+ALGORITHMS: dict[str, type[LowPrecisionOptimizer]] = {"adamw": AdamW, "sgd": SGD}
+SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
+
+OPTIMIZER_NAMES: tuple[str, ...] = tuple(
+    f"{algorithm}_bf16_{suffix}" for algorithm in ALGORITHMS for suffix in SUFFIXES
+)
+"""The registered names, `<algorithm>_bf16_<mode>`."""
+
+
+def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
+    """The optimizer class and keyword arguments behind an `optim=` string.
+
+    The pair is what `Trainer(optimizer_cls_and_kwargs=…)` takes; Trainer then adds nothing, so give `lr` here.
+
+    Args:
+        name: one of `OPTIMIZER_NAMES`.
+        overrides: keyword arguments of the class.
+
+    Raises:
+        ValueError: the name, or a keyword, is unknown.
+    """
+    if name not in OPTIMIZER_NAMES:
+        raise ValueError(f"optimizer name {name!r} is unknown; valid are {', '.join(map(repr, OPTIMIZER_NAMES))}")
+    algorithm, suffix = name.split("_bf16_")
+    cls = ALGORITHMS[algorithm]
+    check_keywords(overrides, keywords(cls), f"{name!r}")
+    return cls, {"rounding": SUFFIXES[suffix], **overrides}
+
+
+def keywords(cls: type[LowPrecisionOptimizer]) -> tuple[str, ...]:
+    """The keyword arguments of an optimizer class."""
+    return tuple(name for name in inspect.signature(cls).parameters if name != "params")
+
+
+def check_keywords(given: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Raise ValueError, with the nearest valid name, if a keyword is unknown."""
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{name!r} is not an argument of {where}{hint}; valid are {', '.join(valid)}")

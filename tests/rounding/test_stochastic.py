@@ -1,0 +1,121 @@
+"""Stochastic rounding: equalities over all 65,536 random words where they are cheap, sampling bounds for the mean.
+
+With `f` the low 16 bits of an FP32 pattern, the value lies `f / 65536` of the way to its neighbour away from zero, so
+exactly `f` of the 65,536 random words must round away.
+"""
+
+import math
+
+import pytest
+import torch
+
+from hf_lowprec.rounding import random_bits, round_stochastic
+
+FP32 = torch.float32
+INF, WORDS = 0x7F800000, 1 << 16
+ALL_WORDS = torch.arange(WORDS, dtype=torch.int32)
+# Upper halves: ones, ends of binades, both signs, zeros, subnormals, the smallest normal, the largest finite values.
+TOPS = [0x3F80, 0x3F81, 0x3FFF, 0xBF80, 0xBFFF, 0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x807F, 0x0080, 0x4234, 0xC9AB]
+TOPS += [0x7F7E, 0x7F7F, 0xFF7E, 0xFF7F]
+FRACTIONS = [0, 1, 2, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xDEAD, 0xFFFE, 0xFFFF]
+NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7F80FFFF, 0xFF80FFFF, 0x7FC00000, 0xFFC00000, 0x7FBFFFFF]
+
+
+def patterns(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def floats(pattern: torch.Tensor) -> torch.Tensor:
+    return torch.where(pattern >= 2**31, pattern - 2**32, pattern).to(torch.int32).view(FP32)
+
+
+def one(pattern: int) -> torch.Tensor:
+    return floats(torch.tensor([pattern]))
+
+
+@pytest.mark.parametrize("top", TOPS, ids=hex)
+def test_exactly_the_fraction_of_all_words_rounds_away(top):
+    for fraction in FRACTIONS:
+        rounded = patterns(round_stochastic(one(top * WORDS + fraction).expand(WORDS), ALL_WORDS))
+        away = rounded == (top + 1) * WORDS
+        assert torch.equal(rounded[~away], torch.full_like(rounded[~away], top * WORDS)), hex(fraction)
+        assert away.sum().item() == fraction
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS, ids=hex)
+def test_every_bf16_pattern_adds_the_word_and_truncates(fraction):
+    """At the words around the one that carries; a value BF16 represents never changes, infinities and NaN stay."""
+    pattern = torch.arange(WORDS) * WORDS + fraction
+    value = floats(pattern)
+    finite = value.isfinite()
+    for word in {0, 0xFFFF, max(0xFFFF - fraction, 0), min(WORDS - fraction, 0xFFFF)}:
+        rounded = round_stochastic(value, torch.full((WORDS,), word, dtype=torch.int32))
+        expected = (pattern + word) // WORDS * WORDS
+        assert torch.equal(patterns(rounded[finite]), expected[finite])
+        assert torch.equal(rounded.isnan(), value.isnan())
+        assert torch.equal(patterns(rounded[value.isinf()]), pattern[value.isinf()])
+
+
+@pytest.mark.parametrize("pattern", NANS, ids=hex)
+def test_nan_of_any_payload_stays_nan_for_every_word(pattern):
+    rounded = round_stochastic(one(pattern).expand(WORDS), ALL_WORDS)
+    assert rounded.isnan().all()
+    assert rounded.to(torch.bfloat16).isnan().all()
+
+
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_infinity_stays_for_every_word(sign):
+    assert (patterns(round_stochastic(one(INF + sign).expand(WORDS), ALL_WORDS)) == INF + sign).all()
+
+
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_only_values_beyond_the_largest_finite_become_infinite(sign):
+    largest = 0x7F7F0000
+    for pattern, infinite in [(largest - 1, 0), (largest, 0), (largest + 1, 1), (largest + 0x8000, 0x8000)]:
+        rounded = patterns(round_stochastic(one(pattern + sign).expand(WORDS), ALL_WORDS))
+        assert (rounded == INF + sign).sum().item() == infinite, hex(pattern)
+        assert not floats(rounded).isnan().any()
+
+
+def test_the_result_is_representable_in_bf16():
+    generator = torch.Generator().manual_seed(1)
+    value = floats(torch.randint(0, 2**32, (WORDS,), generator=generator))
+    rounded = round_stochastic(value, ALL_WORDS)
+    number = ~value.isnan()
+    assert (patterns(rounded[number]) % WORDS == 0).all()
+    assert torch.equal(rounded.to(torch.bfloat16).float()[number], rounded[number])
+
+
+VALUES = [1.0 + 2**-9, -1.0 - 2**-9, math.pi, -math.pi, 1 / 3, -1 / 3, 6.1e-5, 3.3e38, -3.3e38]
+SUBNORMALS = [3e-39, -3e-39, 1e-40, -1e-40, 3e-45, -3e-45]
+
+
+@pytest.mark.parametrize("value", VALUES + SUBNORMALS)
+def test_mean_over_draws_is_unbiased(value):
+    """Away-roundings of n draws are Binomial(n, p) with p the exact fraction.
+
+    Bernstein: P(|mean - p| > t) <= 2 exp(-n t² / (2 p(1-p) + 2t/3)); t solves it for a level of 1e-9, so that all cases
+    together would fail a fair generator with a probability below 2e-8 (the draws are fixed, so it never flakes).
+    """
+    draws, level = 1 << 18, 1e-9
+    bits = random_bits(seed=11, step=1, parameter=0, role=0, index=torch.arange(draws))
+    stored = torch.tensor([value])
+    rounded = round_stochastic(stored.expand(draws), bits).double()
+    low = floats(patterns(stored) // WORDS * WORDS).double()
+    ulp = floats((patterns(stored) // WORDS + 1) * WORDS).double() - low  # signed: away from zero
+    p = ((stored.double() - low) / ulp).item()
+    c = math.log(2 / level) / draws
+    bound = c / 3 + math.sqrt((c / 3) ** 2 + 2 * c * p * (1 - p))
+    mean = ((rounded - low) / ulp).mean().item()
+    assert abs(mean - p) <= bound
+    assert bound < 0.02  # the bound itself is worth something: 2% of an ulp
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3, 5)])
+def test_shape_is_kept_and_the_argument_untouched(shape):
+    value = torch.linspace(-3, 3, math.prod(shape)).reshape(shape)
+    bits = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+    before = value.clone(), bits.clone()
+    assert round_stochastic(value, bits).shape == shape
+    assert torch.equal(value, before[0])
+    assert torch.equal(bits, before[1])
