@@ -30,12 +30,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 def last_complete(output_dir: Path) -> Path | None:
     """The finished checkpoint of the highest step in `output_dir`, or None."""
-    if not output_dir.is_dir():
-        return None
-    numbered = [
-        (int(m[1]), path) for path in output_dir.iterdir() if path.is_dir() and (m := _CHECKPOINT.match(path.name))
-    ]
-    return next((path for _, path in sorted(numbered, reverse=True) if is_complete(path)), None)
+    return next((path for _, path in reversed(_numbered(output_dir)) if is_complete(path)), None)
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
@@ -49,19 +44,17 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
     if not resume_from_checkpoint:
         return resume_from_checkpoint
     folder = Path(output_dir)
-    if resume_from_checkpoint is True:
-        asked = None
-    else:
-        asked = Path(resume_from_checkpoint)
-        if not asked.is_dir() or is_complete(asked):
+    if resume_from_checkpoint is not True:
+        named = Path(resume_from_checkpoint)
+        if not named.is_dir() or is_complete(named):
             return resume_from_checkpoint
+        if named.resolve().parent != folder.resolve() or not _CHECKPOINT.match(named.name):
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint!r} was not finished ({TRAINER_STATE_NAME} is missing or "
+                "damaged); name a finished checkpoint"
+            )
     complete = last_complete(folder)
-    if asked is not None and (asked.resolve().parent != folder.resolve() or not _CHECKPOINT.match(asked.name)):
-        raise ValueError(
-            f"resume_from_checkpoint={str(asked)!r} was not finished ({TRAINER_STATE_NAME} is missing or damaged); name "
-            "a finished checkpoint"
-        )
-    unfinished = _newer(folder, complete) if folder.is_dir() else []
+    unfinished = [path.name for step, path in _numbered(folder) if complete is None or step > _step(complete)]
     if complete is None:
         if unfinished:
             raise ValueError(
@@ -69,11 +62,16 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
             )
         return resume_from_checkpoint  # Trainer says that there is none
     if unfinished:
-        names = ", ".join(sorted(path.name for path in unfinished))
-        logger.warning("%s was not finished; resuming from %s, the last complete checkpoint", names, complete)
+        logger.warning("%s was not finished; resuming from %s", ", ".join(unfinished), complete)
     return str(complete)
 
 
-def _newer(folder: Path, complete: Path | None) -> list[Path]:
-    step = int(_CHECKPOINT.match(complete.name)[1]) if complete else -1  # type: ignore[index]
-    return [path for path in folder.iterdir() if (m := _CHECKPOINT.match(path.name)) and int(m[1]) > step]
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoint folders with their steps, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted((_step(path), path) for path in folder.iterdir() if path.is_dir() and _CHECKPOINT.match(path.name))
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])

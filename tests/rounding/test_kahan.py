@@ -105,7 +105,7 @@ def test_nan_and_infinity_reach_the_weight(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("size", [1e-6, 1e-4, 1e-2])
 def test_long_sums_with_a_full_compensation(dtype, size):
-    """4,000 random updates: each loses at most half an FP32 ulp of y, and |y| <= |u| + half an ulp of a weight below 8."""
+    """4,000 random updates: each loses half an FP32 ulp of y, and |y| <= |u| + half an ulp of a weight below 8."""
     steps, lanes = 4_000, 64
     generator = torch.Generator().manual_seed(2)
     weight = round_nearest(torch.rand(lanes, generator=generator) + 0.5, dtype)

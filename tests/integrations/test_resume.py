@@ -1,0 +1,146 @@
+"""Resuming continues bit for bit, in every mode, also after a process died while saving."""
+
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lowprec.integrations.checkpoints import resolve
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+MODES = ("kahan", "stochastic", "nearest")
+
+
+def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> list[str]:
+    settings = {
+        "output_dir": out,
+        "optim": f"{algorithm}_bf16_kahan",
+        "optim_args": f"rounding={mode}" + (",momentum=0.9" if algorithm == "sgd" else ""),
+        "max_steps": 9,
+        "save_steps": 3,
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+        **extra,
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False, timeout=240)
+
+
+def train(*words: object) -> str:
+    """What the script prints at its end: steps, dtype and a digest of all weights. Each run is a process of its own."""
+    result = run("-m", "hf_lowprec", "run", SCRIPTS / "train_tiny.py", *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return summary(result.stdout)
+
+
+def summary(output: str) -> str:
+    (line,) = re.findall(r"^steps=.*$", output, re.MULTILINE)
+    return line
+
+
+def optimizer_file(checkpoint: Path) -> dict:
+    return torch.load(checkpoint / "optimizer.pt", weights_only=True)
+
+
+def assert_same_state(ours: dict, theirs: dict) -> None:
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, state in ours["state"].items():
+        assert state.keys() == theirs["state"][key].keys()
+        for name, tensor in state.items():
+            other = theirs["state"][key][name]
+            assert tensor.dtype == other.dtype, name
+            assert torch.equal(tensor, other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "algorithm"), [*((mode, "adamw") for mode in MODES), ("kahan", "sgd")])
+def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algorithm):
+    def train_here(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_tiny.py", *map(str, words)])
+        runpy.run_path(str(SCRIPTS / "train_tiny.py"), run_name="__main__")
+        return summary(capsys.readouterr().out)
+
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    expected = train_here(*options(whole, mode, algorithm))
+    # The schedule must be that of nine steps, so the first half is a whole run whose later saves are taken away.
+    train_here(*options(halves, mode, algorithm))
+    for step in (6, 9):
+        shutil.rmtree(halves / f"checkpoint-{step}")
+    assert train_here(*options(halves, mode, algorithm), "--resume", "True") == expected
+    assert "steps=9 dtype=torch.bfloat16" in expected
+    assert_same_state(optimizer_file(halves / "checkpoint-9"), optimizer_file(whole / "checkpoint-9"))
+    assert (halves / "checkpoint-9/model.safetensors").read_bytes() == (
+        whole / "checkpoint-9/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["checkpoint-6/optimizer.pt", "checkpoint-6/scheduler.pt"])
+def test_a_save_that_was_killed_is_passed_over(tmp_path, victim):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = train(*options(whole, "kahan"))
+    died = run(SCRIPTS / "killed_in_save.py", victim, "run", SCRIPTS / "train_tiny.py", *options(killed, "kahan"))
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
+    assert train(*options(killed, "kahan"), "--resume", "True") == expected
+
+
+def complete(folder: Path, step: int) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": %d}' % step)
+    return checkpoint
+
+
+def cut_short(folder: Path, step: int, state: str | None = None) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    if state is not None:
+        (checkpoint / "trainer_state.json").write_text(state)
+    return checkpoint
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"global_step": 1', "[]"])
+def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
+    last = complete(tmp_path, 900)
+    unfinished = cut_short(tmp_path, 1000, damage)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-2000").write_text("a file")
+    for asked in (True, str(unfinished)):
+        caplog.clear()
+        assert resolve(asked, str(tmp_path)) == str(last)
+        assert "checkpoint-1000 was not finished" in caplog.text
+    assert resolve(str(last), str(tmp_path)) == str(last)
+    assert resolve(None, str(tmp_path)) is None
+    assert resolve(False, str(tmp_path)) is False
+
+
+def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
+    elsewhere = cut_short(tmp_path / "other run", 10)
+    complete(tmp_path / "out", 5)
+    with pytest.raises(ValueError, match="other run.*was not finished"):
+        resolve(str(elsewhere), str(tmp_path / "out"))
+
+
+def test_nothing_finished_is_said(tmp_path):
+    cut_short(tmp_path, 10)
+    with pytest.raises(ValueError, match="no checkpoint in .* was finished"):
+        resolve(True, str(tmp_path))
+    assert resolve(True, str(tmp_path / "absent")) is True
+    assert resolve("hub/name", str(tmp_path)) == "hub/name"

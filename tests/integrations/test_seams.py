@@ -1,0 +1,70 @@
+"""The private names of transformers that `integrations/seams.py` relies on; each failure says what went away."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import Trainer, TrainingArguments, trainer_optimizer
+from transformers.training_args import OptimizerNames
+
+import hf_lowprec
+from hf_lowprec.integrations import seams
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
+WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/seams.py"
+
+
+def test_the_dispatch_table_is_where_it_was():
+    assert hasattr(trainer_optimizer, "_OPTIMIZER_HANDLERS"), f"trainer_optimizer._OPTIMIZER_HANDLERS is gone {WHERE}"
+    assert OptimizerNames.ADAMW_TORCH in trainer_optimizer._OPTIMIZER_HANDLERS, f"its keys have changed {WHERE}"
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_bf16_kahan"))
+    assert cls is hf_lowprec.AdamW, f"Trainer no longer asks the dispatch table {WHERE}"
+    assert kwargs["lr"] == 5e-5
+
+
+def test_the_enum_takes_members():
+    for name in hf_lowprec.OPTIMIZER_NAMES:
+        member = OptimizerNames(name)
+        assert member == name
+        assert member is getattr(OptimizerNames, name.upper()), f"enum members are stored elsewhere {WHERE}"
+        assert member in list(OptimizerNames), f"iteration does not see added members {WHERE}"
+    with pytest.raises(ValueError, match="adamw_bf16_kahan"):  # the list of valid names in transformers' own message
+        OptimizerNames("adamw_bf16_kahn")
+
+
+def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
+    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
+    with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
+        seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}))
+
+
+def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
+    import inspect
+
+    built = inspect.signature(Trainer.__init__).parameters
+    for name in ("model", "args", "model_init", "callbacks"):
+        assert name in built, f"Trainer.__init__ has no {name!r} {WHERE.replace('seams', 'trainer')}"
+    assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
+
+
+@pytest.mark.slow
+def test_other_optimizers_are_untouched(tmp_path):
+    """An FP32 run gives the same weights whether or not the package was imported."""
+
+    def train(*launcher: str) -> str:
+        words = (
+            f"--output_dir {tmp_path} --max_steps 4 --use_cpu --disable_tqdm True --report_to none --save_strategy no"
+        )
+        command = [sys.executable, *launcher, str(SCRIPT), *words.split()]
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""}, timeout=240
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return next(line for line in result.stdout.splitlines() if line.startswith("steps="))
+
+    plain = train()
+    assert "dtype=torch.float32" in plain
+    assert train("-m", "hf_lowprec", "run") == plain
