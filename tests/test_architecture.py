@@ -3,7 +3,7 @@
 | layer | units | may import |
 | --- | --- | --- |
 | L0 | rounding | itself |
-| L1 | optim, casting, reduction, insight | itself and L0; insight also optim |
+| L1 | optim, casting, reduction, insight | itself and L0; insight also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | cli, `__main__` | everything below; the public names of transformers |
 
@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
-    "insight": {"insight", "optim", "rounding"},
+    "insight": {"insight", "optim", "casting", "rounding"},
     "integrations": {"integrations", *BELOW_INTEGRATIONS},
     "cli": {"cli", "integrations", *BELOW_INTEGRATIONS},
 }

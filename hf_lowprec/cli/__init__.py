@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_lowprec.cli import run
+from hf_lowprec.cli import demo, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -12,6 +12,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 

@@ -50,8 +50,8 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
             return resume_from_checkpoint
         if named.resolve().parent != folder.resolve() or not _CHECKPOINT.match(named.name):
             raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} was not finished ({TRAINER_STATE_NAME} is missing or "
-                "damaged); name a finished checkpoint"
+                f"resume_from_checkpoint={resume_from_checkpoint!r} was not finished ({TRAINER_STATE_NAME} is missing "
+                "or damaged); name a finished checkpoint"
             )
     complete = last_complete(folder)
     unfinished = [path.name for step, path in _numbered(folder) if complete is None or step > _step(complete)]

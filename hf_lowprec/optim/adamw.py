@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
-from hf_lowprec.rounding import State, sqrt_rn
+from hf_lowprec.rounding import State, average_stalls, sqrt_rn
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -73,9 +73,9 @@ class AdamW(LowPrecisionOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def states(self, group: Group) -> tuple[State, ...]:
-        """The moments."""
-        moments = (State("exp_avg", 2), State("exp_avg_sq", 1))
-        return (*moments, State("max_exp_avg_sq", 3)) if group["amsgrad"] else moments
+        """The moments. The maximum only ever takes a value that the second moment had, so it is rounded to nearest."""
+        moments = (State("exp_avg", 2, stalls=average_stalls(group["betas"][0])), State("exp_avg_sq", 1))
+        return (*moments, State("max_exp_avg_sq", 3, stalls=False)) if group["amsgrad"] else moments
 
     def options(self, group: Group) -> dict[str, bool]:
         """Whether the maximum of the second moment is used."""

@@ -35,7 +35,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             extra state; BF16 parameters only) or `"nearest"`.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
-        state_rounding: `"stochastic"` or `"nearest"`, for BF16 states and the compensation.
+        state_rounding: `"stochastic"` rounds the compensation, and the BF16 states that could stall otherwise,
+            stochastically; `"nearest"` gives the papers' textbook algorithms.
         seed: seed of the random bits. Replicas must share it.
         backend: `"auto"`, `"eager"` or `"native"` (CPU).
 

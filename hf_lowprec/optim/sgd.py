@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
-from hf_lowprec.rounding import State
+from hf_lowprec.rounding import State, average_stalls
 
 
 class SGD(LowPrecisionOptimizer):
@@ -76,7 +76,7 @@ class SGD(LowPrecisionOptimizer):
 
     def states(self, group: Group) -> tuple[State, ...]:
         """The momentum, if there is one."""
-        return (State("momentum_buffer", 1),) if group["momentum"] else ()
+        return (State("momentum_buffer", 1, stalls=average_stalls(group["momentum"])),) if group["momentum"] else ()
 
     def options(self, group: Group) -> dict[str, bool]:
         """Whether there is a momentum, and of which kind."""

@@ -32,7 +32,8 @@ class Stored:
 
     @classmethod
     def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> Stored:
-        return cls(state.name, state.role, dtype, dtype == torch.bfloat16 and state_rounding == "stochastic")
+        stochastic = dtype == torch.bfloat16 and state_rounding == "stochastic" and state.stalls
+        return cls(state.name, state.role, dtype, stochastic)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Resuming continues bit for bit, in every mode, also after a process died while saving."""
 
+import json
 import re
 import runpy
 import shutil
@@ -104,7 +105,7 @@ def test_a_save_that_was_killed_is_passed_over(tmp_path, victim):
 def complete(folder: Path, step: int) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": %d}' % step)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return checkpoint
 
 
@@ -134,13 +135,13 @@ def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
 def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
     elsewhere = cut_short(tmp_path / "other run", 10)
     complete(tmp_path / "out", 5)
-    with pytest.raises(ValueError, match="other run.*was not finished"):
+    with pytest.raises(ValueError, match=r"other run.*was not finished"):
         resolve(str(elsewhere), str(tmp_path / "out"))
 
 
 def test_nothing_finished_is_said(tmp_path):
     cut_short(tmp_path, 10)
-    with pytest.raises(ValueError, match="no checkpoint in .* was finished"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* was finished"):
         resolve(True, str(tmp_path))
     assert resolve(True, str(tmp_path / "absent")) is True
     assert resolve("hub/name", str(tmp_path)) == "hub/name"

@@ -283,8 +283,8 @@ def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys):
     assert "weights nearest" in out
     lost = [entry["lost_updates"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(lost) == 3
-    # |w| is about 0.02 (initializer_range), where half an ulp is 2^-14 ≈ 6e-5 and the update is at most 1e-6: only the few
-    # weights below 1e-6 · 2^8 = 2.6e-4, one in a hundred, can take it.
+    # |w| is about 0.02 (initializer_range), where half an ulp is 2^-14 ≈ 6e-5 and the update is at most 1e-6: only
+    # the weights below 1e-6 · 2^8 = 2.6e-4, one in a hundred, can take it.
     assert all(0.97 < share <= 1 for share in lost)
 
 

@@ -1,8 +1,9 @@
 """The share of AdamW's weight changes that rounding swallows, by one definition for every optimizer that is compared.
 
-For a sample of weights, the change `u` that AdamW computes in FP32 from the state before the step, and the change `Δ` of
-what is stored after it: weight, plus compensation if the optimizer keeps one. `1 - Σ u·Δ / Σ u²` over all sampled steps:
-0 if everything arrives, 1 if nothing does. It knows nothing of how the optimizer computes, only what it stores.
+For a sample of weights, the change `u` that AdamW computes in FP32 from the state before the step, and the change `Δ`
+of what is stored after it: weight, plus compensation if the optimizer keeps one. The share is `1 - Σ u·Δ / Σ u²` over
+all sampled steps: 0 if everything arrives, 1 if nothing does. It knows nothing of how the optimizer computes, only what
+it stores.
 """
 
 from __future__ import annotations

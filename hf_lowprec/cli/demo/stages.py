@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_lowprec.cli.demo.text import (
     BYTES,
     Blocks,
-    Text,
     encode_bytes,
     standard_library_documentation,
     standard_library_modules,
@@ -103,12 +101,18 @@ def pretrain_and_fine_tune(
         output_dir: for the Trainer.
         progress: called on the way.
     """
-    progress = progress or Progress()
+    code = token_blocks(standard_library_modules(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
+    prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
+    warmup = max(1, steps // 20)
     first, pretrained = _stage(
-        *("pretraining", f"Pre-training from random weights on {{text}} (learning rate {PRETRAINING_RATE:g}, cosine)"),
-        *(standard_library_modules(), encode_bytes, lambda: small_llama(seed), ways),
-        Settings(steps, BATCH_SIZE, PRETRAINING_RATE, "cosine", max(1, steps // 20), seed),
-        *(LENGTH, output_dir, progress),
+        "pretraining",
+        f"Pre-training from random weights on {code.title}",
+        lambda: small_llama(seed),
+        code,
+        ways,
+        Settings(steps, BATCH_SIZE, PRETRAINING_RATE, "cosine", warmup, seed),
+        output_dir,
+        progress,
     )
 
     def start() -> nn.Module:
@@ -116,11 +120,15 @@ def pretrain_and_fine_tune(
         model.load_state_dict(pretrained)
         return model
 
-    title = f"Fine-tuning of the FP32 result on {{text}} (learning rate {FINE_TUNING_RATE:g}, constant)"
     second, _ = _stage(
-        *("fine-tuning", title, standard_library_documentation(), encode_bytes, start, ways),
-        Settings(steps, BATCH_SIZE, FINE_TUNING_RATE, "constant_with_warmup", max(1, steps // 20), seed),
-        *(LENGTH, output_dir, progress),
+        "fine-tuning",
+        f"Fine-tuning of the FP32 result on {prose.title}",
+        start,
+        prose,
+        ways,
+        Settings(steps, BATCH_SIZE, FINE_TUNING_RATE, "constant_with_warmup", warmup, seed),
+        output_dir,
+        progress,
     )
     return [first, second]
 
@@ -128,10 +136,8 @@ def pretrain_and_fine_tune(
 def fine_tune(
     ways: Sequence[Way],
     build: Callable[[], nn.Module],
-    encode: Any,
-    text: Text,
+    blocks: Blocks,
     settings: Settings,
-    length: int,
     output_dir: Path,
     progress: Progress | None = None,
 ) -> list[Stage]:
@@ -140,16 +146,13 @@ def fine_tune(
     Args:
         ways: how to train.
         build: gives the model in FP32, the same weights every time.
-        encode: texts to tokens, as `text.Encode`.
-        text: to train and validate on.
+        blocks: what to train and validate on.
         settings: shared by the ways.
-        length: tokens per block.
         output_dir: for the Trainer.
         progress: called on the way.
     """
-    title = f"Fine-tuning on {{text}} (learning rate {settings.learning_rate:g}, constant)"
     stage, _ = _stage(
-        *("fine-tuning", title, text, encode, build, ways, settings, length, output_dir, progress or Progress())
+        "fine-tuning", f"Fine-tuning on {blocks.title}", build, blocks, ways, settings, output_dir, progress
     )
     return [stage]
 
@@ -157,17 +160,15 @@ def fine_tune(
 def _stage(
     name: str,
     title: str,
-    text: Text,
-    encode: Any,
     build: Callable[[], nn.Module],
+    blocks: Blocks,
     ways: Sequence[Way],
     settings: Settings,
-    length: int,
     output_dir: Path,
-    progress: Progress,
+    progress: Progress | None,
 ) -> tuple[Stage, dict[str, Tensor]]:
     """One stage, and the weights that FP32 ended with (empty if FP32 is not among the ways)."""
-    blocks = token_blocks(text, encode, length, settings.steps * settings.batch_size, VALIDATION_BLOCKS)
+    progress = progress or Progress()
     runs: dict[str, Run] = {}
     result: dict[str, Tensor] = {}
     parameters = 0
@@ -179,5 +180,5 @@ def _stage(
         progress.on_result(name, way, runs[way.name])
         if way is WAYS["fp32"]:
             result = {key: tensor.detach().cpu().clone() for key, tensor in model.state_dict().items()}
-    counts = {"train": len(blocks.train), "validation": len(blocks.validation), "length": length}
-    return Stage(name, title.format(text=text.title), parameters, counts, settings, runs), result
+    counts = {"train": len(blocks.train), "validation": len(blocks.validation), "length": blocks.length}
+    return Stage(name, title, parameters, counts, settings, runs), result

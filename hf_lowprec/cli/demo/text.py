@@ -25,7 +25,16 @@ HELD_OUT = 10
 """One document in so many is for validation."""
 
 # Not source of the library itself, not in every installation, or used as the other text; `encodings` is tables.
-_PASSED_OVER = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data", "encodings"}
+_PASSED_OVER = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "pydoc_data",
+    "encodings",
+}
 
 
 class InputError(ValueError):
@@ -49,8 +58,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Token blocks of equal length, as the Trainer takes them: columns `input_ids` and `labels`."""
+    """Token blocks of equal length, as the Trainer takes them.
 
+    Attributes:
+        title: of the text.
+        length: tokens per block.
+        train: `datasets.Dataset` with columns `input_ids` and `labels`, which are the same.
+        validation: the same, of other documents.
+    """
+
+    title: str
+    length: int
     train: Any
     validation: Any
 
@@ -84,8 +102,10 @@ def standard_library_documentation() -> Text:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        topics = {}
-    text = _split("the language reference", dict(topics), Path(sysconfig.get_path("stdlib"), "pydoc_data"))
+        documents = {}
+    else:
+        documents = dict(topics)
+    text = _split("the language reference", documents, Path(sysconfig.get_path("stdlib"), "pydoc_data"))
     held_out = {paragraph for document in text.validation["text"] for paragraph in document.split("\n\n")}
     kept = ["\n\n".join(p for p in document.split("\n\n") if p not in held_out) for document in text.train["text"]]
     return Text(text.title, _dataset(kept), text.validation)
@@ -131,6 +151,8 @@ def token_blocks(text: Text, encode: Encode, length: int, train: int, validation
         InputError: there is not even one block of each.
     """
     return Blocks(
+        text.title,
+        length,
         _blocks(text.train, encode, length, train, f"{text.title}, training part"),
         _blocks(text.validation, encode, length, validation, f"{text.title}, validation part"),
     )

@@ -1,0 +1,173 @@
+"""Time of one optimizer step on the CPU: ours in each mode, beside torch's fused AdamW and optimi.
+
+All contenders step the same shapes, interleaved in one process, so that the machine's moods fall on all of them alike;
+medians are compared. Nothing is timed before the native step has been shown to equal the eager one bit for bit.
+
+    python benchmarks/step_time.py [--rounds 25] [--threads 2] [--output benchmarks/results/…json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from hf_lowprec import AdamW, __version__
+from hf_lowprec.optim import native
+
+LR, DECAY = 1e-3, 0.01
+Shapes = list[tuple[int, ...]]
+BASELINE = "torch AdamW, FP32, fused"
+
+# Bytes of weight, gradient, moments and compensation that a step reads and writes, per parameter.
+BYTES = {
+    BASELINE: 28,
+    "torch AdamW, BF16, fused": 14,
+    "optimi AdamW, BF16, Kahan": 18,
+    "hf_lowprec AdamW, kahan": 18,
+    "hf_lowprec AdamW, stochastic": 14,
+    "hf_lowprec AdamW, nearest": 14,
+}
+
+
+def smollm2_135m() -> Shapes:
+    """Parameters of SmolLM2-135M, a Llama with 30 layers: 272 tensors, tied embeddings."""
+    hidden, intermediate, keys, vocabulary = 576, 1536, 192, 49152
+    layer = [(hidden, hidden), (keys, hidden), (keys, hidden), (hidden, hidden)]
+    layer += [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate), (hidden,), (hidden,)]
+    return [(vocabulary, hidden), *layer * 30, (hidden,)]
+
+
+SETS: dict[str, Shapes] = {"64 × (512×1024)": [(512, 1024)] * 64, "SmolLM2-135M": smollm2_135m()}
+
+
+def parameters(shapes: Shapes, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """Weights of ordinary size with gradients of ordinary size."""
+    params = [torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype)) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param).mul_(0.01)
+    return params
+
+
+def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """An optimizer per row of the table, each with parameters of its own."""
+
+    def torch_fused(dtype: torch.dtype) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters(shapes, dtype), lr=LR, weight_decay=DECAY, fused=True)
+
+    found: dict[str, torch.optim.Optimizer] = {
+        BASELINE: torch_fused(torch.float32),
+        "torch AdamW, BF16, fused": torch_fused(torch.bfloat16),
+    }
+    try:
+        import optimi
+    except ImportError:
+        print("optimi is not installed (pip install torch-optimi): left out")
+    else:
+        found["optimi AdamW, BF16, Kahan"] = optimi.AdamW(
+            parameters(shapes, torch.bfloat16), lr=LR, weight_decay=DECAY, kahan_sum=True
+        )
+    for mode in ("kahan", "stochastic", "nearest"):
+        found[f"hf_lowprec AdamW, {mode}"] = AdamW(
+            parameters(shapes, torch.bfloat16), lr=LR, weight_decay=DECAY, rounding=mode, backend="native"
+        )
+    return found
+
+
+def check_parity() -> None:
+    """Raise if the compiled step is not the reference's: a wrong step has no speed."""
+    for mode in ("kahan", "stochastic", "nearest"):
+        results = []
+        for backend in ("eager", "native"):
+            torch.manual_seed(0)
+            params = parameters([(1000, 33), (7,)], torch.bfloat16)
+            optimizer = AdamW(params, lr=LR, weight_decay=DECAY, rounding=mode, backend=backend)
+            for _ in range(3):
+                optimizer.step()
+            results.append([*params, *(v for s in optimizer.state.values() for v in s.values())])
+        if not all(map(torch.equal, *results)):
+            raise SystemExit(f"native and eager disagree for rounding={mode!r}: no speed is reported")
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy, read and written bytes counted; the best of a few."""
+    source = torch.ones(64 << 20)
+    target = torch.empty_like(source)
+    times = [_timed(lambda: target.copy_(source)) for _ in range(5)]
+    return 2 * source.nbytes / min(times)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(shapes: Shapes, rounds: int) -> list[dict[str, object]]:
+    """Interleaved rounds; the first two warm up. Times in seconds."""
+    optimizers = contenders(shapes)
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(rounds + 2):
+        for name, optimizer in optimizers.items():
+            times[name].append(_timed(optimizer.step))
+    medians = {name: statistics.median(series[2:]) for name, series in times.items()}
+    count = sum(torch.Size(shape).numel() for shape in shapes)
+    return [
+        {
+            "optimizer": name,
+            "median_ms": 1e3 * median,
+            "fastest_ms": 1e3 * min(times[name][2:]),
+            "ratio": median / medians[BASELINE],
+            "gigabytes_per_second": BYTES[name] * count / median / 1e9,
+        }
+        for name, median in medians.items()
+    ]
+
+
+def table(title: str, rows: list[dict[str, object]]) -> str:
+    """A Markdown table."""
+    lines = [
+        f"\n{title}\n",
+        "| optimizer | median ms | fastest ms | × FP32 fused | GB/s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    form = "| {optimizer} | {median_ms:.2f} | {fastest_ms:.2f} | {ratio:.2f} | {gigabytes_per_second:.0f} |"
+    return "\n".join(lines + [form.format(**row) for row in rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    native.require_compiler()
+    check_parity()
+
+    result: dict[str, object] = {
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
+        "copy_gigabytes_per_second": copy_bandwidth() / 1e9,
+    }
+    print(f"copy bandwidth {result['copy_gigabytes_per_second']:.0f} GB/s, {options.threads} threads")
+    for name, shapes in SETS.items():
+        count = sum(torch.Size(shape).numel() for shape in shapes)
+        rows = result[name] = measure(shapes, options.rounds)
+        print(table(f"{name}: {len(shapes)} tensors, {count / 1e6:.1f} M parameters", rows), flush=True)
+        gc.collect()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\nwritten to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""How far each way of training ends from FP32, against the noise of the seed.
+
+Both stages of `hf-lowprec demo` (pre-training a small byte-level Llama, fine-tuning its FP32 result) over several
+seeds. A seed sets the initial weights and the data order; within a seed all ways share both, so differences from FP32
+are paired. Text and validation blocks are the same for all seeds.
+
+    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from hf_lowprec.cli.demo import quiet_libraries
+from hf_lowprec.cli.demo.report import numbers
+from hf_lowprec.cli.demo.stages import Progress, Stage, pretrain_and_fine_tune
+from hf_lowprec.cli.demo.training import WAYS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Final validation losses of one way in one stage, over seeds.
+
+    Attributes:
+        stage: the stage's name.
+        way: the way's name.
+        losses: in nats per token, one for each seed.
+        differences: from FP32 of the same seed.
+        fp32_noise: standard deviation of FP32's losses over seeds; NaN for one seed.
+    """
+
+    stage: str
+    way: str
+    losses: list[float]
+    differences: list[float]
+    fp32_noise: float
+
+    @property
+    def loss(self) -> float:
+        """Mean over seeds."""
+        return mean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds; NaN for one seed."""
+        return _deviation(self.losses)
+
+    @property
+    def difference(self) -> float:
+        """Mean paired difference from FP32."""
+        return mean(self.differences)
+
+    @property
+    def difference_spread(self) -> float:
+        """Standard deviation of the paired differences; NaN for one seed."""
+        return _deviation(self.differences)
+
+    @property
+    def in_noise(self) -> float:
+        """Mean paired difference in units of FP32's noise over seeds."""
+        return self.difference / self.fp32_noise if self.fp32_noise else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else math.nan
+
+
+def qualities(by_seed: Sequence[Sequence[Stage]]) -> list[Quality]:
+    """Every stage and way, from the stages of every seed."""
+    found = []
+    for stages in zip(*by_seed, strict=True):
+        exact = [stage.runs["fp32"].final for stage in stages]
+        for way in stages[0].runs:
+            losses = [stage.runs[way].final for stage in stages]
+            differences = [loss - reference for loss, reference in zip(losses, exact, strict=True)]
+            found.append(Quality(stages[0].name, way, losses, differences, _deviation(exact)))
+    return found
+
+
+def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]]) -> str:
+    """A table, with the mean start of a stage's FP32 runs for scale."""
+    lines = [
+        "| stage | way | validation loss | difference from FP32 | in units of FP32's seed noise | updates lost |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for quality in found:
+        runs = [stage.runs[quality.way] for stages in by_seed for stage in stages if stage.name == quality.stage]
+        difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
+        cells = (
+            quality.stage,
+            WAYS[quality.way].label,
+            f"{quality.loss:.4f} ± {quality.spread:.4f}",
+            *(("0", "0") if quality.way == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
+            f"{100 * mean(run.lost_updates for run in runs):.1f}%",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    for stages in zip(*by_seed, strict=True):
+        starts = [stage.runs["fp32"].start for stage in stages]
+        lines.append(f"\nBefore {stages[0].name} the FP32 model's validation loss is {mean(starts):.4f}.")
+    count = len(by_seed)
+    lines.append(f"\nNats per token; mean ± standard deviation over {count} seeds; differences are paired by seed.")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run, print the table, write the numbers; returns the path of the file written.
+
+    Args:
+        arguments: of the command line.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
+    parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--output-dir", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    quiet_libraries()
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+
+    started = time.perf_counter()
+
+    def result(seed: int) -> Progress:
+        return Progress(
+            on_result=lambda stage, way, run: print(
+                f"[{time.perf_counter() - started:6.0f} s] seed {seed}, {stage}, {way.label}: {run.final:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
+        )
+
+    by_seed, measured = [], list[dict[str, Any]]()
+    for seed in seeds:
+        begun = time.perf_counter()
+        by_seed.append(
+            pretrain_and_fine_tune(list(WAYS.values()), options.steps, seed, options.output_dir, result(seed))
+        )
+        measured.append(numbers(by_seed[-1], seed, "byte-level Llama, random weights", time.perf_counter() - begun))
+    found = qualities(by_seed)
+    print(markdown(found, by_seed))
+
+    path = options.output_dir / f"text-quality-{datetime.date.today().isoformat()}.json"
+    summary = [
+        {
+            "stage": quality.stage,
+            "way": quality.way,
+            "losses": quality.losses,
+            "mean": quality.loss,
+            "standard_deviation": quality.spread,
+            "difference_from_fp32": quality.difference,
+            "difference_standard_deviation": quality.difference_spread,
+            "difference_in_fp32_seed_noise": quality.in_noise,
+        }
+        for quality in found
+    ]
+    text = json.dumps({"steps": options.steps, "seeds": seeds, "summary": summary, "runs": measured}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(f"\nwritten: {path}", file=sys.stderr)
+    return path
+
+
+if __name__ == "__main__":
+    main()

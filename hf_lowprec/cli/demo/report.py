@@ -1,0 +1,139 @@
+"""What came out, as a table, a plot and a file of numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from hf_lowprec.cli.demo.stages import Stage
+from hf_lowprec.cli.demo.training import WAYS
+
+PLOT = "validation-loss.png"
+NUMBERS = "results.json"
+
+# Okabe and Ito's palette; widths, dashes and markers differ too, so that curves on top of each other are told apart.
+_STYLES: dict[str, dict[str, Any]] = {
+    "fp32": {"color": "#000000", "linewidth": 5, "alpha": 0.3},
+    "nearest": {"color": "#D55E00", "linewidth": 1.8, "marker": "s", "markersize": 4},
+    "kahan": {"color": "#0072B2", "linewidth": 1.8, "marker": "o", "markersize": 4},
+    "sr": {"color": "#009E73", "linewidth": 1.8, "linestyle": "--", "marker": "^", "markersize": 5},
+}
+
+
+def table(stage: Stage) -> Table:
+    """A stage as a table: a row for each way."""
+    blocks, settings = stage.blocks, stage.settings
+    tokens = settings.batch_size * blocks["length"]
+    details = (
+        f"{stage.parameters:,} parameters, {settings.steps:,} steps of {tokens:,} tokens, "
+        f"{settings.schedule.partition('_')[0]} learning rate {settings.learning_rate:g}"
+    )
+    lines = Table(
+        title=f"[bold]{stage.title}[/bold]\n{details}",
+        title_style="",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,  # fits 80 columns
+    )
+    lines.add_column("way", no_wrap=True)
+    for heading in (
+        *("validation\nloss", "change\nfrom start", "weights\nB/param", "grads\nB/param", "state\nB/param"),
+        *("updates\nlost", "seconds"),
+    ):
+        lines.add_column(heading, justify="right", no_wrap=True)
+    for name, run in stage.runs.items():
+        bytes_each = (run.bytes_per_parameter.get(kind, math.nan) for kind in ("weights", "gradients", "state"))
+        lines.add_row(
+            WAYS[name].label,
+            f"{run.final:.4f}",
+            f"{run.final - run.start:+.4f}",
+            *(f"{size:.2f}" for size in bytes_each),
+            _percent(run.lost_updates),
+            f"{run.seconds:.1f}",
+        )
+    return lines
+
+
+def legend(stages: Sequence[Stage]) -> str:
+    """What the rows and columns of the tables are."""
+    ways = dict.fromkeys(name for stage in stages for name in stage.runs)
+    lines = [f"{WAYS[name].label}: {WAYS[name].what}." for name in ways]
+    return "\n".join(
+        [
+            *lines,
+            "Loss: nats per token, each model evaluated in its own dtypes. Bytes: counted on the tensors after a step. "
+            "Updates lost: share of the weight changes that AdamW computes in FP32 and rounding did not store "
+            "(stochastic rounding scatters around 0). Seconds: in training steps; they tell nothing of a GPU.",
+        ]
+    )
+
+
+def _percent(share: float) -> str:
+    """`-0.0` is no number for people."""
+    return f"{round(100 * share, 1) + 0.0:.1f}%"
+
+
+def numbers(stages: Sequence[Stage], seed: int, model: str, seconds: float) -> dict[str, Any]:
+    """Everything measured and everything needed to do it again."""
+    packages = ("hf-lowprec", "torch", "transformers", "datasets")
+    return {
+        "model": model,
+        "seed": seed,
+        "seconds": seconds,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"cpu, {torch.get_num_threads()} threads",
+        "ways": {name: {"label": way.label, "what": way.what} for name, way in WAYS.items()},
+        "stages": [_stage_numbers(stage) for stage in stages],
+    }
+
+
+def _stage_numbers(stage: Stage) -> dict[str, Any]:
+    runs = {name: {"start": run.start, "final": run.final, **asdict(run)} for name, run in stage.runs.items()}
+    return {**asdict(stage), "runs": runs}
+
+
+def write(stages: Sequence[Stage], output_dir: Path, seed: int, model: str, seconds: float) -> list[Path]:
+    """Write plot and numbers into `output_dir` and return their paths."""
+    plot(stages, output_dir / PLOT)
+    text = json.dumps(numbers(stages, seed, model, seconds), indent=2)
+    (output_dir / NUMBERS).write_text(text + "\n", encoding="utf-8")
+    return [output_dir / PLOT, output_dir / NUMBERS]
+
+
+def plot(stages: Sequence[Stage], path: Path) -> None:
+    """Validation loss over steps, a panel for each stage, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not pyplot: it would choose a backend for the whole process.
+    figure = Figure(figsize=(6 * len(stages), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for k, stage in enumerate(stages):
+        axes = figure.add_subplot(1, len(stages), k + 1)
+        for name, run in stage.runs.items():
+            steps, losses = zip(*run.validation, strict=True)
+            axes.plot(steps, losses, label=WAYS[name].label, **_STYLES[name])
+        if stage.name == "pretraining":
+            # The first tenth of the way falls so far that nothing else could be seen.
+            seen = [loss for run in stage.runs.values() for _, loss in run.validation[1:] if math.isfinite(loss)]
+            if seen and max(seen) > min(seen):
+                margin = 0.05 * (max(seen) - min(seen))
+                axes.set_ylim(min(seen) - margin, max(seen) + margin)
+        axes.set_title(stage.title, fontsize=10, wrap=True)
+        axes.set_xlabel("optimizer steps")
+        axes.set_ylabel("validation loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=150)

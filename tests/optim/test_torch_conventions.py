@@ -1,0 +1,288 @@
+"""What every `torch.optim.Optimizer` does: closures, groups, schedulers, hooks, copies, checkpoints, refusals."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+from hf_lowprec.optim import SGD, AdamW
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAN = math.nan
+MODES = [
+    pytest.param(cls, dtype, {**options, **extra}, id=f"{cls.__name__}-{dtype}-{options | extra}")
+    for cls, options in [(AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9, "lr": 1e-2})]
+    for dtype, extra in [
+        (BF16, {"rounding": "kahan"}),
+        (BF16, {"rounding": "kahan", "state_rounding": "nearest", "state_dtype": FP32, "seed": 9}),
+        (BF16, {"rounding": "stochastic"}),
+        (BF16, {"rounding": "nearest", "state_dtype": {"exp_avg_sq" if cls is AdamW else "momentum_buffer": FP32}}),
+        (FP16, {"rounding": "kahan"}),
+        (FP32, {"rounding": "kahan"}),
+    ]
+]
+
+
+def parameters(dtype: torch.dtype = BF16) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(10)
+    shapes = [(5, 3), (64,), ()]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in params_of(optimizer):
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def everything(optimizer: torch.optim.Optimizer) -> dict:
+    """A deep copy of all that a refused call could have changed."""
+    # torch's own `__setstate__`, which loading and unpickling call, adds "differentiable" to the defaults.
+    defaults = {key: value for key, value in optimizer.defaults.items() if key != "differentiable"}
+    params = [param.detach() for param in params_of(optimizer)]
+    return copy.deepcopy({"params": params, "defaults": defaults, **optimizer.state_dict()})
+
+
+def assert_equal(first, second, where: str = "") -> None:
+    """Equal containers, types, dtypes and bits."""
+    assert type(first) is type(second), where
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        first, second = list(first.items()), list(second.items())
+    if isinstance(first, (list, tuple)):
+        assert len(first) == len(second), where
+        for number, (a, b) in enumerate(zip(first, second, strict=True)):
+            assert_equal(a, b, f"{where}[{number}]")
+    elif isinstance(first, torch.Tensor):
+        assert (first.dtype, first.shape) == (second.dtype, second.shape), where
+        assert torch.equal(first, second), where
+    else:
+        assert first == second, where
+
+
+def refuses(call, optimizer: torch.optim.Optimizer, words: list[str]) -> None:
+    """`call` raises, its message has all `words`, nothing has changed, and the optimizer still trains."""
+    before = everything(optimizer)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        call()
+    assert_equal(everything(optimizer), before)
+    missing = [word for word in words if word not in str(error.value)]
+    assert not missing, f"{missing} not in: {error.value}"
+    train(optimizer, 1)
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned():
+    (param, *_), calls = parameters(), []
+    optimizer = AdamW([param], lr=0.1)
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = param.float().square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert calls == [True] * 5
+    assert losses[-1] < losses[0]
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none):
+    optimizer = SGD(parameters())
+    train(optimizer, 1)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert all((p.grad is None) if set_to_none else not p.grad.any() for p in params_of(optimizer))
+
+
+def test_states_are_lazy_and_only_for_parameters_with_a_gradient():
+    params = parameters()
+    optimizer = AdamW(params)
+    assert not optimizer.state
+    optimizer.step()
+    assert not any(optimizer.state.get(param) for param in params)
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert not optimizer.state.get(params[0])
+    assert optimizer.state[params[1]]["step"].item() == 1
+    train(optimizer, 1)
+    assert [optimizer.state[param]["step"].item() for param in params] == [1, 2, 1]  # each counts its own
+
+
+def test_step_hooks_run_around_the_update():
+    optimizer, seen = SGD(parameters(), lr=1.0), []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(opt.param_groups[0]["params"][1][0].item()))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(opt.param_groups[0]["params"][1][0].item()))
+    train(optimizer, 1)
+    assert len(seen) == 2
+    assert seen[0] != seen[1]
+
+
+SCHEDULERS = [
+    lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),  # moves momentum too
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS, ids=["lambda", "cosine", "onecycle"])
+@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
+def test_schedulers_act_as_on_torchs_optimizer(ours, theirs, make):
+    momentum = {"momentum": 0.9} if ours is SGD else {}
+    optimizers = [cls(parameters(FP32), lr=0.1, **momentum) for cls in (ours, theirs)]
+    for optimizer in optimizers:
+        scheduler = make(optimizer)
+        for step in range(8):
+            train(optimizer, 1, seed=step)
+            scheduler.step()
+    for first, second in zip(*map(params_of, optimizers), strict=True):
+        # 8 steps of at most 0.1 · 10 (momentum), some twenty FP32 roundings each: 8 · 20 · 2**-24 = 1e-5.
+        assert (first - second).abs().max() <= 1e-5
+
+
+def test_added_groups_train_and_take_the_defaults():
+    optimizer = AdamW(parameters()[:1], lr=0.5, weight_decay=0.25, rounding="stochastic")
+    train(optimizer, 2)
+    optimizer.add_param_group({"params": parameters()[1:], "lr": 0.125, "rounding": "kahan"})
+    group = optimizer.param_groups[1]
+    assert (group["lr"], group["weight_decay"], group["rounding"]) == (0.125, 0.25, "kahan")
+    train(optimizer, 1)
+    first, *added = params_of(optimizer)
+    assert "compensation" not in optimizer.state[first]
+    assert all("compensation" in optimizer.state[param] for param in added)
+
+
+@pytest.mark.parametrize(
+    "cls_and_copy", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize(("cls", "dtype", "options"), MODES)
+def test_copies_continue_on_their_own_bit_for_bit(cls, dtype, options, cls_and_copy):
+    original = cls(parameters(dtype), **options)
+    train(original, 3)
+    other = cls_and_copy(original)
+    assert_equal(everything(other), everything(original))
+    before = everything(original)
+    train(other, 3, seed=1)
+    assert_equal(everything(original), before)
+    train(original, 3, seed=1)
+    assert_equal(everything(other), everything(original))
+
+
+@pytest.mark.parametrize(("cls", "dtype", "options"), MODES)
+def test_checkpoints_keep_every_dtype_and_continue_bit_for_bit(cls, dtype, options):
+    original = cls(parameters(dtype), **options)
+    train(original, 4)
+    file = io.BytesIO()
+    torch.save({"params": params_of(original), "optimizer": original.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    resumed = cls([torch.nn.Parameter(param.detach()) for param in loaded["params"]], **options)
+    resumed.load_state_dict(loaded["optimizer"])
+    assert_equal(resumed.state_dict(), original.state_dict())
+    for optimizer in (original, resumed):
+        train(optimizer, 6, seed=2)
+    assert_equal(everything(resumed), everything(original))
+
+
+def test_a_checkpoint_before_the_first_step_and_one_with_idle_parameters_load():
+    fresh, resumed = AdamW(parameters(), lr=0.5), AdamW(parameters(), lr=0.25)
+    resumed.load_state_dict(fresh.state_dict())
+    assert resumed.param_groups[0]["lr"] == 0.5
+    params_of(fresh)[1].grad = torch.ones(64, dtype=BF16)
+    fresh.step()
+    resumed.load_state_dict(fresh.state_dict())
+    assert_equal(resumed.state_dict(), fresh.state_dict())
+
+
+def trained(cls=AdamW, shapes=None, **options) -> torch.optim.Optimizer:
+    params = parameters() if shapes is None else [torch.nn.Parameter(torch.ones(s, dtype=BF16)) for s in shapes]
+    optimizer = cls(params, **options)
+    train(optimizer, 2)
+    return optimizer
+
+
+MISFITS = [
+    pytest.param(lambda: trained(shapes=[(5, 3), (65,), ()]), ["65", "64"], id="shape"),
+    pytest.param(lambda: trained(shapes=[(3, 5), (64,), ()]), ["(3, 5)", "(5, 3)"], id="transposed"),
+    pytest.param(lambda: trained(shapes=[(5, 3), (64,)]), [], id="fewer-parameters"),
+    pytest.param(lambda: trained(rounding="stochastic"), ["rounding", "stochastic", "kahan"], id="stochastic"),
+    pytest.param(lambda: trained(rounding="nearest"), ["rounding", "nearest", "kahan"], id="nearest"),
+    pytest.param(lambda: trained(torch.optim.AdamW), ["rounding"], id="torch.optim.AdamW"),
+    pytest.param(lambda: trained(SGD, momentum=0.9), ["exp_avg"], id="SGD"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), MISFITS)
+def test_a_state_dict_that_does_not_fit_is_refused(make, words):
+    optimizer, state_dict = trained(), make().state_dict()
+    refuses(lambda: optimizer.load_state_dict(state_dict), optimizer, words)
+
+
+BAD_ADAMW = [("lr", value) for value in (-1.0, NAN, "fast", torch.tensor(-1.0), torch.ones(2))]
+BAD_ADAMW += [("betas", value) for value in ((1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,), 0.9)]
+BAD_ADAMW += [("eps", -1.0), ("eps", NAN), ("weight_decay", -1.0), ("weight_decay", NAN), ("seed", 1.5), ("seed", None)]
+BAD_ADAMW += [("rounding", "up"), ("rounding", None), ("state_rounding", "kahan"), ("state_dtype", "float32")]
+BAD_ADAMW += [("state_dtype", value) for value in (FP16, torch.int32, {"exp_avg": FP16}, {"velocity": FP32})]
+BAD_SGD = [("lr", NAN), ("momentum", -1.0), ("momentum", NAN), ("dampening", NAN), ("weight_decay", NAN)]
+BAD_SGD += [("weight_decay", -1.0), ("nesterov", True)]
+BAD = [pytest.param(AdamW, *bad, id=f"AdamW-{bad}") for bad in BAD_ADAMW]
+BAD += [pytest.param(SGD, *bad, id=f"SGD-{bad}") for bad in BAD_SGD]
+RIGHT = {"rounding": ["kahan", "stochastic", "nearest"], "state_rounding": ["stochastic", "nearest"]}
+RIGHT |= {"nesterov": ["momentum", "dampening"], "state_dtype": [], "seed": ["integer"]}
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), BAD)
+def test_a_bad_hyperparameter_is_refused_wherever_it_is_given(cls, name, value):
+    words = [name, *RIGHT.get(name, [])]
+    words += [repr(value)] if isinstance(value, (float, str)) else []
+    with pytest.raises(ValueError, match=name):
+        cls(parameters(), **{name: value})
+    optimizer = trained(cls)
+    group = {"params": [torch.nn.Parameter(torch.ones(2, dtype=BF16))], name: value}
+    refuses(lambda: optimizer.add_param_group(group), optimizer, words)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", NAN), ("rounding", "up"), ("state_rounding", 3), ("eps", -1.0)])
+def test_a_bad_value_written_into_a_group_stops_the_step_before_it_changes_anything(name, value):
+    optimizer = trained()
+    good = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    before = everything(optimizer)["params"], everything(optimizer)["state"]
+    with pytest.raises(ValueError, match=name):
+        optimizer.step()
+    assert_equal((everything(optimizer)["params"], everything(optimizer)["state"]), before)
+    optimizer.param_groups[0][name] = good
+    train(optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameters_of_another_dtype_are_refused_and_leave_no_trace(dtype):
+    optimizer, param = trained(), torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    refuses(lambda: optimizer.add_param_group({"params": [param]}), optimizer, [str(dtype), "bfloat16", "float32"])
+    already = params_of(optimizer)[0]
+    refuses(lambda: optimizer.add_param_group({"params": [already]}), optimizer, [])
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_of_an_unsupported_kind_stop_the_step_before_it_changes_anything(kind, first_step):
+    optimizer = AdamW(parameters())
+    if not first_step:
+        train(optimizer, 2)
+    *others, last = params_of(optimizer)
+    last.grad_dtype = None  # torch then accepts any
+    for param in others:
+        param.grad = torch.ones_like(param)
+    ones = torch.ones_like(last)
+    last.grad = ones.to_sparse() if kind == "sparse" else ones.to(torch.complex64)
+    refuses(optimizer.step, optimizer, [kind])
