@@ -45,8 +45,8 @@ def _states(optimizer: LowPrecisionOptimizer) -> list[str]:
     rows: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group in optimizer.param_groups:
         for param in group["params"]:
-            for state in optimizer.stored_states(param, group):
-                rows[state.name][state_dtype(state.name, param, group)] += param.numel()
+            for state in optimizer.stored_states(group, param.dtype):
+                rows[state.name][state_dtype(state.name, param.dtype, group)] += param.numel()
     return [_row(name, count) for name, count in rows.items()]
 
 

@@ -14,7 +14,7 @@ from hf_lowprec.optim.work import Work
 Backend = Callable[[Layout, Sequence[Work]], None]
 
 BACKENDS = ("auto", "triton", "native", "eager")
-_warned: set[str] = set()
+_warned = False
 
 
 def check(backend: str) -> None:
@@ -50,8 +50,9 @@ def resolve(backend: str, device: torch.device, layout: Layout) -> Backend:
 
 
 def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
+    global _warned
+    if not _warned:
+        _warned = True
         warnings.warn(
             f"hf_lowprec steps with the slower 'eager' backend on the CPU, with the same results: {reason}",
             RuntimeWarning,

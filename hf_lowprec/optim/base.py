@@ -119,10 +119,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             run(layout, works)
         for tensor, dense in copies:
             tensor.copy_(dense)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["step"] += 1
+        for _, works in batches:
+            for work in works:
+                work.counter += 1
         return loss
 
     def next_step(
@@ -139,73 +138,75 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 if param.grad is not None:
                     validation.check_gradient(param.grad)
 
-        def dense(tensor: Tensor) -> Tensor:
-            if tensor.is_contiguous():
-                return tensor
-            contiguous = tensor.contiguous()
-            if copies is not None:
-                copies.append((tensor, contiguous))
-            return contiguous
-
         batches: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
-        index = -1
+        first = 0
         for group in self.param_groups:
-            layouts: dict[tuple, Layout] = {}
-            scalars: dict[int, tuple[float, ...]] = {}
-            for param in group["params"]:
-                index += 1
-                if param.grad is None:
-                    continue
-                state = self._initialized_state(param, group)
-                step = int(state["step"]) + 1
-                names = self._state_names(param, group)
-                key = (param.dtype, param.grad.dtype, *(state[name].dtype for name in names))
-                if key not in layouts:
-                    layouts[key] = self._layout(param, group, state)
-                if step not in scalars:
-                    scalars[step] = self._scalars(group, step)
-                tensors = [dense(param), param.grad.contiguous(), *(dense(state[name]) for name in names)]
-                work = Work(tensors, scalars[step], index, group["seed"], step)
-                batches[layouts[key], param.device].append(work)
+            self._add_works(group, first, batches, copies)
+            first += len(group["params"])
         return list(batches.items())
 
-    def stored_states(self, param: Tensor, group: Group) -> tuple[State, ...]:
-        """The algorithm's states and, for a low-precision `param`, those of the rounding mode."""
+    def _add_works(
+        self,
+        group: Group,
+        first: int,
+        batches: dict[tuple[Layout, torch.device], list[Work]],
+        copies: list[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        """Add the works of one group, whose first parameter has the index `first`."""
+        specs = {dtype: self.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
+        scalars: dict[int, tuple[float, ...]] = {}
+        alike: dict[tuple, list[Work]] = {}  # parameters that share a layout, without building it for each
+        for index, param in enumerate(group["params"], first):
+            grad = param.grad
+            if grad is None:
+                continue
+            state = self._initialized_state(param, group, specs[param.dtype])
+            tensors = [param, grad, *[state[spec.name] for spec in specs[param.dtype]]]
+            key = (param.device, *[tensor.dtype for tensor in tensors])
+            if key not in alike:
+                layout = self._layout(group, specs[param.dtype], key[1:])
+                alike[key] = batches[layout, param.device]
+            step = int(state["step"]) + 1
+            if step not in scalars:
+                values = self.scalars(group, float(group["lr"]), step).values()
+                scalars[step] = tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
+            for k, tensor in enumerate(tensors):
+                if not tensor.is_contiguous():
+                    tensors[k] = tensor.contiguous()
+                    if copies is not None and tensor is not grad:
+                        copies.append((tensor, tensors[k]))
+            alike[key].append(Work(tensors, scalars[step], index, group["seed"], step, state["step"]))
+
+    def stored_states(self, group: Group, dtype: torch.dtype) -> tuple[State, ...]:
+        """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
         own = self.states(group)
-        return own if param.dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
+        return own if dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
 
-    def _state_names(self, param: Tensor, group: Group) -> list[str]:
-        return [state.name for state in self.stored_states(param, group)]
-
-    def _initialized_state(self, param: Tensor, group: Group) -> dict[str, Any]:
+    def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for name in self._state_names(param, group):
-            if name not in state:
-                dtype = validation.state_dtype(name, param, group)
-                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+        for spec in specs:
+            if spec.name not in state:
+                dtype = validation.state_dtype(spec.name, param.dtype, group)
+                state[spec.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
         return state
 
-    def _layout(self, param: Tensor, group: Group, state: dict[str, Any]) -> Layout:
-        stored = tuple(
-            Stored.of(spec, state[spec.name].dtype, group["state_rounding"])
-            for spec in self.stored_states(param, group)
-        )
+    def _layout(self, group: Group, specs: tuple[State, ...], dtypes: tuple[torch.dtype, ...]) -> Layout:
+        """The layout of a parameter whose tensors (itself, gradient, states) have `dtypes`."""
+        param_dtype, grad_dtype, *state_dtypes = dtypes
         return Layout(
             update=type(self).update,
             options=tuple(sorted(self.options(group).items())),
             scalars=tuple(self.scalars(group, 0.0, 1)),
             rounding=group["rounding"],
-            param_dtype=param.dtype,
-            grad_dtype=param.grad.dtype,  # type: ignore[union-attr]
-            states=stored,
+            param_dtype=param_dtype,
+            grad_dtype=grad_dtype,
+            states=tuple(
+                Stored.of(spec, dtype, group["state_rounding"]) for spec, dtype in zip(specs, state_dtypes, strict=True)
+            ),
             maximize=bool(group["maximize"]),
         )
-
-    def _scalars(self, group: Group, step: int) -> tuple[float, ...]:
-        values = self.scalars(group, float(group["lr"]), step).values()
-        return tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.

@@ -44,7 +44,7 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
 def _check_state(
     optimizer: LowPrecisionOptimizer, param: Tensor, saved_group: Group, state: dict[str, Any], where: str
 ) -> None:
-    expected = {"step", *(spec.name for spec in optimizer.stored_states(param, saved_group))}
+    expected = {"step", *(spec.name for spec in optimizer.stored_states(saved_group, param.dtype))}
     if set(state) != expected:
         raise ValueError(
             f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "

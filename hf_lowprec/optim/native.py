@@ -91,14 +91,25 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_lowprec"
 
 
-@functools.cache
 def kernel(layout: Layout) -> ctypes._CFuncPointer:  # type: ignore[name-defined]
-    """The compiled step of `layout`.
+    """The compiled step of `layout`; a layout that failed to compile is not tried again.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
     """
-    step = ctypes.CDLL(str(_build(render(layout)))).step
+    compiled = _load(layout)
+    if isinstance(compiled, CompilerError):
+        raise compiled
+    return compiled
+
+
+@functools.cache
+def _load(layout: Layout) -> ctypes._CFuncPointer | CompilerError:  # type: ignore[name-defined]
+    try:
+        library = _build(render(layout))
+    except CompilerError as error:
+        return error
+    step = ctypes.CDLL(str(library)).step
     step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
     step.restype = None
     return step

@@ -63,6 +63,10 @@ def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
 
 
 def _check_param(param: Tensor, group: Group, where: str) -> None:
+    if hasattr(param, "device_mesh"):
+        raise ValueError(
+            f"a parameter in {where} is a DTensor; this version steps unsharded parameters (one process, or DDP)"
+        )
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(
             f"a parameter in {where} has dtype {param.dtype}; supported are bfloat16, float16 and float32 (cast_model "
@@ -85,9 +89,9 @@ def check_gradient(grad: Tensor) -> None:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
 
 
-def state_dtype(name: str, param: Tensor, group: Group) -> torch.dtype:
-    """The dtype in which `param` stores its state `name`."""
-    if param.dtype == torch.float32:
+def state_dtype(name: str, param_dtype: torch.dtype, group: Group) -> torch.dtype:
+    """The dtype in which a parameter of `param_dtype` stores its state `name`."""
+    if param_dtype == torch.float32:
         return torch.float32
     requested = group["state_dtype"]
     if any(name == state.name for state in MODES[group["rounding"]].auxiliary):

@@ -29,6 +29,7 @@ class Work:
         parameter: the parameter's position in the optimizer.
         seed: the group's seed.
         step: the parameter's step count, from 1.
+        counter: the state tensor that counts its steps; still at `step - 1`.
     """
 
     tensors: list[Tensor]
@@ -36,6 +37,7 @@ class Work:
     parameter: int
     seed: int
     step: int
+    counter: Tensor
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """`(first element, length, first global index)` of every row."""

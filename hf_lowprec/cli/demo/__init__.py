@@ -17,15 +17,21 @@ if TYPE_CHECKING:
     from hf_lowprec.cli.demo.stages import Stage
     from hf_lowprec.cli.demo.training import Way
 
-STEPS, QUICK_STEPS, OWN_MODEL_STEPS = 1000, 200, 200
+STEPS, QUICK_STEPS, OWN_MODEL_STEPS = 1000, 150, 200
 """Optimizer steps per run: by default, with `--quick`, and with `--model`."""
 
 
+_WITH_MODEL = ("dataset", "dataset_config", "text_column", "learning_rate", "batch_size", "length")
+"""Options that say how to train a model of one's own."""
+
+
 def demo(
+    context: typer.Context,
     output_dir: Annotated[Path, typer.Option(help="Folder for the plot and the numbers.")] = Path("hf_lowprec-demo"),
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run: under two minutes.")] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, help=f"Optimizer steps per run. [default: {STEPS}]", show_default=False)
+        int | None,
+        typer.Option(min=1, help=f"Optimizer steps per run, {STEPS} if not given ({OWN_MODEL_STEPS} with --model)."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the data order.")] = 0,
     ways: Annotated[str, typer.Option(help="Which ways to train, separated by commas.")] = "fp32,nearest,kahan,sr",
@@ -38,15 +44,16 @@ def demo(
     ] = None,
     dataset_config: Annotated[str | None, typer.Option(help="The configuration of a dataset on the hub.")] = None,
     text_column: Annotated[str, typer.Option(help="The dataset's column that holds the text.")] = "text",
-    learning_rate: Annotated[float, typer.Option(help="With --model.")] = 2e-5,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Peak, with --model.")] = 2e-5,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks per step, with --model.")] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens per block, with --model.")] = 128,
 ) -> None:
     """Train the same model in FP32, naive BF16 and our BF16, and compare.
 
-    Without --model nothing is downloaded: a small byte-level Llama is trained on the standard library's source, then
-    fine-tuned on its documentation, each four ways from the same weights and in the same data order, with the stock
-    Trainer. Takes minutes on two CPU cores.
+    Without --model nothing is downloaded: a small byte-level Llama is trained
+    on the standard library's source, then fine-tuned on its documentation, each
+    in four ways, from the same weights and in the same data order, with the
+    stock Trainer. Takes minutes on two CPU cores.
     """
     _require_extra()
     from rich.console import Console
@@ -58,8 +65,11 @@ def demo(
     quiet_libraries()
     console = Console()
     chosen = _ways(ways)
-    if dataset is not None and model is None:
-        raise typer.BadParameter("--dataset needs --model", param_hint="--dataset")
+    for name in _WITH_MODEL if model is None else ():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} needs --model", param_hint=option)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +96,7 @@ def demo(
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     seconds = time.perf_counter() - started
-    written = report.write(done, output_dir, seed, model or "byte-level Llama, random weights", seconds)
+    written = report.write(done, output_dir, seed, model or stages.SMALL_LLAMA, seconds)
     _show(console, done, written, seconds)
 
 

@@ -90,6 +90,8 @@ def load_text(name: str, config: str | None, column: str) -> Text:
         raise InputError(
             f"the dataset {name!r} has no column {column!r}; --text-column: {', '.join(train.column_names)}"
         )
+    if "string" not in str(getattr(train.features[column], "dtype", "")):
+        raise InputError(f"the column {column!r} of the dataset {name!r} holds no text")
     rows = len(train)
     held_out = next((splits[split] for split in ("validation", "test") if split in splits), None)
     if held_out is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from hf_lowprec.cli.demo.stages import Stage
@@ -39,7 +40,7 @@ def table(stage: Stage) -> Table:
         f"{settings.schedule.partition('_')[0]} learning rate {settings.learning_rate:g}"
     )
     lines = Table(
-        title=f"[bold]{stage.title}[/bold]\n{details}",
+        title=f"[bold]{escape(stage.title)}[/bold]\n{details}",
         title_style="",
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -104,11 +105,23 @@ def _stage_numbers(stage: Stage) -> dict[str, Any]:
     return {**asdict(stage), "runs": runs}
 
 
+def json_text(value: Any) -> str:
+    """`value` as JSON; NaN and infinities, which JSON does not have, as null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write(stages: Sequence[Stage], output_dir: Path, seed: int, model: str, seconds: float) -> list[Path]:
     """Write plot and numbers into `output_dir` and return their paths."""
     plot(stages, output_dir / PLOT)
-    text = json.dumps(numbers(stages, seed, model, seconds), indent=2)
-    (output_dir / NUMBERS).write_text(text + "\n", encoding="utf-8")
+    (output_dir / NUMBERS).write_text(json_text(numbers(stages, seed, model, seconds)), encoding="utf-8")
     return [output_dir / PLOT, output_dir / NUMBERS]
 
 
@@ -131,7 +144,7 @@ def plot(stages: Sequence[Stage], path: Path) -> None:
             if seen and max(seen) > min(seen):
                 margin = 0.05 * (max(seen) - min(seen))
                 axes.set_ylim(min(seen) - margin, max(seen) + margin)
-        axes.set_title(stage.title, fontsize=10, wrap=True)
+        axes.set_title(stage.title, fontsize=10, wrap=True, parse_math=False)
         axes.set_xlabel("optimizer steps")
         axes.set_ylabel("validation loss (nats per token)")
         axes.grid(alpha=0.3)

@@ -23,6 +23,9 @@ from hf_lowprec.cli.demo.training import WAYS, Run, Settings, Way, train_way
 LENGTH = 128
 """Tokens per block."""
 
+SMALL_LLAMA = "byte-level Llama, random weights"
+"""What `small_llama` is, for the file of numbers."""
+
 BATCH_SIZE = 8
 """Blocks per step."""
 

@@ -178,4 +178,4 @@ def _blocks(documents: Any, encode: Encode, length: int, count: int, what: str) 
 
 def _encoded(documents: Any, encode: Encode) -> Iterator[list[int]]:
     for batch in documents.iter(batch_size=64):
-        yield from encode(batch["text"])
+        yield from encode([text or "" for text in batch["text"]])  # a row may be null

@@ -64,11 +64,11 @@ WAYS = {
         ),
         Way(
             *("kahan", "BF16 Kahan", "adamw_bf16_kahan", True, torch.bfloat16),
-            'optim="adamw_bf16_kahan": BF16 weights, gradients and state, Kahan summation',
+            'optim="adamw_bf16_kahan": weights, gradients and state in BF16, norms in FP32, Kahan summation',
         ),
         Way(
             *("sr", "BF16 stochastic", "adamw_bf16_sr", True, torch.bfloat16),
-            'optim="adamw_bf16_sr": BF16 weights, gradients and state, stochastic rounding',
+            'optim="adamw_bf16_sr": weights, gradients and state in BF16, norms in FP32, stochastic rounding',
         ),
     )
 }
@@ -103,7 +103,7 @@ class Run:
 
     Attributes:
         validation: (step, mean loss in nats per token) on the validation blocks; step 0 is before training.
-        training: (step, mean loss in nats per token since the step before).
+        training: (step, mean loss in nats per token since the entry before).
         bytes_per_parameter: of `weights`, `gradients` and optimizer `state`, counted on the tensors after a step.
         lost_updates: share of the weight changes that rounding swallowed, see `lost_updates.LostUpdates`.
         seconds: in forward, backward and optimizer steps, without evaluation.

@@ -1,0 +1,318 @@
+"""`hf-lowprec demo` with a few steps: what it prints, what it writes, and that the ways differ in nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import hf_lowprec
+from hf_lowprec.cli import app
+from hf_lowprec.cli import demo as demo_command
+from hf_lowprec.insight.updates import lost_updates
+
+pytest.importorskip("datasets")
+pytest.importorskip("matplotlib")
+
+from hf_lowprec.cli.demo import stages, text
+from hf_lowprec.cli.demo.lost_updates import LostUpdates
+from hf_lowprec.cli.demo.training import WAYS, cast_wholly
+
+STEPS = 6
+HEADINGS = ("way", "validation", "change", "weights", "grads", "state", "updates", "seconds")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+BF16_ULP = 2.0**-8
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)], env={"COLUMNS": "80"})
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> Result:
+    """The built-in demonstration, four ways, once for all tests."""
+    # Evaluation is most of so short a run.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "VALIDATION_BLOCKS", 8)
+        result = invoke("--steps", STEPS, "--output-dir", folder)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_the_tables_have_every_way_and_column_uncut(done: Result, folder: Path) -> None:
+    assert "…" not in done.output
+    for heading in HEADINGS:
+        assert done.output.count(heading) >= 2, heading
+    for way in WAYS.values():
+        assert sum(line.strip().startswith(f"{way.label}  ") for line in done.output.splitlines()) == 2
+    assert "norms included" in done.output
+    assert str(folder / "results.json") in done.output.replace("\n", "")
+
+
+def test_the_table_shows_the_numbers_of_the_file(done: Result, folder: Path) -> None:
+    for stage in results(folder)["stages"]:
+        for name, run in stage["runs"].items():
+            shown = (f"{run['final']:.4f}", f"{run['final'] - run['start']:+.4f}")
+            rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(WAYS[name].label)]
+            assert any(set(shown) <= set(row) for row in rows), (name, shown)
+
+
+def test_the_plot_is_a_png_of_its_size(done: Result, folder: Path) -> None:
+    image = (folder / "validation-loss.png").read_bytes()
+    assert image.startswith(PNG_SIGNATURE)
+    width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1800, 675)
+
+
+def test_the_file_holds_both_stages_and_everything_to_do_it_again(done: Result, folder: Path) -> None:
+    found = results(folder)
+    assert [stage["name"] for stage in found["stages"]] == ["pretraining", "fine-tuning"]
+    assert found["seed"] == 0 and found["versions"]["torch"] == torch.__version__
+    for stage in found["stages"]:
+        assert list(stage["runs"]) == ["fp32", "nearest", "kahan", "sr"]
+        assert stage["settings"]["steps"] == STEPS
+        assert stage["blocks"] == {"train": STEPS * 8, "validation": 8, "length": 128}
+        for run in stage["runs"].values():
+            assert [step for step, _ in run["validation"]] == list(range(STEPS + 1))
+            assert run["seconds"] > 0
+            assert run["final"] == run["validation"][-1][1] and run["start"] == run["validation"][0][1]
+
+
+def test_measured_bytes_are_what_the_dtypes_say(done: Result, folder: Path) -> None:
+    model = stages.small_llama(0)
+    tensors = list(model.parameters())
+    total = sum(p.numel() for p in tensors)
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name) / total
+    step = 4 * len(tensors) / total  # an FP32 scalar per tensor
+    mixed = 2 + 2 * norms
+    expected = {
+        "fp32": {"weights": 4, "gradients": 4, "state": 8 + step},
+        "nearest": {"weights": 2, "gradients": 2, "state": 4 + step},
+        # An FP32 norm has FP32 moments and no compensation.
+        "kahan": {"weights": mixed, "gradients": mixed, "state": 6 * (1 - norms) + 8 * norms + step},
+        "sr": {"weights": mixed, "gradients": mixed, "state": 4 * (1 - norms) + 8 * norms + step},
+    }
+    for stage in results(folder)["stages"]:
+        assert stage["parameters"] == total
+        for name, run in stage["runs"].items():
+            assert run["bytes_per_parameter"] == pytest.approx(expected[name], rel=1e-9), name
+
+
+def test_all_ways_see_the_same_weights_and_data(done: Result, folder: Path) -> None:
+    for stage in results(folder)["stages"]:
+        runs = stage["runs"]
+        for run in runs.values():
+            assert run["training"][0][0] == 1
+            assert run["training"][0][1] == pytest.approx(runs["fp32"]["training"][0][1], rel=BF16_ULP / 4)
+            assert run["start"] == pytest.approx(runs["fp32"]["start"], rel=BF16_ULP / 4)
+        # Norms aside, ours start from the same bits.
+        assert runs["kahan"]["training"][0] == runs["sr"]["training"][0]
+
+
+def test_lost_updates_tell_the_ways_apart(done: Result, folder: Path) -> None:
+    lost = {name: run["lost_updates"] for name, run in results(folder)["stages"][1]["runs"].items()}
+    assert abs(lost["fp32"]) < 1e-4
+    assert lost["nearest"] > 0.3
+    assert abs(lost["kahan"]) < 0.01
+    assert abs(lost["sr"]) < 0.1
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+def test_lost_updates_agree_with_the_optimizers_own_account(rounding: str) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 32).bfloat16())
+    optimizer = hf_lowprec.AdamW([weight], lr=1e-3, rounding=rounding)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        measured, own = LostUpdates(), lost_updates(optimizer)
+        measured.before_step(optimizer)
+        optimizer.step()
+        measured.after_step(optimizer)
+        assert measured.share == pytest.approx(own, abs=1e-5)
+
+
+def test_lost_updates_of_a_stalled_and_of_an_exact_optimizer() -> None:
+    shares = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(torch.ones(256, dtype=dtype))
+        optimizer = torch.optim.AdamW([weight], lr=1e-5)
+        measured = LostUpdates()
+        assert math.isnan(measured.share)
+        weight.grad = torch.ones_like(weight)
+        measured.before_step(optimizer)
+        optimizer.step()
+        measured.after_step(optimizer)
+        shares.append(measured.share)
+    assert shares[0] == 1
+    assert abs(shares[1]) < 0.01
+
+
+def test_the_naive_way_casts_norms_and_keeps_the_rotary_frequencies() -> None:
+    model = stages.small_llama(0)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cast_wholly(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("read", [text.standard_library_modules, text.standard_library_documentation])
+def test_the_built_in_text_is_the_same_every_time_and_split(read: Any) -> None:
+    first, second = read(), read()
+    for part in ("train", "validation"):
+        assert getattr(first, part)["text"] == getattr(second, part)["text"]
+    assert not set(first.train["text"]) & set(first.validation["text"])
+    assert sum(map(len, first.train["text"])) > 100_000
+
+
+def test_no_held_out_paragraph_of_the_documentation_is_trained_on() -> None:
+    documents = text.standard_library_documentation()
+    train, held_out = (
+        {paragraph for document in part["text"] for paragraph in document.split("\n\n")} - {""}
+        for part in (documents.train, documents.validation)
+    )
+    assert held_out and not train & held_out
+
+
+def test_blocks_are_the_documents_end_to_end() -> None:
+    from datasets import Dataset
+
+    documents = text.Text("x", Dataset.from_dict({"text": ["abc", "defgh", "i"]}), Dataset.from_dict({"text": ["xyz"]}))
+    blocks = text.token_blocks(documents, text.encode_bytes, 3, 2, 10)
+    assert [bytes(row) for row in blocks.train["input_ids"]] == [b"abc", b"def"]
+    assert blocks.train["labels"] == blocks.train["input_ids"]
+    with pytest.raises(text.InputError, match="too little text"):
+        text.token_blocks(documents, text.encode_bytes, 4, 2, 10)
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny saved Llama in BF16 and a word tokenizer, as a folder of transformers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("own-model")
+    words = {word: k for k, word in enumerate(["<unk>", *(f"w{k}" for k in range(30))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_key_value_heads=2, max_position_embeddings=128, **sizes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def own_text(folder: Path, suffix: str) -> Path:
+    rows = [" ".join(f"w{(7 * i + j * j) % 30}" for j in range(12)) for i in range(60)]
+    path = folder / f"text{suffix}"
+    if suffix == ".txt":
+        path.write_text("\n".join(rows))
+    else:
+        path.write_text("\n".join(json.dumps({"body": row}) for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_model_and_a_dataset_of_ones_own(own_model: Path, tmp_path: Path, suffix: str) -> None:
+    data = own_text(tmp_path, suffix)
+    column = [] if suffix == ".txt" else ["--text-column", "body"]
+    asked = ["--model", own_model, "--dataset", data, "--steps", 3, "--length", 16, "--batch-size", 2]
+    result = invoke(*asked, *column, "--ways", "sr, fp32", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    found = results(tmp_path / "out")
+    (stage,) = found["stages"]
+    assert found["model"] == str(own_model)
+    assert list(stage["runs"]) == ["fp32", "sr"]
+    assert stage["settings"]["learning_rate"] == 2e-5
+    assert stage["runs"]["fp32"]["bytes_per_parameter"]["weights"] == 4
+    assert stage["runs"]["fp32"]["start"] == pytest.approx(math.log(32), rel=0.05)
+    assert (tmp_path / "out" / "validation-loss.png").is_file()
+
+
+def test_a_folder_of_text_files_is_a_dataset(own_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    own_text(tmp_path / "texts", ".txt")
+    asked = ["--model", own_model, "--dataset", tmp_path / "texts", "--steps", 1, "--length", 8, "--batch-size", 2]
+    result = invoke(*asked, "--ways", "kahan", "--output-dir", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ways", "fp32,khan"], "unknown: khan; there are fp32, nearest, kahan, sr"),
+        (["--ways", ","], "none given"),
+        (["--dataset", "text.txt"], "--dataset needs --model"),
+        (["--batch-size", "8"], "--batch-size needs --model"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--model", "./nowhere"], "there is no file or folder './nowhere'"),
+        (["--model", "{model}", "--dataset", "./nowhere.txt"], "there is no file or folder './nowhere.txt'"),
+        (["--model", "{model}", "--dataset", "{data}", "--text-column", "body"], "has no column 'body'"),
+        (["--model", "{model}", "--dataset", "{numbers}", "--text-column", "x"], "holds no text"),
+        (["--model", "{model}", "--dataset", "{data}", "--length", "256"], "takes 128 tokens"),
+        (["--model", "{model}", "--dataset", "{short}", "--length", "8"], "too little text"),
+        (["--model", "{model}", "--dataset", "{empty}"], "no file of a known kind"),
+        (["--model", "{empty}"], "cannot be loaded"),
+    ],
+)
+def test_bad_input_is_refused_in_words(own_model: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "numbers.csv").write_text("x\n1\n2\n3\n")
+    (tmp_path / "short.txt").write_text("w1 w2\nw3 w4\n")
+    places = {
+        "model": own_model,
+        "data": own_text(tmp_path, ".txt"),
+        "numbers": tmp_path / "numbers.csv",
+        "short": tmp_path / "short.txt",
+        "empty": tmp_path / "empty",
+    }
+    result = invoke(*(word.format(**places) for word in arguments), "--output-dir", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    # The message is wrapped into a box.
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo_command, "find_spec", lambda name: None if name == "datasets" else object())
+    result = invoke("--output-dir", tmp_path)
+    assert result.exit_code == 1
+    assert "the demo needs datasets: pip install 'hf-lowprec[demo]'" in result.output
+
+
+def test_the_benchmark_reports_paired_differences(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "text_quality.py"
+    spec = importlib.util.spec_from_file_location("text_quality", path)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "text_quality", benchmark)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(stages, "VALIDATION_BLOCKS", 8)
+    written = benchmark.main(["--steps", "1", "--seeds", "0,1", "--output-dir", str(tmp_path)])
+    assert "| fine-tuning | BF16 Kahan |" in capsys.readouterr().out
+    found = json.loads(written.read_text(encoding="utf-8"))
+    first, second = (run["stages"][0]["runs"] for run in found["runs"])
+    kahan = next(row for row in found["summary"] if (row["stage"], row["way"]) == ("pretraining", "kahan"))
+    differences = [runs["kahan"]["final"] - runs["fp32"]["final"] for runs in (first, second)]
+    noise = abs(first["fp32"]["final"] - second["fp32"]["final"]) / math.sqrt(2)
+    assert kahan["difference_from_fp32"] == pytest.approx(sum(differences) / 2)
+    assert kahan["difference_in_fp32_seed_noise"] == pytest.approx(sum(differences) / 2 / noise)
