@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_lowprec.cli.demo import quiet_libraries
-from hf_lowprec.cli.demo.report import numbers
+from hf_lowprec.cli.demo.report import json_text, numbers
 from hf_lowprec.cli.demo.stages import Progress, Stage, pretrain_and_fine_tune
 from hf_lowprec.cli.demo.training import WAYS
 
@@ -169,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         }
         for quality in found
     ]
-    text = json.dumps({"steps": options.steps, "seeds": seeds, "summary": summary, "runs": measured}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+    text = json_text({"steps": options.steps, "seeds": seeds, "summary": summary, "runs": measured})
+    path.write_text(text, encoding="utf-8")
     print(f"\nwritten: {path}", file=sys.stderr)
     return path
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 __version__ = metadata.version("hf-lowprec")
 
 _HOME = {
-    "AdamW": "optim",
-    "SGD": "optim",
     "CastReport": "casting",
     "cast_model": "casting",
     "fp32_state_dict": "optim.fp32",
@@ -44,6 +42,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"hf_lowprec.{_HOME[name]}"), name)
+    algorithms = import_module("hf_lowprec.optim").ALGORITHMS
+    if name in algorithms:
+        return algorithms[name]
     raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
 
 

@@ -1,7 +1,8 @@
 """Optimizers whose weights are stored in 16 bits: one file per algorithm, one shell, several backends."""
 
-from hf_lowprec.optim.adamw import AdamW
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.algorithms.adamw import AdamW
+from hf_lowprec.optim.algorithms.sgd import SGD
 from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.sgd import SGD
 
-__all__ = ["SGD", "AdamW", "LowPrecisionOptimizer"]
+__all__ = ["ALGORITHMS", "SGD", "AdamW", "LowPrecisionOptimizer"]

@@ -7,16 +7,13 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from hf_lowprec.optim.adamw import AdamW
+from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.sgd import SGD
 
-ALGORITHMS: dict[str, type[LowPrecisionOptimizer]] = {"adamw": AdamW, "sgd": SGD}
+_CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
 SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
 
-OPTIMIZER_NAMES: tuple[str, ...] = tuple(
-    f"{algorithm}_bf16_{suffix}" for algorithm in ALGORITHMS for suffix in SUFFIXES
-)
+OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)
 """The registered names, `<algorithm>_bf16_<mode>`."""
 
 
@@ -35,7 +32,7 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     if name not in OPTIMIZER_NAMES:
         raise ValueError(f"optimizer name {name!r} is unknown; valid are {', '.join(map(repr, OPTIMIZER_NAMES))}")
     algorithm, suffix = name.split("_bf16_")
-    cls = ALGORITHMS[algorithm]
+    cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
     return cls, {"rounding": SUFFIXES[suffix], **overrides}
 

@@ -1,0 +1,18 @@
+"""One file per algorithm: formula and paper, states, host-side scalars. A file put here is found by itself."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+
+_modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+
+ALGORITHMS: dict[str, type[LowPrecisionOptimizer]] = {
+    cls.__name__: cls
+    for module in _modules
+    for cls in vars(module).values()
+    if isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer) and cls.__module__ == module.__name__
+}
+"""Every algorithm's class by its name."""

@@ -1,0 +1,65 @@
+"""A file in `optim/algorithms` is all that an algorithm needs."""
+
+import subprocess
+import sys
+
+import hf_lowprec
+from hf_lowprec.optim import ALGORITHMS
+
+SIGN_SGD = """
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+import torch
+
+class SignSGD(LowPrecisionOptimizer):
+    def __init__(self, params, lr=1e-3, *, maximize=False, rounding="kahan", state_dtype=None,
+                 state_rounding="stochastic", seed=0, backend="auto"):
+        super().__init__(params, {"lr": lr, "maximize": maximize}, rounding=rounding, state_dtype=state_dtype,
+                         state_rounding=state_rounding, seed=seed, backend=backend)
+
+    def check_hyperparameters(self, group): ...
+    def states(self, group): return ()
+    def scalars(self, group, lr, step): return {"lr": lr}
+
+    @staticmethod
+    def update(weight, grad, state, scalars):
+        return torch.where(grad > 0, -1.0, 1.0) * scalars.lr, {}
+"""
+
+PROGRAM = """
+import pkgutil
+import sys
+import torch
+# The folder of algorithms, as it would be with one more file in it.
+original = pkgutil.iter_modules
+def with_one_more(path=None, prefix=""):
+    yield from original(path, prefix)
+    if path and str(list(path)[0]).endswith("algorithms"):
+        yield from original([sys.argv[1]], prefix)
+        path.append(sys.argv[1])
+pkgutil.iter_modules = with_one_more
+import hf_lowprec
+from transformers import TrainingArguments
+assert "signsgd_bf16_kahan" in hf_lowprec.OPTIMIZER_NAMES, hf_lowprec.OPTIMIZER_NAMES
+TrainingArguments(output_dir="out", optim="signsgd_bf16_sr")
+for backend in ("eager", "native"):
+    param = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    param.grad = torch.tensor([1.0, -1.0, 2.0, -2.0, 3.0], dtype=torch.bfloat16)
+    hf_lowprec.SignSGD([param], lr=0.25, backend=backend).step()
+    assert param.tolist() == [0.75, 1.25, 0.75, 1.25, 0.75], param
+"""
+
+
+def test_a_new_file_gets_names_modes_and_backends(tmp_path):
+    (tmp_path / "signsgd.py").write_text(SIGN_SGD)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_names_are_algorithm_times_mode():
+    expected = {f"{name.lower()}_bf16_{mode}" for name in ALGORITHMS for mode in ("kahan", "sr")}
+    assert set(hf_lowprec.OPTIMIZER_NAMES) == expected
+    assert {"adamw_bf16_kahan", "adamw_bf16_sr", "sgd_bf16_kahan", "sgd_bf16_sr"} <= expected
+    for name, cls in ALGORITHMS.items():
+        assert getattr(hf_lowprec, name) is cls
