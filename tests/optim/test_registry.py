@@ -1,7 +1,10 @@
 """A file in `optim/algorithms` is all that an algorithm needs."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import hf_lowprec
 from hf_lowprec.optim import ALGORITHMS
@@ -26,17 +29,7 @@ class SignSGD(LowPrecisionOptimizer):
 """
 
 PROGRAM = """
-import pkgutil
-import sys
 import torch
-# The folder of algorithms, as it would be with one more file in it.
-original = pkgutil.iter_modules
-def with_one_more(path=None, prefix=""):
-    yield from original(path, prefix)
-    if path and str(list(path)[0]).endswith("algorithms"):
-        yield from original([sys.argv[1]], prefix)
-        path.append(sys.argv[1])
-pkgutil.iter_modules = with_one_more
 import hf_lowprec
 from transformers import TrainingArguments
 assert "signsgd_bf16_kahan" in hf_lowprec.OPTIMIZER_NAMES, hf_lowprec.OPTIMIZER_NAMES
@@ -50,9 +43,17 @@ for backend in ("eager", "native"):
 
 
 def test_a_new_file_gets_names_modes_and_backends(tmp_path):
-    (tmp_path / "signsgd.py").write_text(SIGN_SGD)
+    package = Path(hf_lowprec.__file__).parent
+    copy = shutil.copytree(package, tmp_path / "hf_lowprec", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "optim" / "algorithms" / "signsgd.py").write_text(SIGN_SGD)
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
 
