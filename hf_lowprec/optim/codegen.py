@@ -8,7 +8,7 @@ compiler must not contract or re-associate: see the flags in `native.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
@@ -196,8 +196,11 @@ def _body(graph: fx.Graph, written: list[str]) -> list[str]:
 
 def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool]:
     """The C expression of one node, and whether it is a float."""
-    operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    floating = any(is_float[arg] for arg in operands)
+
+    def any_float(operands: Iterable[object]) -> bool:
+        return any(is_float[arg] if isinstance(arg, fx.Node) else isinstance(arg, float) for arg in operands)
+
+    floating = any_float(node.args)
 
     def text(arg: object, as_float: bool = floating) -> str:
         if isinstance(arg, fx.Node):
@@ -216,7 +219,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool
         return text(args[0]), True  # done on load, see `quiet` in the template
     if node.target is torch.where:
         condition, *branches = args
-        floating = any(is_float[arg] for arg in branches if isinstance(arg, fx.Node))
+        floating = any_float(branches)
         return f"{text(condition)} ? {text(branches[0], floating)} : {text(branches[1], floating)}", floating
     if node.target is operator.neg:
         return f"-{text(args[0])}", floating
