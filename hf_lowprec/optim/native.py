@@ -6,6 +6,7 @@ processes may build at once: each compiles to a private name and renames it into
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -107,9 +108,14 @@ def kernel(layout: Layout) -> ctypes._CFuncPointer:  # type: ignore[name-defined
 def _load(layout: Layout) -> ctypes._CFuncPointer | CompilerError:  # type: ignore[name-defined]
     try:
         library = _build(render(layout))
+        step = ctypes.CDLL(str(library)).step
     except CompilerError as error:
         return error
-    step = ctypes.CDLL(str(library)).step
+    except OSError as error:
+        return CompilerError(
+            f"the compiled step cannot be written or loaded ({error}); set HF_LOWPREC_CACHE to a folder with room from "
+            "which programs may run, or use backend='eager'"
+        )
     step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
     step.restype = None
     return step
@@ -160,15 +166,19 @@ def _cpu_identity() -> str:
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-@functools.cache
 def _writable(directory: Path) -> Path:
-    """`directory`, if only this user can write there; else a fresh one for this process."""
+    """`directory`, made if need be, if only this user can write there; else one that lasts as long as this process."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
-        mine = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
-        if mine and os.access(directory, os.W_OK):
-            return directory
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="hf_lowprec-"))
+        return _private_cache()
+    mine = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    return directory if mine and os.access(directory, os.W_OK) else _private_cache()
+
+
+@functools.cache
+def _private_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix="hf_lowprec-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

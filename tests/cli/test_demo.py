@@ -88,7 +88,7 @@ def test_the_file_holds_both_stages_and_everything_to_do_it_again(done: Result, 
     for stage in found["stages"]:
         assert list(stage["runs"]) == ["fp32", "nearest", "kahan", "sr"]
         assert stage["settings"]["steps"] == STEPS
-        assert stage["blocks"] == {"train": STEPS * 8, "validation": 8, "length": 128}
+        assert stage["blocks"] == {"train": STEPS * stages.BATCH_SIZE, "validation": 8, "length": 128}
         for run in stage["runs"].values():
             assert [step for step, _ in run["validation"]] == list(range(STEPS + 1))
             assert run["seconds"] > 0

@@ -26,7 +26,7 @@ LENGTH = 128
 SMALL_LLAMA = "byte-level Llama, random weights"
 """What `small_llama` is, for the file of numbers."""
 
-BATCH_SIZE = 8
+BATCH_SIZE = 4
 """Blocks per step."""
 
 VALIDATION_BLOCKS = 128
