@@ -26,10 +26,10 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
                 f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
                 f"{len(group['params'])}"
             )
-        if "rounding" not in saved:
+        if missing := sorted(optimizer.defaults.keys() - saved.keys()):
             raise ValueError(
-                f"param group {k} of the state dict has no 'rounding': it was not saved by hf_lowprec.{name}. Resume "
-                "it with the optimizer that saved it, or start this one with fresh state"
+                f"param group {k} of the state dict has no {', '.join(map(repr, missing))}: it was not saved by "
+                f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
             )
         if saved["rounding"] != group["rounding"]:
             raise ValueError(

@@ -19,11 +19,14 @@ STATE_ROUNDINGS = ("stochastic", "nearest")
 
 
 def check_range(name: str, value: Any, low: float, high: float = float("inf"), high_open: bool = False) -> None:
-    """Raise ValueError unless `low <= value <= high` (`< high` if `high_open`); NaN is refused."""
-    number = float(value)
+    """Raise ValueError unless `value` is a number, `low <= value <= high` (`< high` if `high_open`)."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
     if not (low <= number < high if high_open else low <= number <= high):
         bound = "" if high == float("inf") else f" and {'<' if high_open else '<='} {high:g}"
-        raise ValueError(f"{name}={value!r} is invalid; it must be >= {low:g}{bound}")
+        raise ValueError(f"{name}={value!r} is invalid; it must be a number >= {low:g}{bound}")
 
 
 def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:

@@ -67,6 +67,8 @@ class AdamW(LowPrecisionOptimizer):
 
     def check_hyperparameters(self, group: Group) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
+        if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+            raise ValueError(f"betas={group['betas']!r} is invalid; it must be two numbers, as (0.9, 0.999)")
         for k, beta in enumerate(group["betas"]):
             check_range(f"betas[{k}]", beta, 0.0, 1.0, high_open=True)
         check_range("eps", group["eps"], 0.0)

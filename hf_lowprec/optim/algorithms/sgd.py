@@ -67,6 +67,7 @@ class SGD(LowPrecisionOptimizer):
     def check_hyperparameters(self, group: Group) -> None:
         """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
         check_range("momentum", group["momentum"], 0.0)
+        check_range("dampening", group["dampening"], 0.0, 1.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
