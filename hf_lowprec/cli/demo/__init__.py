@@ -168,7 +168,13 @@ class _Bar:
 
         self._progress = Progress(
             TextColumn("{task.description}"),
-            *(BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TimeRemainingColumn()),
+            *(
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("steps"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            ),
             console=console,
             transient=True,
         )
