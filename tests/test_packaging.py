@@ -74,9 +74,7 @@ def pins(lines: list[str], env: dict[str, str]) -> dict[str, Version]:
         (specifier,) = pin.specifier
         name = canonicalize_name(pin.name)
         assert specifier.operator == "==", f"{text!r} is no pin"
-        assert name not in found, (
-            f"{name} is pinned twice for {env['python_version']} on {env['sys_platform']}"
-        )
+        assert name not in found, f"{name} is pinned twice for {env['python_version']} on {env['sys_platform']}"
         found[name] = Version(specifier.version)
     return found
 

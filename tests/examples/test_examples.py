@@ -23,7 +23,7 @@ def run(script: str, *words: object) -> str:
 def test_trainer_example(tmp_path):
     words = ["--max_steps", 40, "--logging_steps", 20, "--use_cpu", "--disable_tqdm", "True", "--save_strategy", "no"]
     out = run("trainer.py", "--output_dir", tmp_path, *words)
-    # A uniform guess over 256 bytes costs ln 256 = 5.55; knowing how often each occurs in Python source is worth 2 nats.
+    # A uniform guess over 256 bytes costs ln 256 = 5.55; knowing how often each occurs in Python is worth 2 nats.
     assert float(re.search(r"validation loss ([\d.]+)", out)[1]) < 4
     assert "weights stored as torch.bfloat16" in out
     assert "rounding     weights kahan" in out

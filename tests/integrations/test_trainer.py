@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -17,66 +13,16 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
-
-VOCABULARY, LENGTH = 64, 16
-
-
-def llama(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config)
-
-
-def counting_data(rows: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count upwards: learnable within a few steps."""
-    start = torch.randint(0, VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(1))
-    tokens = (start + torch.arange(LENGTH)) % VOCABULARY
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def arguments(tmp_path, cls=TrainingArguments, **settings):
-    defaults = {
-        "output_dir": str(tmp_path),
-        "learning_rate": 1e-2,
-        "max_steps": 12,
-        "per_device_train_batch_size": 8,
-        "logging_steps": 4,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return cls(**{**defaults, **settings})
-
-
-def trained(tmp_path, model=None, trainer_cls=Trainer, **settings):
-    options = {
-        key: settings.pop(key) for key in ("callbacks", "model_init", "optimizer_cls_and_kwargs") if key in settings
-    }
-    model = None if "model_init" in options else (model or llama())
-    args = arguments(tmp_path, **settings)
-    trainer = trainer_cls(
-        model=model, args=args, train_dataset=counting_data(), eval_dataset=counting_data(16), **options
-    )
-    trainer.train()
-    return trainer
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def optimizer_of(trainer) -> torch.optim.Optimizer:
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-
-
-def assert_pure_bf16(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        expected = torch.float32 if "norm" in name else torch.bfloat16
-        assert parameter.dtype == expected, name
-
+from tests.integrations.tiny_training import (
+    VOCABULARY,
+    arguments,
+    assert_pure_bf16,
+    counting_data,
+    llama,
+    losses,
+    optimizer_of,
+    trained,
+)
 
 SETTINGS = {
     "plain": {},
@@ -125,59 +71,6 @@ def test_every_name_reaches_its_optimizer(tmp_path, name):
     assert {group["rounding"] for group in optimizer.param_groups} == {{"kahan": "kahan", "sr": "stochastic"}[mode]}
     assert {group["seed"] for group in optimizer.param_groups} == {7}
     assert all("norm" in name for name, p in trainer.model.named_parameters() if p.dtype == torch.float32)
-
-
-def test_names_on_the_command_line():
-    parser = HfArgumentParser(TrainingArguments)
-    for name in hf_lowprec.OPTIMIZER_NAMES:
-        (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--optim", name])
-        assert args.optim == name
-    with pytest.raises((SystemExit, ValueError)):
-        parser.parse_args_into_dataclasses(["--output_dir", "out", "--optim", "adamw_bf16_kahn"])
-
-
-def test_optim_args_reach_every_keyword(tmp_path):
-    words = (
-        "betas=0.8|0.95, eps=1e-6, amsgrad=True, maximize=false, rounding=nearest, state_rounding=nearest, "
-        "state_dtype=exp_avg:float32|exp_avg_sq:bf16, seed=11, backend=eager, weight_decay=0.3, keep_fp32=lm_head|*.mlp"
-    )
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, max_steps=1)
-    optimizer = optimizer_of(trainer)
-    group = optimizer.param_groups[0]
-    assert optimizer.backend == "eager"
-    assert group["betas"] == (0.8, 0.95)
-    assert (group["eps"], group["amsgrad"], group["maximize"], group["seed"]) == (1e-6, True, False, 11)
-    assert (group["rounding"], group["state_rounding"]) == ("nearest", "nearest")
-    assert group["state_dtype"] == {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
-    assert optimizer.defaults["weight_decay"] == 0.3
-    assert trainer.model.lm_head.weight.dtype == torch.float32
-    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
-    assert trainer.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("momentun=0.9", r"'momentun' is not an argument of .*did you mean 'momentum'"),
-        ("rounding=kahn", r"rounding='kahn'.*'kahan', 'stochastic', 'nearest'"),
-        ("nesterov=maybe", r"nesterov='maybe' does not parse; give True or False"),
-        ("momentum=fast", r"momentum='fast' does not parse; give a number"),
-        ("state_dtype=float8", r"state_dtype='float8' does not parse; give bfloat16"),
-        ("momentum", r"'momentum' is not of the form key=value"),
-        ("seed=1,seed=2", r"names 'seed' twice"),
-        ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
-    ],
-)
-def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):
-    with pytest.raises(ValueError, match=message):
-        trained(tmp_path, optim="sgd_bf16_kahan", optim_args=words)
-
-
-def test_unknown_optim_args_fail_before_anything_is_cast(tmp_path):
-    model = llama()
-    with pytest.raises(ValueError, match="'beta'"):
-        Trainer(model=model, args=arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="beta=0.9"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_fp16_is_refused(tmp_path):
@@ -232,36 +125,6 @@ def test_seq2seq_trainer(tmp_path):
     assert trainer.predict(counting_data(8), max_length=4).predictions.shape[0] == 8
 
 
-def test_the_callback_alone_trains_bf16_with_any_optimizer(tmp_path, capsys):
-    callback = hf_lowprec.LowPrecisionCallback(keep_fp32=["lm_head"])
-    trainer = trained(tmp_path, callbacks=[callback], optim="adamw_torch", bf16=True, max_steps=2)
-    assert trainer.model.lm_head.weight.dtype == torch.float32
-    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-    assert trainer.accelerator.mixed_precision == "no"
-    assert "not of hf_lowprec" in capsys.readouterr().out
-
-
-def test_the_users_callback_replaces_ours(tmp_path, capsys):
-    callback = hf_lowprec.LowPrecisionCallback(report=False, log_lost_updates=False)
-    trainer = trained(tmp_path, callbacks=[callback], optim="adamw_bf16_kahan", max_steps=4)
-    ours = [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, hf_lowprec.LowPrecisionCallback)]
-    assert ours == [callback]
-    assert "hf_lowprec" not in capsys.readouterr().out
-    assert all("lost_updates" not in entry for entry in trainer.state.log_history)
-
-
-def test_a_callback_class_is_accepted(tmp_path):
-    trainer = trained(tmp_path, callbacks=[hf_lowprec.LowPrecisionCallback], optim="adamw_bf16_kahan", max_steps=1)
-    assert_pure_bf16(trainer.model)
-
-
-def test_a_callback_added_too_late_says_so(tmp_path):
-    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=counting_data())
-    trainer.add_callback(hf_lowprec.LowPrecisionCallback())
-    with pytest.raises(RuntimeError, match=r"pass it as Trainer\(callbacks="):
-        trainer.train()
-
-
 def test_optimizer_factory_feeds_trainer(tmp_path):
     pair = hf_lowprec.optimizer_factory("adamw_bf16_sr", lr=5e-3, seed=3)
     trainer = trained(
@@ -274,18 +137,6 @@ def test_optimizer_factory_feeds_trainer(tmp_path):
         hf_lowprec.optimizer_factory("adamw_bf16_kahn")
     with pytest.raises(ValueError, match="'sed' is not an argument"):
         hf_lowprec.optimizer_factory("adamw_bf16_sr", sed=1)
-
-
-def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=nearest", learning_rate=1e-6)
-    out = capsys.readouterr().out
-    assert out.count("hf_lowprec: bfloat16 training of LlamaForCausalLM") == 1
-    assert "weights nearest" in out
-    lost = [entry["lost_updates"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(lost) == 3
-    # |w| is about 0.02 (initializer_range), where half an ulp is 2^-14 ≈ 6e-5 and the update is at most 1e-6: only
-    # the weights below 1e-6 · 2^8 = 2.6e-4, one in a hundred, can take it.
-    assert all(0.97 < share <= 1 for share in lost)
 
 
 def test_two_trainers_in_one_process(tmp_path):

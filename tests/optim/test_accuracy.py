@@ -76,7 +76,7 @@ def test_weights_follow_fp32_adamw():
     Gradients have a mean of their own per element (σ 0.3) and unit noise; initial weights σ 0.02. Measured: 1.1e-4 with
     FP32 state (what BF16 drops of the compensation), 5.9e-4 with an FP32 second moment, 1.4e-2 with BF16 state; lengths
     along FP32's direction are right to 3.2e-4. With BF16 state rounded to nearest 0.16, and 16% too short.
-    (Without a mean the displacement is a short random walk, and relative to it the four are 3.9e-4, 3.4e-3, 1.9e-2, 0.19.)
+    (Without a mean the displacement is a short random walk: relative to it they are 3.9e-4, 3.4e-3, 1.9e-2 and 0.19.)
     """
     count, random = 8192, generator()
     start = (torch.randn(count, generator=random) * 0.02).to(BF16)
@@ -148,9 +148,9 @@ def test_least_squares_of_zamirai_et_al():
 
     Measured: FP32 0.125, Kahan 0.213, stochastic 0.28, nearest 110 and hardly moving. The floor is half the noise
     variance, 0.125. A BF16 weight that Kahan keeps right on average alternates between the truth's two neighbours:
-    a variance of spacing² / 6, with spacing² 0.11 on average over [0, 100): the ten add 10 · 0.11 / 6 / 2 = 0.094 to the
-    floor: a factor of 1.75 (2.2 allowed). Stochastic steps add lr · |gradient| · spacing of variance each, which the
-    pull of 2 · lr balances at |gradient| · spacing / 2: with a gradient of 0.2 and a spacing of 0.3 it is 0.03 a weight,
+    a variance of spacing² / 6, with spacing² 0.11 on average over [0, 100): the ten add 10 · 0.11 / 6 / 2 = 0.094 to
+    it: a factor of 1.75 (2.2 allowed). Stochastic steps add lr · |gradient| · spacing of variance each, which the
+    pull of 2 · lr balances at |gradient| · spacing / 2: with a gradient of 0.2 and a spacing of 0.3, 0.03 a weight and
     0.15 for the ten: a factor of 2.2 (4 allowed). Nearest stops where lr · gradient is less than half a spacing: up to
     0.25 / 0.01 = 25 away from the truth in every weight.
     """
@@ -202,9 +202,9 @@ def test_descent_of_ozkara_et_al_with_a_vanishing_learning_rate(floor, fp32_step
     | 5e-5 | 3,804 | 3,648 ± 11 | 3,905 ± 154 | 4,244 ± 2,117 (up to 12,054) | 4,093 ± 2,076 |
 
     (The paper's stochastic runs: 7,700 on average, single ones up to 40,000; about 4,600 with the higher floor.)
-    Kahan is ahead of FP32 because the stored weight rounds to 3 half a spacing before the sum gets there. With BF16 state
-    it is late: at β1 0.9 the first moment rounds to nearest and stops 2% short of a gradient that never changes (rounded
-    stochastically it took 4,094 ± 473 and 3,637 ± 154).
+    Kahan is ahead of FP32 because the stored weight rounds to 3 half a spacing before the sum gets there. With
+    BF16 state it is late: at β1 0.9 the first moment rounds to nearest and stops 2% short of a gradient that never
+    changes (rounded stochastically it took 4,094 ± 473 and 3,637 ± 154).
     """
 
     def rate(step: int) -> float:
@@ -223,8 +223,8 @@ def test_descent_of_ozkara_et_al_with_a_vanishing_learning_rate(floor, fp32_step
     # FP32 sums 4,613 roundings of at most 2**-23: 5e-4 in x at worst, 55 steps of 1e-5; typically a step.
     assert abs(run(FP32, torch.optim.AdamW, count=1).item() - fp32_steps) <= 5
     half_way = steps_to(1 - 2.0**-7)  # where the nearest BF16 is 3
-    # The compensation (up to 2**-7, spaced 2**-15) walks by half its spacing a step at most: 2**-16 · √4613 = 1e-3 in x,
-    # or 60 steps of 1.8e-5 for one run, 3 for the mean of 400: six of those.
+    # The compensation (up to 2**-7, spaced 2**-15) walks by half its spacing a step at most: 2**-16 · √4613 = 1e-3 of
+    # x, or 60 steps of 1.8e-5 for one run, 3 for the mean of 400: six of those.
     assert abs(run(BF16, AdamW, state_dtype=FP32).mean().item() - half_way) <= 18
     # A BF16 second moment scatters by sqrt(2**-8 · 0.1) = 2% around 1: 1% of x, 500 steps of 1.8e-5 for one run, 25 for
     # the mean: six of those. A first moment that rounds to nearest stops where a tenth of what it lacks is below half a

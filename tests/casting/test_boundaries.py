@@ -1,0 +1,71 @@
+"""What passes into and out of a module that stays in FP32."""
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_lowprec.casting import cast_model
+from tests.casting.inspection import BF16, FP32
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Returns(nn.Module):
+    """Returns what `make` builds from its input, after checking that the input came in FP32."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        assert x.dtype == FP32
+        return self.make(x * self.weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: (x, [x, x], None),
+        lambda x: [x, {"a": x}],
+        lambda x: OrderedDict(a=x, b=(x, "text")),
+        lambda x: Pair(x, torch.arange(3)),
+        lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
+    ],
+    ids=["tuple", "list", "dict", "namedtuple", "ModelOutput"],
+)
+def test_output_structures(make: Any) -> None:
+    model = Returns(make)
+    x = torch.randn(3)
+    plain = model(x)
+    cast_model(model, keep_fp32=Returns)
+
+    def check(value: Any, like: Any) -> None:
+        assert type(value) is type(like)
+        if isinstance(like, torch.Tensor):
+            assert torch.equal(value, like.to(BF16) if like.is_floating_point() else like)
+        elif isinstance(like, dict):
+            assert list(value) == list(like)
+            for key in like:
+                check(value[key], like[key])
+        elif isinstance(like, tuple | list):
+            for one, two in zip(value, like, strict=True):
+                check(one, two)
+        else:
+            assert value == like
+
+    check(model(x), plain)
+    if isinstance(plain, BaseModelOutput):
+        assert model(x).last_hidden_state.dtype == BF16
+
+
+def test_hooks_of_others_see_the_cast_output() -> None:
+    norm, seen = nn.LayerNorm(4), []
+    norm.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    cast_model(norm)
+    norm(torch.randn(2, 4, dtype=BF16))
+    assert seen == [BF16]

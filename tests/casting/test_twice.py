@@ -1,0 +1,60 @@
+"""`cast_model` on a model that it has already cast, in whole or in part."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.casting import cast_model
+from tests import tiny_models
+from tests.casting.inspection import BF16, FP16, NORM_PATH, assert_same_bits, bits, fp32_names, hook_counts
+
+
+class TestTwice:
+    def test_changes_nothing(self) -> None:
+        model, batch = tiny_models.llama()
+        cast_model(model, keep_fp32="lm_head")
+        state, hooks, loss = bits(model), hook_counts(model), model(**batch).loss
+        for keep in ((), "lm_head", ["*.norm", "lm_head"]):
+            report = cast_model(model, keep_fp32=keep)
+            assert report.already_cast and not report.changed and not report.cast and not report.upcast
+            assert report.before == report.after
+            assert str(report).startswith("already cast to torch.bfloat16: nothing changed")
+            assert_same_bits(bits(model), state)
+            assert hook_counts(model) == hooks
+        assert torch.equal(model(**batch).loss, loss)
+
+    def test_other_dtype(self) -> None:
+        model, _ = tiny_models.llama()
+        cast_model(model.model)
+        state = bits(model)
+        with pytest.raises(ValueError, match=r"already cast to torch\.bfloat16"):
+            cast_model(model, FP16)
+        assert_same_bits(bits(model), state)
+
+    def test_keeping_what_was_rounded(self) -> None:
+        model, _ = tiny_models.llama()
+        cast_model(model)
+        with pytest.raises(ValueError, match=r"too late for lm_head\.weight"):
+            cast_model(model, keep_fp32="lm_head")
+
+    def test_grown_model(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        cast_model(model, keep_fp32="0")
+        model.append(nn.Linear(4, 4)).append(nn.LayerNorm(4)).append(nn.Linear(4, 4))
+        report = cast_model(model, keep_fp32="4")
+        assert report.already_cast and report.changed
+        assert set(report.cast) == {"2.weight", "2.bias"}
+        assert {name.split(".")[0] for name in fp32_names(model)} == {"0", "1", "3", "4"}
+        assert hook_counts(model)[1:] == [(1, 1), (1, 1), (0, 0), (1, 1), (1, 1)]
+        assert model(torch.randn(2, 4)).dtype == BF16
+
+    def test_after_a_stray_to(self) -> None:
+        model, batch = tiny_models.llama()
+        fresh = bits(model)
+        cast_model(model)
+        hooks = hook_counts(model)
+        report = cast_model(model.to(BF16))
+        assert set(report.upcast) == {n for n in fresh if NORM_PATH.search(n.rpartition(".")[0]) or "inv_freq" in n}
+        assert report.already_cast and report.changed and hook_counts(model) == hooks
+        assert torch.equal(model.model.rotary_emb.inv_freq, fresh["model.rotary_emb.inv_freq"])
+        model(**batch).loss.backward()
