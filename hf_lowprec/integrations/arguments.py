@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.registry import check_keywords, keywords, optimizer_factory
+from hf_lowprec.optim.registry import check_keywords, optimizer_factory
+from hf_lowprec.optim.validation import keywords
 
 CASTING_KEYS = ("keep_fp32",)
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
@@ -58,7 +58,7 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
 
 
 def _value(cls: type[LowPrecisionOptimizer], key: str, word: str) -> Any:
-    parse = _PARSERS.get(key) or _BY_TYPE[type(inspect.signature(cls).parameters[key].default)]
+    parse = _PARSERS.get(key) or _BY_TYPE[type(keywords(cls)[key])]
     try:
         return parse(word)
     except (ValueError, KeyError):

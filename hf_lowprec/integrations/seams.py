@@ -31,7 +31,8 @@ def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler) -> None
         raise RuntimeError(
             f"transformers {transformers.__version__} has changed where optimizer names live ({error}), so `optim=` "
             "names of hf_lowprec cannot be registered; use Trainer(optimizer_cls_and_kwargs="
-            "hf_lowprec.optimizer_factory(…), callbacks=[hf_lowprec.LowPrecisionCallback()]) or another version of transformers"
+            "hf_lowprec.optimizer_factory(…), callbacks=[hf_lowprec.LowPrecisionCallback()]) or another version of "
+            "transformers"
         ) from error
 
 

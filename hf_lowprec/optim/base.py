@@ -35,8 +35,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             extra state; BF16 parameters only) or `"nearest"`.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
-        state_rounding: `"stochastic"` rounds the compensation, and the BF16 states that could stall otherwise,
-            stochastically; `"nearest"` gives the papers' textbook algorithms.
+        state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
+            compensation.
         seed: seed of the random bits. Replicas must share it.
         backend: `"auto"`, `"eager"` or `"native"` (CPU).
 
@@ -216,7 +216,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            validation.check_group(self, self.param_groups[-1], f"param group {len(self.param_groups) - 1}")
+            where = f"param group {len(self.param_groups) - 1}"
+            validation.check_keys(self, self.param_groups[-1], where)
+            validation.check_group(self, self.param_groups[-1], where)
         except Exception:
             self.param_groups.pop()
             raise

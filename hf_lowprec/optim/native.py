@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -64,25 +65,25 @@ def run(layout: Layout, works: Sequence[Work]) -> None:
 
 
 @functools.cache
-def find_compiler() -> str | None:
-    """Path of the C compiler: `$CC`, else the first of `cc`, `gcc`, `clang` on PATH; None if there is none."""
-    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((path for path in map(shutil.which, candidates) if path), None)
+def _find_compiler(wanted: str) -> tuple[str, ...] | None:
+    candidates = [tuple(shlex.split(wanted))] if wanted else [("cc",), ("gcc",), ("clang",)]
+    return next((command for command in candidates if shutil.which(command[0])), None)
 
 
-def require_compiler() -> str:
-    """Path of the C compiler.
+def require_compiler() -> tuple[str, ...]:
+    """The C compiler's command: `$CC` if it is set, else the first of `cc`, `gcc`, `clang` on PATH.
 
     Raises:
         CompilerError: there is none.
     """
-    compiler = find_compiler()
-    if compiler is None:
+    wanted = os.environ.get("CC", "")
+    command = _find_compiler(wanted)
+    if command is None:
+        what = f"$CC={wanted!r} is not a program" if wanted else "none of cc, gcc, clang is on PATH"
         raise CompilerError(
-            "backend='native' needs a C compiler and none of $CC, cc, gcc, clang is on PATH; install one or use "
-            "backend='eager'"
+            f"backend='native' needs a C compiler and {what}; install one, set $CC, or use backend='eager'"
         )
-    return compiler
+    return command
 
 
 def cache_dir() -> Path:
@@ -123,8 +124,8 @@ def _load(layout: Layout) -> ctypes._CFuncPointer | CompilerError:  # type: igno
 
 def _build(source: str) -> Path:
     compiler = require_compiler()
-    key = hashlib.sha256("\0".join([source, *FLAGS, _compiler_identity(compiler), _cpu_identity()]).encode())
-    name = f"step-{key.hexdigest()[:32]}.so"
+    identity = [source, *FLAGS, *compiler, _compiler_identity(compiler[0]), _cpu_identity()]
+    name = f"step-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:32]}.so"
     directory = _writable(cache_dir())
     library = directory / name
     if not library.exists():
@@ -137,10 +138,10 @@ def _build(source: str) -> Path:
     return library
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compiler: tuple[str, ...], source: Path, target: Path) -> None:
     # A compiler without OpenMP still gives a correct, single-threaded step.
     for openmp in (["-fopenmp"], []):
-        command = [compiler, *FLAGS, *openmp, str(source), "-o", str(target), "-lm"]
+        command = [*compiler, *FLAGS, *openmp, str(source), "-o", str(target), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode == 0:
             return
@@ -153,7 +154,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
 @functools.cache
 def _compiler_identity(compiler: str) -> str:
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return f"{os.path.realpath(compiler)} {result.stdout}"
+    return f"{os.path.realpath(shutil.which(compiler) or compiler)} {result.stdout}"
 
 
 @functools.cache

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.validation import keywords
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
 SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
@@ -35,11 +35,6 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
     return cls, {"rounding": SUFFIXES[suffix], **overrides}
-
-
-def keywords(cls: type[LowPrecisionOptimizer]) -> tuple[str, ...]:
-    """The keyword arguments of an optimizer class."""
-    return tuple(name for name in inspect.signature(cls).parameters if name != "params")
 
 
 def check_keywords(given: Iterable[str], valid: Iterable[str], where: str) -> None:

@@ -32,7 +32,7 @@ class Stored:
 
     @classmethod
     def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> Stored:
-        stochastic = dtype == torch.bfloat16 and state_rounding == "stochastic" and state.stalls
+        stochastic = dtype == torch.bfloat16 and state_rounding == "stochastic" and state.averages
         return cls(state.name, state.role, dtype, stochastic)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,29 @@ STATE_DTYPES = (torch.bfloat16, torch.float32)
 STATE_ROUNDINGS = ("stochastic", "nearest")
 
 
-def check_range(name: str, value: Any, low: float, high: float = float("inf"), high_open: bool = False) -> None:
-    """Raise ValueError unless `value` is a number, `low <= value <= high` (`< high` if `high_open`)."""
+def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless `value` is a number with `low <= value < high`."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = float("nan")
-    if not (low <= number < high if high_open else low <= number <= high):
-        bound = "" if high == float("inf") else f" and {'<' if high_open else '<='} {high:g}"
-        raise ValueError(f"{name}={value!r} is invalid; it must be a number >= {low:g}{bound}")
+    if not low <= number < high:
+        below = "" if high == float("inf") else f" and < {high:g}"
+        raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
+
+
+def keywords(cls: type) -> dict[str, Any]:
+    """The keyword arguments of an optimizer class, with their defaults."""
+    parameters = inspect.signature(cls).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
+
+
+def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
+    """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
+    known = keywords(type(optimizer)).keys() - {"backend"}
+    for key in group.keys() - known:
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
 
 
 def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
@@ -38,6 +54,9 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     check_range("lr", group["lr"], 0.0)
+    for name, default in keywords(type(optimizer)).items():
+        if isinstance(default, bool) and not isinstance(group[name], bool):
+            raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
     for param in group["params"]:

@@ -5,7 +5,7 @@ Everything here is written once, in torch. The functions use only operators, `Te
 code.
 """
 
-from hf_lowprec.rounding.modes import MODES, Mode, State, average_stalls
+from hf_lowprec.rounding.modes import MODES, Mode, State
 from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
 from hf_lowprec.rounding.reference import kahan_add, quiet_nan, round_nearest, round_stochastic, sqrt_rn
 
@@ -13,7 +13,6 @@ __all__ = [
     "MODES",
     "Mode",
     "State",
-    "average_stalls",
     "kahan_add",
     "quiet_nan",
     "random_bits",

@@ -26,21 +26,13 @@ class State:
     Attributes:
         name: its key in `optimizer.state`.
         role: the role of its random bits.
-        stalls: whether its steps can be too small for nearest rounding in BF16, so that it needs stochastic rounding.
+        averages: whether it averages or accumulates, so that in BF16 it needs unbiased rounding. What is only ever
+            set to a value is rounded to nearest.
     """
 
     name: str
     role: int
-    stalls: bool = True
-
-
-def average_stalls(decay_rate: float) -> bool:
-    """Whether a running average in BF16 can stall under nearest rounding.
-
-    One step changes it by up to a share `1 - decay_rate`. Below half an ulp, 2^-9 of the value, nothing moves; from
-    eight times that on nearest rounding is safe, and then better: its error has half the variance.
-    """
-    return 1 - decay_rate < 2**-6
+    averages: bool = True
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def test_optim_args_reach_every_keyword(tmp_path):
         ("state_dtype=float8", r"state_dtype='float8' does not parse; give bfloat16"),
         ("momentum", r"'momentum' is not of the form key=value"),
         ("seed=1,seed=2", r"names 'seed' twice"),
-        ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
+        ("momentum=-1", r"momentum=-1.0 is invalid; it must be a finite number >= 0"),
     ],
 )
 def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
-from hf_lowprec.rounding import State, average_stalls, sqrt_rn
+from hf_lowprec.rounding import State, sqrt_rn
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -70,14 +70,14 @@ class AdamW(LowPrecisionOptimizer):
         if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
             raise ValueError(f"betas={group['betas']!r} is invalid; it must be two numbers, as (0.9, 0.999)")
         for k, beta in enumerate(group["betas"]):
-            check_range(f"betas[{k}]", beta, 0.0, 1.0, high_open=True)
+            check_range(f"betas[{k}]", beta, 0.0, 1.0)
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def states(self, group: Group) -> tuple[State, ...]:
-        """The moments. The maximum only ever takes a value that the second moment had, so it is rounded to nearest."""
-        moments = (State("exp_avg", 2, stalls=average_stalls(group["betas"][0])), State("exp_avg_sq", 1))
-        return (*moments, State("max_exp_avg_sq", 3, stalls=False)) if group["amsgrad"] else moments
+        """The moments, and with `amsgrad` the largest second moment so far."""
+        moments = (State("exp_avg", 2), State("exp_avg_sq", 1))
+        return (*moments, State("max_exp_avg_sq", 3, averages=False)) if group["amsgrad"] else moments
 
     def options(self, group: Group) -> dict[str, bool]:
         """Whether the maximum of the second moment is used."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
-from hf_lowprec.rounding import State, average_stalls
+from hf_lowprec.rounding import State
 
 
 class SGD(LowPrecisionOptimizer):
@@ -67,7 +67,7 @@ class SGD(LowPrecisionOptimizer):
     def check_hyperparameters(self, group: Group) -> None:
         """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
         check_range("momentum", group["momentum"], 0.0)
-        check_range("dampening", group["dampening"], 0.0, 1.0)
+        check_range("dampening", group["dampening"], float("-inf"))
         check_range("weight_decay", group["weight_decay"], 0.0)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
@@ -77,7 +77,7 @@ class SGD(LowPrecisionOptimizer):
 
     def states(self, group: Group) -> tuple[State, ...]:
         """The momentum, if there is one."""
-        return (State("momentum_buffer", 1, stalls=average_stalls(group["momentum"])),) if group["momentum"] else ()
+        return (State("momentum_buffer", 1),) if group["momentum"] else ()
 
     def options(self, group: Group) -> dict[str, bool]:
         """Whether there is a momentum, and of which kind."""
