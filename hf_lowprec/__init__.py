@@ -5,6 +5,7 @@ Importing the package adds its optimizer names to transformers, and does nothing
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
@@ -59,4 +60,7 @@ def register() -> None:
     register_with_trainer()
 
 
-register()
+try:
+    register()
+except RuntimeError as error:  # the optimizers and cast_model work without the names
+    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
