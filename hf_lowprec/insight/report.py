@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.backends import expected
 from hf_lowprec.optim.validation import state_dtype
 
 
@@ -30,7 +31,7 @@ def precision_report(
     if isinstance(optimizer, LowPrecisionOptimizer):
         lines += _states(optimizer)
         lines.append(f"  {'rounding':<13}{_modes(optimizer)}")
-        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, backend {optimizer.backend}")
+        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
         lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
     if cast.kept:
@@ -56,6 +57,11 @@ def _modes(optimizer: LowPrecisionOptimizer) -> str:
         for group in optimizer.param_groups
     }
     return "; ".join(sorted(modes))
+
+
+def _backends(optimizer: LowPrecisionOptimizer) -> str:
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    return ", ".join(sorted({expected(optimizer.backend, device) for device in devices}))
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:

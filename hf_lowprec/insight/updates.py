@@ -8,12 +8,10 @@ summation loses none; stochastic rounding loses none on average, so its value sc
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.step import Layout, fused_step
+from hf_lowprec.optim.step import Layout, fused_step, wanted_update
 from hf_lowprec.optim.work import Rows, Work
 
 SAMPLE = 1 << 12
@@ -24,7 +22,8 @@ SAMPLE = 1 << 12
 def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> float:
     """The share of the coming step's weight changes that rounding will lose, over parameters of 16 bits.
 
-    Call it when gradients are final, before `optimizer.step()`; nothing is changed.
+    Call it when gradients are final, before `optimizer.step()`; states that do not exist yet are created, as the step
+    would, and nothing else is changed.
 
     Args:
         optimizer: the optimizer about to step.
@@ -37,28 +36,26 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
     for (layout, _), works in optimizer.next_step():
         if layout.param_dtype == torch.float32:
             continue
-        keys = Rows.of(layout, works).keys(works)
-        for work, key in zip(works, keys.tolist(), strict=True):
-            wanted, stored = _changes(layout, work, key, sample)
-            wanted_square += float(wanted.square().sum())
-            stored_product += float((wanted * stored).sum())
+        rows = Rows.of(layout, works)
+        for k, first, keys in zip(rows.owner, rows.first, rows.row_keys(layout, works), strict=True):
+            if first == 0:  # one row of each parameter is sample enough
+                wanted, stored = _changes(layout, works[k], keys, sample)
+                wanted_square += float(wanted.square().sum())
+                stored_product += float((wanted * stored).sum())
     return 1 - stored_product / wanted_square if wanted_square else float("nan")
 
 
-def _changes(layout: Layout, work: Work, keys: list[list[int]], sample: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The wanted and the stored change of a sample of one parameter, in FP64."""
-    count = work.tensors[0].numel()
-    index = torch.arange(0, count, max(1, count // sample), device=work.tensors[0].device)[:sample]
-    weight, grad, *states = (tensor.view(-1)[index].float() for tensor in work.tensors)
-    state = {stored.name: value for stored, value in zip(layout.states, states, strict=True)}
-    scalars = dict(zip(layout.scalars, work.scalars, strict=True))
-    key = {word: (key0, key1) for word, (key0, key1) in zip(layout.words, keys, strict=True)}
-    signed = -grad if layout.maximize else grad
-    wanted, _ = layout.update(
-        weight, signed, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(layout.options)
-    )
-    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index.to(torch.int32), key)
-    stored = new_weight.double() - weight.double()
-    if "compensation" in state:
-        stored += new_state["compensation"].double() - state["compensation"].double()
+def _changes(
+    layout: Layout, work: Work, keys: dict[int, tuple[int, int]], sample: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The wanted and the stored change of a sample of one parameter's first row, in FP64."""
+    count = min(work.tensors[0].numel(), 1 << 32)
+    taken = min(sample, count)
+    index = torch.arange(taken, device=work.tensors[0].device) * count // max(taken, 1)
+    elements = work.elements(layout, index)
+    wanted, _ = wanted_update(layout, *elements)
+    new_weight, new_state = fused_step(layout, *elements, index.to(torch.int32), keys)
+    stored = new_weight.double() - elements.weight.double()
+    if "compensation" in elements.state:
+        stored += new_state["compensation"].double() - elements.state["compensation"].double()
     return wanted.double(), stored

@@ -24,14 +24,26 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     Raises:
         ValueError: `optim_args` has an unknown key or a value that does not parse; both are named.
     """
-    cls, kwargs = optimizer_factory(str(getattr(args.optim, "value", args.optim)))
+    name = optimizer_name(args)
+    cls, kwargs = optimizer_factory(name)
     kwargs |= {"lr": args.learning_rate, "seed": args.seed}
     if "betas" in keywords(cls):
         kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     words = parse_optim_args(args.optim_args)
-    check_keywords(words, [*keywords(cls), *CASTING_KEYS], f"optim_args for optim={args.optim}")
+    check_keywords(words, [*keywords(cls), *CASTING_KEYS], f"optim_args for optim={name!r}")
     kwargs |= {key: _value(cls, key, word) for key, word in words.items() if key not in CASTING_KEYS}
     return cls, kwargs
+
+
+def optimizer_name(args: Any) -> str:
+    """The `optim` of `TrainingArguments` as text."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def check_arguments(args: Any) -> None:
+    """Raise what building the optimizer would raise, before any model is touched."""
+    cls, kwargs = optimizer_arguments(args)
+    cls([torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
 
 
 def keep_fp32_patterns(args: Any) -> tuple[str, ...]:
@@ -46,6 +58,8 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
     Raises:
         ValueError: a part is not of the form `key=value`, or a key comes twice.
     """
+    if not isinstance(text, str | None):
+        raise ValueError(f"optim_args must be text, as 'key=value,key=value'; got {type(text).__name__}")
     words: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.casting import CastReport, cast_model
 from hf_lowprec.insight.report import precision_report
@@ -15,6 +17,11 @@ from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.optim import LowPrecisionOptimizer
 
 LOST_UPDATES = "lost_updates"
+AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
+_MEASURE_EVERY = 64
+"""Steps between measurements where the step that will be logged is not known in advance."""
+
+logger = logging.getLogger(__name__)
 
 
 class LowPrecisionCallback(TrainerCallback):
@@ -23,7 +30,7 @@ class LowPrecisionCallback(TrainerCallback):
     Our `optim=` names bring it along by themselves. Pass one as `Trainer(callbacks=[…])` to choose its arguments, or to
     train in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
 
-    Logged with every log of the Trainer: `lost_updates`, the share of the intended weight changes of that step that
+    Added to every training log: `lost_updates`, the share of the intended weight changes of that step that
     rounding did not store (0 is none, 1 is all; see `insight.updates`).
 
     Args:
@@ -44,13 +51,27 @@ class LowPrecisionCallback(TrainerCallback):
         self.keep_fp32 = keep_fp32
         self.report = report
         self.log_lost_updates = log_lost_updates
+        self.begin()
+
+    def begin(self, keep_fp32: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
+        """Start over for a Trainer that is being built.
+
+        Args:
+            keep_fp32: patterns in addition to the callback's own.
+            notes: lines for the report, logged as warnings too.
+        """
+        own = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
+        self._patterns = (*own, *keep_fp32)
+        self.notes = tuple(notes)
         self.cast_report: CastReport | None = None
-        self.notes: list[str] = []
         self._lost: float | None = None
+        for note in notes:
+            logger.warning("hf_lowprec: %s", note)
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
-        self.cast_report = cast_model(model, self.dtype, self.keep_fp32)
+        self.cast_report = cast_model(model, self.dtype, self._patterns)
+        logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
     def on_train_begin(
@@ -70,12 +91,15 @@ class LowPrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the coming step if it will be logged."""
-        step = state.global_step + 1
-        due = step % state.logging_steps == 0 if state.logging_steps > 0 else False
         optimizer = _unwrapped(kwargs["optimizer"])
         if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
             return
-        if due or (step == 1 and args.logging_first_step):
+        step = state.global_step + 1
+        if args.logging_strategy == IntervalStrategy.STEPS:
+            due = step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
+        else:
+            due = step % _MEASURE_EVERY == 0 or self._lost is None
+        if due:
             self._lost = lost_updates(optimizer)
 
     def on_log(
@@ -91,6 +115,16 @@ class LowPrecisionCallback(TrainerCallback):
             logs[LOST_UPDATES] = self._lost
             state.log_history[-1][LOST_UPDATES] = self._lost
             self._lost = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Where the best weights were loaded, what the last ones were still owed is void."""
+        optimizer = _unwrapped(kwargs["optimizer"])
+        if args.load_best_model_at_end and isinstance(optimizer, LowPrecisionOptimizer):
+            for values in optimizer.state.values():
+                if "compensation" in values:
+                    values["compensation"].zero_()
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which checkpoint to resume from, when the last one may have been cut short.
 
-Trainer writes `trainer_state.json` last, so a folder in which it is missing or unreadable was not finished.
+Trainer writes `trainer_state.json` last, so a folder in which it is missing or unreadable was not finished; nor was one
+of this run's own folder in which it is older than the optimizer's file: a second run was writing over a first one's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ def is_complete(checkpoint: Path) -> bool:
 
 def last_complete(output_dir: Path) -> Path | None:
     """The finished checkpoint of the highest step in `output_dir`, or None."""
-    return next((path for _, path in reversed(_numbered(output_dir)) if is_complete(path)), None)
+    return next((path for _, path in reversed(_numbered(output_dir)) if _finished_here(path)), None)
+
+
+def _finished_here(checkpoint: Path) -> bool:
+    if not is_complete(checkpoint):
+        return False
+    written = (checkpoint / TRAINER_STATE_NAME).stat().st_mtime_ns
+    optimizer = checkpoint / "optimizer.pt"
+    return not optimizer.exists() or optimizer.stat().st_mtime_ns <= written
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
@@ -46,9 +55,10 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
     folder = Path(output_dir)
     if resume_from_checkpoint is not True:
         named = Path(resume_from_checkpoint)
-        if not named.is_dir() or is_complete(named):
+        here = named.resolve().parent == folder.resolve() and _CHECKPOINT.match(named.name) is not None
+        if not named.is_dir() or (_finished_here if here else is_complete)(named):
             return resume_from_checkpoint
-        if named.resolve().parent != folder.resolve() or not _CHECKPOINT.match(named.name):
+        if not here:
             raise ValueError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r} was not finished ({TRAINER_STATE_NAME} is missing "
                 "or damaged); name a finished checkpoint"

@@ -8,25 +8,42 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_lowprec.casting import cast_model
 from hf_lowprec.integrations import checkpoints, seams
-from hf_lowprec.integrations.arguments import keep_fp32_patterns, optimizer_arguments
-from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.integrations.arguments import (
+    check_arguments,
+    keep_fp32_patterns,
+    optimizer_arguments,
+    optimizer_name,
+)
+from hf_lowprec.integrations.callback import AUTOCAST_OFF, LowPrecisionCallback
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Add our optimizer names to transformers; calling it again changes nothing."""
-    seams.add_optimizer_names(OPTIMIZER_NAMES, lambda context: optimizer_arguments(context.args))
+    seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer)
     _wrap_once("__init__", _build)
     _wrap_once("train", _train)
+
+
+def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
+    """What Trainer's dispatch table answers; the model was cast when the Trainer was built."""
+    if context.model is not None:
+        halves = {p.dtype for p in context.model.parameters()} & {torch.bfloat16, torch.float16}
+        if not halves:
+            raise ValueError(
+                f"optim={optimizer_name(context.args)!r} finds a model without any 16-bit parameter: `optim` must be "
+                "set before the Trainer is built, so that the model is cast"
+            )
+        cast_model(context.model, halves.pop())  # what a checkpoint or an adapter brought in since
+    return optimizer_arguments(context.args)
 
 
 def _wrap_once(name: str, wrapper: Callable) -> None:
@@ -45,49 +62,74 @@ def _wrap_once(name: str, wrapper: Callable) -> None:
 def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
     bound = inspect.signature(original).bind(trainer, *args, **kwargs)
     given = bound.arguments
-    callback = _callback(given.get("args"), given.get("callbacks"))
-    if callback is not None:
-        _without_autocast(given.get("args"), callback)
-        if given.get("model") is not None:
-            callback.cast(given["model"])
-        if given.get("model_init") is not None:
-            given["model_init"] = _casting(given["model_init"], callback)
-        given["callbacks"] = [*(cb for cb in given.get("callbacks") or [] if cb is not callback), callback]
-    original(*bound.args, **bound.kwargs)
+    training_args: Any = given.get("args")
+    callbacks = list(given.get("callbacks") or [])
+    ours = training_args is not None and training_args.optim in OPTIMIZER_NAMES
+    callback = _callback(callbacks, ours)
+    if callback is None:
+        return original(*bound.args, **bound.kwargs)
 
-
-def _callback(args: TrainingArguments | None, callbacks: list | None) -> LowPrecisionCallback | None:
-    """The user's own callback, or a new one if `optim` is one of our names."""
-    ours = args is not None and args.optim in OPTIMIZER_NAMES
     if ours:
-        optimizer_arguments(args)  # what is wrong with optim_args is said now, not at the first step
-    for callback in callbacks or []:
-        if callback is LowPrecisionCallback:
-            callbacks.remove(callback)  # type: ignore[union-attr]
-            return LowPrecisionCallback()
-        if isinstance(callback, LowPrecisionCallback):
-            return callback
-    return LowPrecisionCallback(keep_fp32=keep_fp32_patterns(args)) if ours else None
+        check_arguments(training_args)
+        _move_weight_decay(training_args)
+    patterns = keep_fp32_patterns(training_args) if ours else ()
+    mixed_precision = _check_precision(training_args)
+    callback.begin(patterns, [AUTOCAST_OFF] if mixed_precision == "bf16" else [])
+    if given.get("model") is not None:
+        callback.cast(given["model"])
+    if given.get("model_init") is not None:
+        given["model_init"] = _casting(given["model_init"], callback)
+    given["callbacks"] = [*(cb for cb in callbacks if not _is_ours(cb)), callback]
+    try:
+        if mixed_precision != "no":
+            # Read once, for the accelerator. Pure BF16 needs no autocast, and under FSDP2 accelerate's would upcast
+            # every parameter to FP32.
+            training_args.mixed_precision = "no"
+        original(*bound.args, **bound.kwargs)
+    finally:
+        if mixed_precision != "no":
+            training_args.mixed_precision = mixed_precision
+    # First, so that trackers and the user's callbacks see what it adds to the logs.
+    order = trainer.callback_handler.callbacks
+    order.insert(0, order.pop(order.index(callback)))
 
 
-def _without_autocast(args: TrainingArguments | None, callback: LowPrecisionCallback) -> None:
-    """Pure BF16 needs no autocast, and under FSDP2 accelerate's autocast would upcast every parameter to FP32."""
+def _is_ours(callback: Any) -> bool:
+    return isinstance(callback, LowPrecisionCallback) or callback is LowPrecisionCallback
+
+
+def _callback(callbacks: list, ours: bool) -> LowPrecisionCallback | None:
+    """The user's own callback, or a new one if `optim` is one of our names."""
+    given = next(filter(_is_ours, callbacks), None)
+    if given is None:
+        return LowPrecisionCallback() if ours else None
+    return given if isinstance(given, LowPrecisionCallback) else given()
+
+
+def _check_precision(args: Any) -> str:
+    """The mixed precision asked for; raise ValueError if it, or an evaluation dtype, cannot go with a 16-bit model."""
     if args is None:
-        return
-    if args.fp16 or args.mixed_precision == "fp16":
-        raise ValueError(
-            "fp16=True asks for FP16 autocast with loss scaling, which pure BF16 training replaces; remove fp16"
-        )
-    if args.mixed_precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision={args.mixed_precision!r} does not combine with pure BF16 training; use 'no'")
-    if args.mixed_precision == "bf16":
-        args.mixed_precision = "no"
-        callback.notes.append("mixed precision: 'bf16' was asked for and is off; the model itself is BF16")
-    if args.bf16_full_eval:
-        args.bf16_full_eval = False
-        callback.notes.append("bf16_full_eval: off; the model is BF16 already, and its FP32 norms stay FP32")
-    for note in callback.notes:
-        logger.warning("hf_lowprec: %s", note)
+        return "no"
+    if args.fp16 or args.mixed_precision not in ("no", "bf16"):
+        asked = "fp16=True" if args.fp16 else f"mixed_precision={args.mixed_precision!r}"
+        raise ValueError(f"{asked} does not go with pure BF16 training, which replaces autocast and scaling; remove it")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True would cast the model again, FP32 norms included; it is in 16 bits: remove it"
+            )
+    return str(args.mixed_precision)
+
+
+def _move_weight_decay(args: TrainingArguments) -> None:
+    """Trainer writes its own `weight_decay` into the parameter groups, so one in `optim_args` has to go there."""
+    _, kwargs = optimizer_arguments(args)
+    if "weight_decay" in kwargs:
+        if args.weight_decay not in (0, kwargs["weight_decay"]):
+            raise ValueError(
+                f"weight_decay={args.weight_decay} and weight_decay={kwargs['weight_decay']} in optim_args differ"
+            )
+        args.weight_decay = kwargs["weight_decay"]
 
 
 def _casting(model_init: Callable, callback: LowPrecisionCallback) -> Callable:

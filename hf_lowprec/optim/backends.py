@@ -9,9 +9,9 @@ import torch
 
 from hf_lowprec.optim import eager, native
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import Work
+from hf_lowprec.optim.work import Tables, Work
 
-Backend = Callable[[Layout, Sequence[Work]], None]
+Backend = Callable[[Layout, Sequence[Work], Tables], None]
 
 BACKENDS = ("auto", "triton", "native", "eager")
 _warned = False
@@ -47,6 +47,17 @@ def resolve(backend: str, device: torch.device, layout: Layout) -> Backend:
         _warn_once(str(error))
         return eager.run
     return native.run
+
+
+def expected(backend: str, device: torch.device) -> str:
+    """The name of the backend that will step parameters on `device`, as far as it is known before compiling."""
+    if backend != "auto":
+        return backend
+    try:
+        native.require_compiler()
+    except native.CompilerError:
+        return "eager"
+    return "native" if device.type == "cpu" else "eager"
 
 
 def _warn_once(reason: str) -> None:

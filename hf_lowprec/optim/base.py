@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.optim import backends, checkpoint, validation
 from hf_lowprec.optim.step import Layout, Stored, Update
-from hf_lowprec.optim.work import Work
+from hf_lowprec.optim.work import Tables, Work
 from hf_lowprec.rounding import MODES, State
 
 Group = dict[str, Any]
@@ -64,6 +64,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     ) -> None:
         backends.check(backend)
         self.backend = backend
+        self._tables: Tables = {}
         defaults = {
             **defaults,
             "rounding": rounding,
@@ -116,7 +117,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         batches = self.next_step(copies)
         runs = [(backends.resolve(self.backend, device, layout), layout, works) for (layout, device), works in batches]
         for run, layout, works in runs:
-            run(layout, works)
+            run(layout, works, self._tables)
         for tensor, dense in copies:
             tensor.copy_(dense)
         for _, works in batches:
@@ -162,6 +163,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 continue
             state = self._initialized_state(param, group, specs[param.dtype])
             tensors = [param, grad, *[state[spec.name] for spec in specs[param.dtype]]]
+            for tensor in tensors:
+                if tensor.shape != param.shape or tensor.device != param.device:
+                    validation.refuse_mismatch(index, param, state)
             key = (param.device, *[tensor.dtype for tensor in tensors])
             if key not in alike:
                 layout = self._layout(group, specs[param.dtype], key[1:])
@@ -249,5 +253,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._tables = {}
         for group in self.param_groups:
             group.setdefault("maximize", False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.validation import STATE_DTYPES, keywords
+from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
@@ -34,7 +35,8 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
         if saved["rounding"] != group["rounding"]:
             raise ValueError(
                 f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
-                f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume"
+                f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
+                "the group's 'rounding' then if it should go on in another mode"
             )
     for param, identifier, saved in _pairs(optimizer, state_dict):
         if identifier in state_dict["state"]:
@@ -44,12 +46,17 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
 def _check_state(
     optimizer: LowPrecisionOptimizer, param: Tensor, saved_group: Group, state: dict[str, Any], where: str
 ) -> None:
-    expected = {"step", *(spec.name for spec in optimizer.stored_states(saved_group, param.dtype))}
-    if set(state) != expected:
+    specs = optimizer.stored_states(saved_group, param.dtype)
+    expected = {"step", *(spec.name for spec in specs)}
+    # States of options that were switched off meanwhile may stay; a compensation means that the weight was in 16 bits.
+    foreign = {spec.name for mode in MODES.values() for spec in mode.auxiliary} & set(state)
+    if expected - set(state) or (param.dtype == torch.float32 and foreign):
         raise ValueError(
             f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "
             f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
         )
+    if torch.as_tensor(state["step"]).numel() != 1:
+        raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
     for name in expected - {"step"}:
         if state[name].shape != param.shape:
             raise ValueError(
@@ -61,10 +68,13 @@ def _check_state(
 
 
 def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
-    """Put back the states whose dtype torch's loader changed to the parameter's."""
+    """Put back the states whose dtype torch's loader changed to the parameter's; a step count becomes a tensor."""
     for param, identifier, _ in _pairs(optimizer, state_dict):
+        if identifier in state_dict["state"]:
+            step = state_dict["state"][identifier]["step"]
+            optimizer.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32)
         for name, value in state_dict["state"].get(identifier, {}).items():
-            if isinstance(value, Tensor) and optimizer.state[param][name].dtype != value.dtype:
+            if name != "step" and optimizer.state[param][name].dtype != value.dtype:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
 
 

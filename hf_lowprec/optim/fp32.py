@@ -22,15 +22,24 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names; tensors that are
         not floating point are returned as they are.
+
+    Raises:
+        ValueError: `optimizer` holds none of the model's parameters.
     """
-    state = getattr(optimizer, "optimizer", optimizer).state
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     named = dict(model.named_parameters(remove_duplicate=False))
+    if not any(id(param) in groups for param in named.values()):
+        raise ValueError("the optimizer holds none of the model's parameters; give the one that trained this model")
 
     def estimate(name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        compensation = state.get(named.get(name), {}).get("compensation") if name in named else None
         full = tensor.detach().to(torch.float32, copy=True)
-        return full if compensation is None else full + compensation.float()
+        param = named.get(name)
+        if id(param) in groups and groups[id(param)].get("rounding") == "kahan":
+            compensation = optimizer.state[param].get("compensation")
+            full = full if compensation is None else full + compensation.float()
+        return full
 
     return {name: estimate(name, tensor) for name, tensor in model.state_dict().items()}

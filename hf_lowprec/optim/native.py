@@ -16,14 +16,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.codegen import CHUNK, render
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import Rows, Work, signature
+from hf_lowprec.optim.work import GRAD, Rows, Tables, Work, signature
 
 # Contraction or re-association would destroy Kahan summation and the equality of backends; no-math-errno and
 # no-trapping-math only let the compiler vectorise square roots and selections, schedule-insns is worth 5% with gcc.
@@ -32,14 +34,12 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math", "-fschedule-insns"),
 )
 
-_rows: dict[Layout, tuple[tuple, Rows, torch.Tensor]] = {}
-
 
 class CompilerError(RuntimeError):
     """There is no usable C compiler; the message says what was tried and what to do."""
 
 
-def run(layout: Layout, works: Sequence[Work]) -> None:
+def run(layout: Layout, works: Sequence[Work], tables: Tables) -> None:
     """Step every parameter of `works` in place, in one call.
 
     Raises:
@@ -47,10 +47,10 @@ def run(layout: Layout, works: Sequence[Work]) -> None:
     """
     step = kernel(layout)
     key = signature(works)
-    if layout not in _rows or _rows[layout][0] != key:
+    if layout not in tables or tables[layout][0] != key:
         rows = Rows.of(layout, works)
-        _rows[layout] = (key, rows, rows.chunks(CHUNK))
-    _, rows, chunks = _rows[layout]
+        tables[layout] = (key, rows, rows.chunks(CHUNK))
+    _, rows, chunks = tables[layout]
     pointers = torch.tensor(
         [
             [tensor.data_ptr() + first * tensor.element_size() for tensor in works[k].tensors]
@@ -60,8 +60,10 @@ def run(layout: Layout, works: Sequence[Work]) -> None:
     )
     scalars = torch.tensor([works[k].scalars for k in rows.owner], dtype=torch.float32)
     keys = rows.keys(works).contiguous()
-    tables = (chunks, pointers, scalars, keys, rows.lengths, rows.first_index)
-    step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
+    arrays = (chunks, pointers, scalars, keys, rows.lengths, rows.first_index)
+    step(len(chunks), *(array.data_ptr() for array in arrays), torch.get_num_threads())
+    # Autograd finds out about writes that it did not see by the version of a tensor.
+    increment_version([tensor for work in works for k, tensor in enumerate(work.tensors) if k != GRAD])
 
 
 @functools.cache
@@ -173,13 +175,19 @@ def _writable(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = directory.stat()
     except OSError:
-        return _private_cache()
+        return _private_cache(directory)
     mine = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
-    return directory if mine and os.access(directory, os.W_OK) else _private_cache()
+    return directory if mine and os.access(directory, os.W_OK) else _private_cache(directory)
 
 
 @functools.cache
-def _private_cache() -> Path:
+def _private_cache(unusable: Path) -> Path:
+    warnings.warn(
+        f"compiled steps cannot be kept in {unusable}, where this user alone must be able to write; each process "
+        "compiles its own (about a third of a second each); set HF_LOWPREC_CACHE to such a folder",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     folder = tempfile.mkdtemp(prefix="hf_lowprec-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

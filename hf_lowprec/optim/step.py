@@ -69,6 +69,19 @@ class Layout:
         return tuple(sorted({word_of(role) for role in roles}))
 
 
+def wanted_update(
+    layout: Layout, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The change of the weight that the algorithm wants and its new states, FP32 and not rounded."""
+    return layout.update(
+        weight,
+        -grad if layout.maximize else grad,
+        SimpleNamespace(**state),
+        SimpleNamespace(**scalars),
+        **dict(layout.options),
+    )
+
+
 def fused_step(
     layout: Layout,
     weight: Tensor,
@@ -100,11 +113,7 @@ def fused_step(
             words[word] = random_word(index, *keys[word])
         return lane(words[word], role)
 
-    if layout.maximize:
-        grad = -grad
-    update, new_state = layout.update(
-        weight, grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(layout.options)
-    )
+    update, new_state = wanted_update(layout, weight, grad, state, scalars)
     if layout.param_dtype == torch.float32:
         new_weight = weight + update
     else:

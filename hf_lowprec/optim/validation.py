@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
+import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,8 +33,13 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
         raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
 
 
-def keywords(cls: type) -> dict[str, Any]:
+def keywords(cls: Any) -> dict[str, Any]:
     """The keyword arguments of an optimizer class, with their defaults."""
+    return _keywords(cls)
+
+
+@functools.cache
+def _keywords(cls: Any) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
 
@@ -41,7 +48,7 @@ def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> No
     """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
     known = keywords(type(optimizer)).keys() - {"backend"}
     for key in group.keys() - known:
-        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
 
 
@@ -49,13 +56,15 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
     """Raise ValueError if `group` asks for something that is not supported."""
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
-    if not isinstance(group["seed"], int) or isinstance(group["seed"], bool):
-        raise ValueError(f"seed={group['seed']!r} in {where} is not an integer")
+    try:
+        operator.index(group["seed"])
+    except TypeError:
+        raise ValueError(f"seed={group['seed']!r} in {where} is not an integer") from None
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     check_range("lr", group["lr"], 0.0)
     for name, default in keywords(type(optimizer)).items():
-        if isinstance(default, bool) and not isinstance(group[name], bool):
+        if isinstance(default, bool) and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
@@ -89,6 +98,8 @@ def _check_param(param: Tensor, group: Group, where: str) -> None:
         raise ValueError(
             f"a parameter in {where} is a DTensor; this version steps unsharded parameters (one process, or DDP)"
         )
+    if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
+        raise ValueError(f"a parameter in {where} is expanded: several elements share one place in memory; clone it")
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(
             f"a parameter in {where} has dtype {param.dtype}; supported are bfloat16, float16 and float32 (cast_model "
@@ -109,6 +120,16 @@ def check_gradient(grad: Tensor) -> None:
         )
     if grad.dtype not in PARAM_DTYPES:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
+
+
+def refuse_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn:
+    """Raise ValueError: the gradient or a state does not have the parameter's shape or device."""
+    others = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}
+    found = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in others.items() if t is not None)
+    raise ValueError(
+        f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {found}: it was resized or moved "
+        "after its first step; build a new optimizer, or change its state along"
+    )
 
 
 def state_dtype(name: str, param_dtype: torch.dtype, group: Group) -> torch.dtype:

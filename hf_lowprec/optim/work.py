@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from hf_lowprec.optim.step import Layout
 from hf_lowprec.rounding import step_keys, stream_keys
 
 _HIGH_WORD = 1 << 32
+GRAD = 1
+"""Position of the gradient in `Work.tensors`, the one tensor that a step only reads."""
+
+
+class Elements(NamedTuple):
+    """What `fused_step` computes from: FP32 values of some elements, and the step's scalars."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    scalars: dict[str, float]
 
 
 @dataclass
@@ -38,6 +50,16 @@ class Work:
     seed: int
     step: int
     counter: Tensor
+
+    def elements(self, layout: Layout, part: slice | Tensor) -> Elements:
+        """The FP32 values of some elements, by slice or flat indices."""
+        weight, grad, *states = (tensor.view(-1)[part].float() for tensor in self.tensors)
+        return Elements(
+            weight,
+            grad,
+            {stored.name: state for stored, state in zip(layout.states, states, strict=True)},
+            dict(zip(layout.scalars, self.scalars, strict=True)),
+        )
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """`(first element, length, first global index)` of every row."""
@@ -78,6 +100,13 @@ class Rows:
             torch.tensor(streams, dtype=torch.int32).reshape(len(owner), len(layout.words), 2),
         )
 
+    def row_keys(self, layout: Layout, works: Sequence[Work]) -> list[dict[int, tuple[int, int]]]:
+        """This step's keys as numbers, by random word, for every row."""
+        return [
+            {word: (key0, key1) for word, (key0, key1) in zip(layout.words, row, strict=True)}
+            for row in self.keys(works).tolist()
+        ]
+
     def keys(self, works: Sequence[Work]) -> Tensor:
         """This step's keys, int32 of shape (rows, words, 2)."""
         step = torch.tensor([works[k].step for k in self.owner], dtype=torch.int32)
@@ -89,6 +118,10 @@ class Rows:
         row = torch.repeat_interleave(torch.arange(len(self.owner)), pieces)
         begin = torch.cumsum(pieces, 0) - pieces
         return torch.stack([row, (torch.arange(len(row)) - begin[row]) * size], dim=1).contiguous()
+
+
+Tables = dict[Layout, tuple[tuple, Rows, Tensor]]
+"""What a backend keeps between the steps of one optimizer: signature, rows and chunks by layout."""
 
 
 def signature(works: Sequence[Work]) -> tuple:

@@ -1,6 +1,7 @@
 """Resuming continues bit for bit, in every mode, also after a process died while saving."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -145,3 +146,12 @@ def test_nothing_finished_is_said(tmp_path):
         resolve(True, str(tmp_path))
     assert resolve(True, str(tmp_path / "absent")) is True
     assert resolve("hub/name", str(tmp_path)) == "hub/name"
+
+
+def test_a_save_over_an_older_one_of_the_same_step_is_seen(tmp_path):
+    """The first run's `trainer_state.json` is still there while the second run writes the same folder."""
+    earlier, torn = complete(tmp_path, 3), complete(tmp_path, 6)
+    (torn / "optimizer.pt").write_text("half of it")
+    os.utime(torn / "trainer_state.json", (1, 1))
+    assert resolve(True, str(tmp_path)) == str(earlier)
+    assert resolve(str(torn), str(tmp_path)) == str(earlier)

@@ -1,0 +1,97 @@
+"""What belongs to the user stays the user's: arguments, lists of callbacks, models that failed to become trainers."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+import hf_lowprec
+from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
+
+
+def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", bf16=True, max_steps=1)
+    callbacks = [hf_lowprec.LowPrecisionCallback]
+    trainer = Trainer(model=llama(), args=args, train_dataset=counting_data(), callbacks=callbacks)
+    assert trainer.accelerator.mixed_precision == "no"
+    assert args.mixed_precision == "bf16", "the next trainer of these arguments may want it"
+    assert callbacks == [hf_lowprec.LowPrecisionCallback]
+    Trainer(model=llama(), args=args, train_dataset=counting_data(), callbacks=tuple(callbacks))
+
+
+def test_a_callback_may_be_used_again(tmp_path, capsys):
+    callback = hf_lowprec.LowPrecisionCallback()
+    for _ in range(2):
+        trained(tmp_path, optim="adamw_bf16_kahan", bf16=True, callbacks=[callback], max_steps=1)
+        assert capsys.readouterr().out.count("mixed precision: 'bf16' was asked for") == 1
+
+
+def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
+    callback = hf_lowprec.LowPrecisionCallback(keep_fp32="*.down_proj")
+    trainer = trained(
+        tmp_path, optim="adamw_bf16_kahan", optim_args="keep_fp32=lm_head", callbacks=[callback], max_steps=1
+    )
+    kept = {name for name, p in trainer.model.named_parameters() if p.dtype == torch.float32 and "norm" not in name}
+    assert kept == {"lm_head.weight", *(f"model.layers.{k}.mlp.down_proj.weight" for k in (0, 1))}
+
+
+def test_weight_decay_in_optim_args_reaches_the_groups(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args="weight_decay=0.1", max_steps=1)
+    assert [group["weight_decay"] for group in optimizer_of(trainer).param_groups] == [0.1, 0.0]
+    with pytest.raises(ValueError, match=r"weight_decay=0\.2 and weight_decay=0\.1 in optim_args differ"):
+        trained(tmp_path, optim="adamw_bf16_kahan", optim_args="weight_decay=0.1", weight_decay=0.2)
+
+
+@pytest.mark.parametrize("words", ["rounding=foo", "betas=2|3", "backend=foo", "state_dtype=nope:bf16", "lr=-1"])
+def test_a_model_is_untouched_when_its_arguments_are_wrong(tmp_path, words):
+    model = llama()
+    with pytest.raises(ValueError, match=words.split("=")[0]):
+        Trainer(model=model, args=arguments(tmp_path, optim="adamw_bf16_kahan", optim_args=words))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
+def test_casting_again_at_evaluation_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}=True would cast the model"):
+        trained(tmp_path, optim="adamw_bf16_kahan", **{name: True})
+
+
+def test_an_optimizer_chosen_too_late_is_refused(tmp_path):
+    trainer = Trainer(model=llama(), args=arguments(tmp_path), train_dataset=counting_data())
+    trainer.args.optim = "adamw_bf16_kahan"
+    with pytest.raises(ValueError, match="must be set before the Trainer is built"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_users_callbacks_see_the_lost_updates(tmp_path, strategy):
+    seen = []
+
+    class Watcher(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    trained(tmp_path, optim="adamw_bf16_kahan", callbacks=[Watcher()], logging_strategy=strategy, max_steps=16)
+    losses = [logs for logs in seen if "loss" in logs]
+    assert losses
+    assert all("lost_updates" in logs for logs in losses)
+
+
+def test_best_weights_are_not_given_the_last_ones_compensation(tmp_path):
+    trainer = trained(
+        tmp_path,
+        optim="adamw_bf16_kahan",
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=4,
+        save_steps=4,
+        load_best_model_at_end=True,
+    )
+    full = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(full[name], tensor.float()), name
+
+
+def test_a_model_of_another_optimizer_has_no_estimate(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        hf_lowprec.fp32_state_dict(llama(), trainer.optimizer)
