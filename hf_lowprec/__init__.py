@@ -1,6 +1,6 @@
 """Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
 
-Importing the package adds its optimizer names to transformers, and does nothing else.
+Importing the package adds its optimizer names to transformers and lets `Trainer` look for them; nothing else happens.
 """
 
 from __future__ import annotations

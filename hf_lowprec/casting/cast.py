@@ -1,0 +1,127 @@
+"""The cast itself."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting.boundaries import install_float32, install_narrowing
+from hf_lowprec.casting.places import input_boundaries, output_heads
+from hf_lowprec.casting.policy import HALVES, Entry, Owners, callable_parts, kind_of, plan, top_of
+from hf_lowprec.casting.report import CastReport, DtypeTotal
+from hf_lowprec.casting.rotary import restore
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
+# Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage, which only it may convert.
+_CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MARK = "_low_precision_cast"
+
+Keep = Entry | Iterable[Entry]
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: Keep = ()) -> CastReport:
+    """Cast `model` in place to `dtype`, keeping what needs FP32, and return what was done.
+
+    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of
+    rotary embeddings, in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions
+    searched in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties
+    survive, gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing,
+    unless the model grew.
+
+    Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
+    `dtype`. Only a kept output head leaves its output in FP32: a kept module that is or contains what
+    `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child with floating tensors
+    (or the last of that child, and so on). Calls of `model`, and of each model in it (a module with a
+    `main_input_name`, as transformers has it), that hold 16-bit tensors round floating inputs wider than `dtype`
+    to `dtype`, at any depth of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an
+    argument, also a positional one, or of a dict's key, in any case) stay as they are: losses are measured
+    against them. Those with "mask" in it are clamped to `dtype`'s finite range from below, so that FP32's lowest
+    number does not become -inf. Methods other than a module's call pass no boundary.
+
+    Args:
+        model: any module, on any device (meta included), before DDP or FSDP wraps it.
+        dtype: `torch.bfloat16` or `torch.float16`.
+        keep_fp32: one entry or several. A string is a case-sensitive glob (`fnmatch`; `*` crosses dots) for a
+            whole qualified name of a module, parameter or buffer, or for what follows any dot in one:
+            `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all below it, a tensor
+            with the childless module that owns it (else alone, no boundary). A class keeps its instances.
+
+    Raises:
+        ValueError: another `dtype`, or not an earlier cast's; an entry that matches nothing or names what an
+            earlier cast has rounded; a model already wrapped or sharded.
+        TypeError: an entry is neither a string nor a module class.
+    """
+    keep = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
+    marks = _check(model, dtype, keep)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners: Owners = {}
+    for name, module in modules.items():
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append((name, f"{name}.{attribute}".lstrip("."), tensor))
+    inherited = tuple(dict.fromkeys(entry for _, entries in marks for entry in entries))
+    kept, kept_tensors = plan(modules, owners, keep, inherited)
+    known = plan(modules, owners, (), inherited)[1] if marks else kept_tensors
+    late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
+    if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
+        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
+    before = _totals(owners)
+    reported, upcast = dict[str, str](), dict[str, torch.dtype]()
+    cast, restored, warnings, untouched = list[str](), list[str](), list[str](), dict[str, str]()
+    for key, group in owners.items():
+        name, tensor, old = group[0][1], group[0][2], group[0][2].dtype
+        if type(tensor.data) is not Tensor or old not in _CASTABLE:
+            untouched[name] = f"{type(tensor.data).__name__} of {old}"
+            continue
+        target = torch.float32 if key in kept_tensors else dtype
+        tensor.data = tensor.data.to(target)
+        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(target)
+        if key not in kept_tensors:
+            cast += [name] if old != dtype else []
+            continue
+        upcast |= {name: old} if old != torch.float32 else {}
+        for path, name, _ in group:
+            top = top_of(path, kept)
+            reported[name if top is None else top] = kept_tensors[key] if top is None else kept[top]
+        if kind_of(modules[group[0][0]]) == "rotary":
+            restore(modules[group[0][0]], *group[0][1:], restored, warnings)
+    tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
+    boundaries = tuple(name for name in tops if kind_of(modules[name]) != "rotary")
+    inputs = input_boundaries(modules, dtype)
+    heads, before_head = output_heads(modules, kept, dtype)
+    inputs += [name for name in before_head if name not in inputs]
+    fresh = [install_float32(modules[name], dtype, name not in heads) for name in boundaries]
+    fresh += [install_narrowing(modules[name], dtype) for name in inputs]
+    setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
+    return CastReport(
+        *(dtype, tuple(cast), reported, boundaries, tuple(inputs), tuple(n for n in boundaries if n in heads)),
+        *(upcast, tuple(restored), untouched, tuple(warnings), before, _totals(owners)),
+        *(bool(marks), bool(cast or upcast or restored or any(fresh))),
+    )
+
+
+def _check(model: nn.Module, dtype: torch.dtype, keep: tuple[Entry, ...]) -> list[tuple[torch.dtype, Any]]:
+    if dtype not in HALVES:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+    for entry in keep:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"keep_fp32 takes names (str) and torch.nn.Module classes, not {entry!r}")
+    for module in model.modules():
+        names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
+        if found := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
+    marks = [mark for module in model.modules() if (mark := vars(module).get(_MARK))]
+    if earlier := {str(mark[0]) for mark in marks if mark[0] != dtype}:
+        raise ValueError(f"the model was already cast to {min(earlier)}, so it cannot be cast to {dtype}")
+    return marks
+
+
+def _totals(owners: Owners) -> dict[torch.dtype, DtypeTotal]:
+    totals: dict[torch.dtype, DtypeTotal] = {}
+    for (_, _, tensor), *_ in owners.values():
+        n, old = tensor.numel(), totals.get(tensor.dtype, DtypeTotal(0, 0, 0))
+        own, size = isinstance(tensor, nn.Parameter), n * tensor.element_size()
+        totals[tensor.dtype] = DtypeTotal(old.parameters + n * own, old.buffers + n * (not own), old.bytes + size)
+    return totals

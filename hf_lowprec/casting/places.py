@@ -1,0 +1,73 @@
+"""Where inputs are narrowed, and which kept modules end the model, so that their output may stay in FP32."""
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.policy import Modules, callable_parts, top_of
+
+
+def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
+    """The model and every model inside it, where a call from outside can arrive with FP32 tensors."""
+    root = ""
+    while "_orig_mod" in modules[root]._modules:  # the shell of torch.compile, which never sees a tensor
+        root = f"{root}._orig_mod".lstrip(".")
+    models = [name for name, module in modules.items() if name == root or _is_model(module)]
+    return [name for name in models if _narrows(name, modules, dtype)]
+
+
+def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> tuple[set[str], list[str]]:
+    """The kept modules whose output stays in FP32, and the modules that narrow their inputs because of it.
+
+    A kept module is a head if it is or contains what `get_output_embeddings()` of the model, or of a model inside,
+    returns; or if `keep_fp32` keeps it and it is, among the children that hold floating tensors, the last child of
+    the model, or the last child of that, and so on down. The last one written is the last one called by
+    convention only: what was written before it narrows its inputs, so that an exception costs no crash.
+    """
+    names = {id(module): name for name, module in modules.items()}
+    heads = set[str]()
+    for module in [modules[""], *filter(_is_model, modules.values())]:
+        name = names.get(id(_output_embeddings(module)))
+        if name is not None and (top := top_of(name, kept)) is not None:
+            heads |= set(callable_parts(top, modules))
+    name, before = "", list[str]()
+    while children := [n for n in _children(name, modules) if _dtypes(modules[n])]:
+        name = children[-1]
+        before += children[:-1]
+        if name not in kept:
+            continue
+        # A module with several names is called in several places.
+        single = sum(module is modules[name] for module in modules.values()) == 1
+        if name in heads or not single or not kept[name].startswith("keep_fp32"):
+            break
+        narrowing = [part for n in before for part in callable_parts(n, modules)]
+        heads |= set(callable_parts(name, modules))
+        return heads, [n for n in narrowing if _narrows(n, modules, dtype)]
+    return heads, []
+
+
+def _is_model(module: nn.Module) -> bool:
+    """A model by the convention of transformers, whose `generate` calls the encoder inside without the whole."""
+    return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
+
+
+def _narrows(name: str, modules: Modules, dtype: torch.dtype) -> bool:
+    """Whether a module that is called holds 16-bit tensors: nothing inside a kept one does."""
+    return dtype in _dtypes(modules[name]) and name in callable_parts(name, modules)
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+
+def _children(name: str, modules: Modules) -> list[str]:
+    return [f"{name}.{child}".lstrip(".") for child, module in modules[name]._modules.items() if module is not None]
+
+
+def _output_embeddings(module: nn.Module) -> nn.Module | None:
+    """What turns hidden states into logits; not an embedding, which a tie makes the answer of a few models."""
+    try:
+        found = module.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return found if isinstance(found, nn.Module) and not isinstance(found, nn.Embedding) else None
