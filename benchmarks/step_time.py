@@ -97,14 +97,6 @@ def check_parity() -> None:
             raise SystemExit(f"native and eager disagree for rounding={mode!r}: no speed is reported")
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, read and written bytes counted; the best of a few."""
-    source = torch.ones(64 << 20)
-    target = torch.empty_like(source)
-    times = [_timed(lambda: target.copy_(source)) for _ in range(5)]
-    return 2 * source.nbytes / min(times)
-
-
 def _timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
@@ -156,9 +148,7 @@ def main() -> None:
     result: dict[str, object] = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
-        "copy_gigabytes_per_second": copy_bandwidth() / 1e9,
     }
-    print(f"copy bandwidth {result['copy_gigabytes_per_second']:.0f} GB/s, {options.threads} threads")
     for name, shapes in SETS.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
         rows = result[name] = measure(shapes, options.rounds)

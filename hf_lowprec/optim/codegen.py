@@ -15,6 +15,7 @@ from torch import fx
 
 from hf_lowprec.optim.step import Layout, fused_step
 from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding.random import GOLDEN, weyl
 
 CHUNK = 1 << 15
 """Elements per unit of parallel work."""
@@ -38,6 +39,7 @@ _COMPARE: dict[Callable, str] = {
     operator.ne: "!=",
 }
 
+_GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
 _STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
 _TO_FLOAT = {torch.float32: "quiet({0})", torch.bfloat16: "as_float((uint32_t){0} << 16)", torch.float16: "(float){0}"}
 _FROM_FLOAT = {torch.float32: "{0}", torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)", torch.float16: "(_Float16){0}"}
@@ -60,9 +62,8 @@ static inline __attribute__((always_inline)) void element({parameters})
 {body}
 }}
 
-/* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2], the
-length
-   and the low word of the first element's global index. chunks: (row, first element). */
+/* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2],
+   the length and the low word of the first element's global index. chunks: (row, first element). */
 void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, const float *scalars,
           const uint32_t *keys, const int64_t *lengths, const uint32_t *first_index, int threads)
 {{
@@ -75,7 +76,7 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, c
         int done = 0;
 {prologue}
 {pairs}
-#pragma omp simd
+#pragma GCC ivdep
         for (int i = done; i < n; i++) {{
             float {outputs};
             element({singles});
@@ -86,7 +87,7 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, c
 """
 
 _PAIRS = """\
-#pragma omp simd
+#pragma GCC ivdep
         for (int i = 0; i < n / 2; i++) {{
             float {even_outputs}, {odd_outputs};
 {loads}
@@ -124,7 +125,8 @@ def render(layout: Layout) -> str:
     written = [name for name in tensors if name != "grad"]
     scalars = [f"scalar_{name}" for name in layout.scalars]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
-    common = [*scalars, *keys]
+    second_keys = [f"key{word}_1" for word in layout.words]
+    weyls = [f"weyl{word}" for word in layout.words]
 
     prologue = []
     for k, (name, dtype) in enumerate(tensors.items()):
@@ -132,12 +134,19 @@ def render(layout: Layout) -> str:
         prologue.append(f"{kind}restrict p_{name} = ({kind})pointers[row * {len(tensors)} + {k}] + start;")
     prologue += [f"const float {name} = scalars[row * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
     prologue += [f"const uint32_t {name} = keys[row * {len(keys)} + {k}];" for k, name in enumerate(keys)]
+    prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in layout.words]
 
-    parameters = [f"float {name}" for name in [*tensors, *scalars]] + [f"uint32_t {name}" for name in [*keys, "index"]]
+    parameters = [f"float {name}" for name in [*tensors, *scalars]] + [
+        f"uint32_t {name}" for name in [*second_keys, *weyls]
+    ]
     parameters += [f"float *new_{name}" for name in written]
 
-    def call(values: list[str], index: str, suffix: str = "") -> str:
-        return ", ".join([*values, *common, index, *(f"&new_{name}{suffix}" for name in written)])
+    def call(values: list[str], ahead: str = "", suffix: str = "") -> str:
+        sequence = [name + ahead for name in weyls]
+        return ", ".join([*values, *scalars, *second_keys, *sequence, *(f"&new_{name}{suffix}" for name in written)])
+
+    def advance(step: str) -> list[str]:
+        return [f"{name} += {step};" for name in weyls]
 
     pairs = ""
     if set(tensors.values()) == {torch.bfloat16}:
@@ -145,16 +154,15 @@ def render(layout: Layout) -> str:
             even_outputs=", ".join(f"new_{name}_even" for name in written),
             odd_outputs=", ".join(f"new_{name}_odd" for name in written),
             loads=_lines(12, [f"const uint32_t two_{name} = ((const pair *)p_{name})[i];" for name in tensors]),
-            evens=call([f"as_float(two_{name} << 16)" for name in tensors], "base + 2 * (uint32_t)i", "_even"),
-            odds=call(
-                [f"as_float(two_{name} & 0xffff0000u)" for name in tensors], "base + 2 * (uint32_t)i + 1", "_odd"
-            ),
+            evens=call([f"as_float(two_{name} << 16)" for name in tensors], suffix="_even"),
+            odds=call([f"as_float(two_{name} & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"),
             stores=_lines(
                 12,
                 [
                     f"((pair *)p_{name})[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
                     for name in written
-                ],
+                ]
+                + advance(f"2 * {_GOLDEN}"),
             ),
         )
     return _TEMPLATE.format(
@@ -167,10 +175,12 @@ def render(layout: Layout) -> str:
         prologue=_lines(8, prologue),
         pairs=pairs,
         outputs=", ".join(f"new_{name}" for name in written),
-        singles=call(
-            [_TO_FLOAT[dtype].format(f"p_{name}[i]") for name, dtype in tensors.items()], "base + (uint32_t)i"
+        singles=call([_TO_FLOAT[dtype].format(f"p_{name}[i]") for name, dtype in tensors.items()]),
+        stores=_lines(
+            12,
+            [f"p_{name}[i] = {_FROM_FLOAT[tensors[name]].format('new_' + name)};" for name in written]
+            + advance(_GOLDEN),
         ),
-        stores=_lines(12, [f"p_{name}[i] = {_FROM_FLOAT[tensors[name]].format('new_' + name)};" for name in written]),
     )
 
 
@@ -215,6 +225,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool
         return f"{'as_float' if to_float else 'as_bits'}({text(args[0])})", to_float
     if node.target is sqrt_rn:
         return f"sqrtf({text(args[0])})", True
+    if node.target is weyl:
+        return f"weyl{args[1].name.removeprefix('key').removesuffix('_0')}", False  # type: ignore[union-attr]
     if node.target is quiet_nan:
         return text(args[0]), True  # done on load, see `quiet` in the template
     if node.target is torch.where:

@@ -15,6 +15,7 @@ import hashlib
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def _int32(pattern: int) -> int:
@@ -24,13 +25,21 @@ def _int32(pattern: int) -> int:
 # Two multiplications make a 32-bit bijection of low avalanche bias (Wellons, "Prospecting for Hash Functions", 2018).
 _MULTIPLY_1 = _int32(0x7FEB352D)
 _MULTIPLY_2 = _int32(0x846CA68B)
-_GOLDEN = _int32(0x9E3779B9)
+GOLDEN = _int32(0x9E3779B9)
+"""The odd number nearest to 2³² divided by the golden ratio, as int32."""
 
 
 def _mix(word: Tensor) -> Tensor:
     word = (word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLY_1
     word = (word ^ ((word >> 15) & 0x1FFFF)) * _MULTIPLY_2
     return word ^ ((word >> 16) & 0xFFFF)
+
+
+def weyl(index: Tensor, key0: Tensor | int) -> Tensor:
+    """The Weyl sequence `index · GOLDEN + key0`; a renderer that walks through indices only adds."""
+    if has_torch_function((index, key0)):
+        return handle_torch_function(weyl, (index, key0), index, key0)
+    return index * GOLDEN + key0
 
 
 def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor:
@@ -44,7 +53,7 @@ def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor
     Returns:
         int32 tensor of `index`'s shape, every bit uniform.
     """
-    word = index * _GOLDEN + key0
+    word = weyl(index, key0)
     word = (word ^ ((word >> 16) & 0xFFFF)) * _MULTIPLY_1
     word = word ^ ((word >> 15) & 0x1FFFF) ^ key1
     return word * _MULTIPLY_2
@@ -81,7 +90,7 @@ def step_keys(streams: Tensor, step: Tensor, index_high: Tensor) -> Tensor:
     Returns:
         int32 tensor of shape (..., 2): `key0` and `key1` for `random_word`.
     """
-    key0 = _mix(streams[..., 0] + step * _GOLDEN)
+    key0 = _mix(streams[..., 0] + step * GOLDEN)
     key1 = _mix(streams[..., 1] ^ key0) ^ _mix(index_high)
     return torch.stack(torch.broadcast_tensors(key0, key1), dim=-1)
 
