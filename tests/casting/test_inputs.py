@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,161 +12,10 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
+from tests.casting.float_input_models import MODELS
 from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
 
-UNIT = 2.0**-8  # BF16 has 8 significant bits, so rounding to nearest errs by at most this much of the value
 Pair = namedtuple("Pair", ["first", "second"])
-Built = tuple[nn.Module, dict[str, torch.Tensor]]
-
-SPEECH: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "conv_dim": (8, 8),
-    "conv_kernel": (4, 4),
-    "conv_stride": (4, 4),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 2,
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "feat_proj_dropout": 0.0,
-    "final_dropout": 0.0,
-}
-
-
-def image_classifier(name: str, **config: Any) -> Callable[[], Built]:
-    def build() -> Built:
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{name}ForImageClassification")(
-            getattr(transformers, f"{name}Config")(num_labels=3, **config)
-        )
-        return model, {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4) % 3}
-
-    return build
-
-
-def wav2vec2(kind: str) -> Callable[[], Built]:
-    def build() -> Built:
-        torch.manual_seed(0)
-        config = transformers.Wav2Vec2Config(**SPEECH, vocab_size=8, num_labels=3, classifier_proj_size=16)
-        model = getattr(transformers, f"Wav2Vec2For{kind}")(config)
-        labels = torch.tensor([[1, 2, 3], [4, 5, 6]]) if kind == "CTC" else torch.tensor([0, 2])
-        return model, {"input_values": torch.randn(2, 400), "labels": labels}
-
-    return build
-
-
-def whisper() -> Built:
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(
-        **{"vocab_size": 32, "num_mel_bins": 8, "d_model": 16, "max_source_positions": 20, "max_target_positions": 24},
-        **{"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
-        **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1},
-        **{"eos_token_id": 2, "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None},
-    )
-    labels = torch.randint(4, 32, (2, 6))
-    return transformers.WhisperForConditionalGeneration(config), {
-        "input_features": torch.randn(2, 8, 40),
-        "labels": labels,
-    }
-
-
-MODELS: dict[str, Callable[[], Built]] = {
-    "resnet": image_classifier("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
-    "convnext": image_classifier("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
-    "swin": image_classifier(
-        "Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4
-    ),
-    "beit": image_classifier(
-        "Beit",
-        image_size=32,
-        patch_size=8,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-    ),
-    "wav2vec2-ctc": wav2vec2("CTC"),
-    "wav2vec2-classification": wav2vec2("SequenceClassification"),
-    "whisper": whisper,
-    "vit": tiny_models.vit,
-}
-
-
-class TestArchitectures:
-    @pytest.mark.parametrize("name", MODELS)
-    def test_trains_on_fp32_inputs(self, name: str) -> None:
-        model, batch = MODELS[name]()
-        model.eval()  # batch norm divides by a constant, dropout and drop path are off
-        calls = [0]
-        handles = [
-            module.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-            for module in model.modules()
-            if not module._modules
-        ]
-        exact = model(**batch)
-        for handle in handles:
-            handle.remove()
-        report = cast_model(model)
-        assert "" in report.inputs
-        before = {key: value.clone() for key, value in batch.items()}
-        outputs = model(**batch)
-        rounded = {key: value.to(BF16) if value.is_floating_point() else value for key, value in batch.items()}
-        assert torch.equal(outputs.logits, model(**rounded).logits)
-        assert all(torch.equal(batch[key], before[key]) and batch[key].dtype == before[key].dtype for key in batch)
-        # A leaf rounds its weight and its output once, and what stands between leaves (a residual sum, the
-        # attention) once more: 3 roundings for each call of a leaf, whose independent errors add up like a
-        # root, to sqrt(3 calls) u of the largest logit.
-        tolerance = (3 * calls[0]) ** 0.5 * UNIT * exact.logits.abs().max()
-        assert outputs.logits.dtype == BF16
-        assert (outputs.logits - exact.logits).abs().max() <= tolerance
-
-        model.train()
-        model(**batch).loss.backward()
-        for path, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                assert parameter.grad.dtype == parameter.dtype and parameter.grad.isfinite().all(), path
-        assert sum(p.grad is not None for p in model.parameters()) > 5
-
-    def test_generation_calls_the_encoder_alone(self) -> None:
-        model, batch = whisper()
-        report = cast_model(model.eval())
-        assert {"", "model", "model.encoder", "model.decoder"} <= set(report.inputs)
-        features = batch["input_features"]
-        for given in (features, features.to(BF16)):
-            hidden = model.get_encoder()(given).last_hidden_state
-            assert hidden.dtype == BF16
-        tokens = [model.generate(given, max_new_tokens=5, do_sample=False) for given in (features, features.to(BF16))]
-        assert torch.equal(*tokens) and tokens[0].shape[0] == 2
-
-    def test_embeddings_as_inputs(self) -> None:
-        model, batch = tiny_models.llama()
-        tokens = batch.pop("input_ids")
-        cast_model(model)
-        embeddings = model.get_input_embeddings()(tokens).detach().float().requires_grad_()
-        loss = model(inputs_embeds=embeddings, **batch).loss
-        assert torch.equal(loss, model(input_ids=tokens, **batch).loss)
-        loss.backward()
-        assert embeddings.grad is not None and embeddings.grad.dtype == FP32 and embeddings.grad.any()
-
-    def test_additive_mask_of_the_lowest_number(self) -> None:
-        model, batch = tiny_models.llama(attention="eager")  # its softmax makes NaN of a row of -inf
-        cast_model(model)
-        length = batch["input_ids"].shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
-        causal[3] = False  # a row without anything to attend to, as of padding on the left
-        lowest = torch.finfo(FP32).min
-        assert torch.tensor(lowest).to(BF16).isinf()
-        mask = torch.zeros(2, 1, length, length).masked_fill(~causal, lowest)
-        logits = model(batch["input_ids"], attention_mask=mask).logits
-        assert logits.isfinite().all()
-        assert torch.equal(logits, model(batch["input_ids"], mask).logits)
 
 
 class Net(nn.Module):

@@ -22,7 +22,7 @@ from hf_lowprec.insight.updates import lost_updates
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
-from hf_lowprec.cli.demo import stages, text
+from hf_lowprec.cli.demo import stages
 from hf_lowprec.cli.demo.lost_updates import LostUpdates
 from hf_lowprec.cli.demo.training import WAYS, cast_wholly
 
@@ -171,35 +171,6 @@ def test_the_naive_way_casts_norms_and_keeps_the_rotary_frequencies() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@pytest.mark.parametrize("read", [text.standard_library_modules, text.standard_library_documentation])
-def test_the_built_in_text_is_the_same_every_time_and_split(read: Any) -> None:
-    first, second = read(), read()
-    for part in ("train", "validation"):
-        assert getattr(first, part)["text"] == getattr(second, part)["text"]
-    assert not set(first.train["text"]) & set(first.validation["text"])
-    assert sum(map(len, first.train["text"])) > 100_000
-
-
-def test_no_held_out_paragraph_of_the_documentation_is_trained_on() -> None:
-    documents = text.standard_library_documentation()
-    train, held_out = (
-        {paragraph for document in part["text"] for paragraph in document.split("\n\n")} - {""}
-        for part in (documents.train, documents.validation)
-    )
-    assert held_out and not train & held_out
-
-
-def test_blocks_are_the_documents_end_to_end() -> None:
-    from datasets import Dataset
-
-    documents = text.Text("x", Dataset.from_dict({"text": ["abc", "defgh", "i"]}), Dataset.from_dict({"text": ["xyz"]}))
-    blocks = text.token_blocks(documents, text.encode_bytes, 3, 2, 10)
-    assert [bytes(row) for row in blocks.train["input_ids"]] == [b"abc", b"def"]
-    assert blocks.train["labels"] == blocks.train["input_ids"]
-    with pytest.raises(text.InputError, match="too little text"):
-        text.token_blocks(documents, text.encode_bytes, 4, 2, 10)
 
 
 @pytest.fixture(scope="module")

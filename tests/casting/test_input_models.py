@@ -1,0 +1,79 @@
+"""Models of the shelf whose inputs are FP32: vision and speech, trained and generating."""
+
+import pytest
+import torch
+
+from hf_lowprec.casting import cast_model
+from tests import tiny_models
+from tests.casting.float_input_models import MODELS, UNIT, whisper
+from tests.casting.inspection import BF16, FP32
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_trains_on_fp32_inputs(self, name: str) -> None:
+        model, batch = MODELS[name]()
+        model.eval()  # batch norm divides by a constant, dropout and drop path are off
+        calls = [0]
+        handles = [
+            module.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+            for module in model.modules()
+            if not module._modules
+        ]
+        exact = model(**batch)
+        for handle in handles:
+            handle.remove()
+        report = cast_model(model)
+        assert "" in report.inputs
+        before = {key: value.clone() for key, value in batch.items()}
+        outputs = model(**batch)
+        rounded = {key: value.to(BF16) if value.is_floating_point() else value for key, value in batch.items()}
+        assert torch.equal(outputs.logits, model(**rounded).logits)
+        assert all(torch.equal(batch[key], before[key]) and batch[key].dtype == before[key].dtype for key in batch)
+        # A leaf rounds its weight and its output once, and what stands between leaves (a residual sum, the
+        # attention) once more: 3 roundings for each call of a leaf, whose independent errors add up like a
+        # root, to sqrt(3 calls) u of the largest logit.
+        tolerance = (3 * calls[0]) ** 0.5 * UNIT * exact.logits.abs().max()
+        assert outputs.logits.dtype == BF16
+        assert (outputs.logits - exact.logits).abs().max() <= tolerance
+
+        model.train()
+        model(**batch).loss.backward()
+        for path, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.dtype == parameter.dtype and parameter.grad.isfinite().all(), path
+        assert sum(p.grad is not None for p in model.parameters()) > 5
+
+    def test_generation_calls_the_encoder_alone(self) -> None:
+        model, batch = whisper()
+        report = cast_model(model.eval())
+        assert {"", "model", "model.encoder", "model.decoder"} <= set(report.inputs)
+        features = batch["input_features"]
+        for given in (features, features.to(BF16)):
+            hidden = model.get_encoder()(given).last_hidden_state
+            assert hidden.dtype == BF16
+        tokens = [model.generate(given, max_new_tokens=5, do_sample=False) for given in (features, features.to(BF16))]
+        assert torch.equal(*tokens) and tokens[0].shape[0] == 2
+
+    def test_embeddings_as_inputs(self) -> None:
+        model, batch = tiny_models.llama()
+        tokens = batch.pop("input_ids")
+        cast_model(model)
+        embeddings = model.get_input_embeddings()(tokens).detach().float().requires_grad_()
+        loss = model(inputs_embeds=embeddings, **batch).loss
+        assert torch.equal(loss, model(input_ids=tokens, **batch).loss)
+        loss.backward()
+        assert embeddings.grad is not None and embeddings.grad.dtype == FP32 and embeddings.grad.any()
+
+    def test_additive_mask_of_the_lowest_number(self) -> None:
+        model, batch = tiny_models.llama(attention="eager")  # its softmax makes NaN of a row of -inf
+        cast_model(model)
+        length = batch["input_ids"].shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        causal[3] = False  # a row without anything to attend to, as of padding on the left
+        lowest = torch.finfo(FP32).min
+        assert torch.tensor(lowest).to(BF16).isinf()
+        mask = torch.zeros(2, 1, length, length).masked_fill(~causal, lowest)
+        logits = model(batch["input_ids"], attention_mask=mask).logits
+        assert logits.isfinite().all()
+        assert torch.equal(logits, model(batch["input_ids"], mask).logits)
