@@ -5,6 +5,7 @@ are recognised in a later cast.
 """
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,14 +23,28 @@ def is_reference(name: str) -> bool:
     return "label" in name.lower() or "target" in name.lower()
 
 
+@functools.cache
+def losses_mix_dtypes() -> bool:
+    """Whether this torch differentiates a loss of 16-bit predictions against FP32 labels; 2.11 does not, 2.13 does."""
+    prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            nn.functional.mse_loss(prediction, torch.zeros(1)).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class NarrowInputs:
-    """Forward pre-hook: floating arguments wider than `dtype` go to `dtype`, except those `is_reference` names.
+    """Forward pre-hook: floating arguments wider than `dtype` go to `dtype`.
 
-    Nothing else changes: an argument without such a tensor stays the same object.
+    What `is_reference` names is spared where `spares_references`. Nothing else changes: an argument without such
+    a tensor stays the same object.
     """
 
     dtype: torch.dtype
+    spares_references: bool
     positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
 
     @classmethod
@@ -39,7 +54,7 @@ class NarrowInputs:
         except (TypeError, ValueError):
             parameters = {}.values()
         skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        return cls(dtype, tuple(p.name for p in parameters if p.kind not in skip))
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
@@ -47,7 +62,7 @@ class NarrowInputs:
         return args, {name: _converted(value, self._narrow, name) for name, value in kwargs.items()}
 
     def _narrow(self, tensor: Tensor, name: str) -> Tensor:
-        if tensor.dtype.itemsize <= self.dtype.itemsize or is_reference(name):
+        if tensor.dtype.itemsize <= self.dtype.itemsize or (self.spares_references and is_reference(name)):
             return tensor
         # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
         lowest = torch.finfo(self.dtype).min

@@ -36,7 +36,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     `main_input_name`, as transformers has it), that hold 16-bit tensors round floating inputs wider than `dtype`
     to `dtype`, at any depth of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an
     argument, also a positional one, or of a dict's key, in any case) stay as they are: losses are measured
-    against them. Those with "mask" in it are clamped to `dtype`'s finite range from below, so that FP32's lowest
+    against them (where torch's losses do not mix formats, as in 2.11, they are rounded too). Those with "mask" in
+    it are clamped to `dtype`'s finite range from below, so that FP32's lowest
     number does not become -inf. Methods other than a module's call pass no boundary.
 
     Args:

@@ -84,7 +84,7 @@ def test_the_plot_is_a_png_of_its_size(done: Result, folder: Path) -> None:
 def test_the_file_holds_both_stages_and_everything_to_do_it_again(done: Result, folder: Path) -> None:
     found = results(folder)
     assert [stage["name"] for stage in found["stages"]] == ["pretraining", "fine-tuning"]
-    assert found["seed"] == 0 and found["versions"]["torch"] == torch.__version__
+    assert found["seed"] == 0 and torch.__version__.startswith(found["versions"]["torch"])
     for stage in found["stages"]:
         assert list(stage["runs"]) == ["fp32", "nearest", "kahan", "sr"]
         assert stage["settings"]["steps"] == STEPS
