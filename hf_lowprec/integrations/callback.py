@@ -119,9 +119,12 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where the best weights were loaded, what the last ones were still owed is void."""
+        """Where the best weights were loaded, what the last ones were still owed is void, and adapters may be FP32."""
+        if not args.load_best_model_at_end:
+            return
+        cast_model(kwargs["model"], self.dtype, self._patterns)
         optimizer = _unwrapped(kwargs["optimizer"])
-        if args.load_best_model_at_end and isinstance(optimizer, LowPrecisionOptimizer):
+        if isinstance(optimizer, LowPrecisionOptimizer):
             for values in optimizer.state.values():
                 if "compensation" in values:
                     values["compensation"].zero_()
