@@ -16,11 +16,6 @@ app.command("demo")(demo.demo)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps `run` a command of its own."""
-
-
 def main() -> None:
     """Entry point of `hf-lowprec`."""
     app(prog_name="hf-lowprec")

@@ -40,10 +40,11 @@ def optimizer_name(args: Any) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def check_arguments(args: Any) -> None:
-    """Raise what building the optimizer would raise, before any model is touched."""
+def checked_arguments(args: Any) -> dict[str, Any]:
+    """The optimizer's arguments; raises what building it would raise, before any model is touched."""
     cls, kwargs = optimizer_arguments(args)
     cls([torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
+    return kwargs
 
 
 def keep_fp32_patterns(args: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from hf_lowprec.casting import cast_model
 from hf_lowprec.integrations import checkpoints, seams
 from hf_lowprec.integrations.arguments import (
-    check_arguments,
+    checked_arguments,
     keep_fp32_patterns,
     optimizer_arguments,
     optimizer_name,
@@ -70,8 +70,7 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         return original(*bound.args, **bound.kwargs)
 
     if ours:
-        check_arguments(training_args)
-        _move_weight_decay(training_args)
+        _move_weight_decay(training_args, checked_arguments(training_args))
     patterns = keep_fp32_patterns(training_args) if ours else ()
     mixed_precision = _check_precision(training_args)
     callback.begin(patterns, [AUTOCAST_OFF] if mixed_precision == "bf16" else [])
@@ -121,9 +120,8 @@ def _check_precision(args: Any) -> str:
     return str(args.mixed_precision)
 
 
-def _move_weight_decay(args: TrainingArguments) -> None:
+def _move_weight_decay(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Trainer writes its own `weight_decay` into the parameter groups, so one in `optim_args` has to go there."""
-    _, kwargs = optimizer_arguments(args)
     if "weight_decay" in kwargs:
         if args.weight_decay not in (0, kwargs["weight_decay"]):
             raise ValueError(

@@ -53,11 +53,13 @@ def expected(backend: str, device: torch.device) -> str:
     """The name of the backend that will step parameters on `device`, as far as it is known before compiling."""
     if backend != "auto":
         return backend
+    if device.type != "cpu":
+        return "eager"
     try:
         native.require_compiler()
     except native.CompilerError:
         return "eager"
-    return "native" if device.type == "cpu" else "eager"
+    return "native"
 
 
 def _warn_once(reason: str) -> None:

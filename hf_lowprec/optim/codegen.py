@@ -171,7 +171,7 @@ def render(layout: Layout) -> str:
         n_words=len(layout.words),
         chunk=CHUNK,
         parameters=", ".join(parameters),
-        body=_lines(4, _body(graph, written)),
+        body=_lines(4, _body(graph, written, integers={"index", *keys})),
         prologue=_lines(8, prologue),
         pairs=pairs,
         outputs=", ".join(f"new_{name}" for name in written),
@@ -188,13 +188,13 @@ def _lines(indent: int, lines: list[str]) -> str:
     return "\n".join(" " * indent + line for line in lines)
 
 
-def _body(graph: fx.Graph, written: list[str]) -> list[str]:
-    """One C statement per node, then the assignments of the results."""
+def _body(graph: fx.Graph, written: list[str], integers: set[str]) -> list[str]:
+    """One C statement per node, then the assignments of the results; inputs are floats, but for `integers`."""
     lines = []
     is_float: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            is_float[node] = node.name != "index" and not node.name.startswith("key")
+            is_float[node] = node.name not in integers
         elif node.op == "output":
             results = zip(written, node.args[0], strict=True)
             lines += [f"*new_{name} = {result.name};" for name, result in results]
