@@ -54,7 +54,8 @@ class LostUpdates:
 
     def _sampled(self, tensor: Tensor) -> Tensor:
         flat = tensor.detach().reshape(-1)
-        return flat[:: max(1, flat.numel() // self.sample)][: self.sample]
+        taken = min(self.sample, flat.numel())
+        return flat[torch.arange(taken, device=flat.device) * flat.numel() // max(taken, 1)]
 
     def _stored(self, optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
         stored = self._sampled(param).double()
