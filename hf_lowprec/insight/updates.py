@@ -9,10 +9,11 @@ summation loses none; stochastic rounding loses none on average, so its value sc
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.step import Layout, fused_step, wanted_update
-from hf_lowprec.optim.work import Rows, Work
+from hf_lowprec.optim.step import fused_step, wanted_update
+from hf_lowprec.optim.work import Batch
 
 SAMPLE = 1 << 12
 """Elements per parameter."""
@@ -33,28 +34,27 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
         0 if everything arrives, 1 if nothing does; NaN if there is no change to store or no 16-bit parameter.
     """
     wanted_square = stored_product = 0.0
-    for (layout, _), works in optimizer.next_step():
-        if layout.param_dtype == torch.float32:
-            continue
-        rows = Rows.of(layout, works)
-        for k, first, keys in zip(rows.owner, rows.first, rows.row_keys(layout, works), strict=True):
-            if first == 0:  # one row of each parameter is sample enough
-                wanted, stored = _changes(layout, works[k], keys, sample)
-                wanted_square += float(wanted.square().sum())
-                stored_product += float((wanted * stored).sum())
+    with optimizer.next_step() as batches:
+        for batch in batches:
+            if batch.layout.param_dtype == torch.float32:
+                continue
+            owners, firsts = batch.rows.owner.tolist(), batch.rows.first.tolist()
+            for work, first, keys in zip(owners, firsts, batch.row_keys(), strict=True):
+                if first == 0:  # one row of each parameter is sample enough
+                    wanted, stored = _changes(batch, work, keys, sample)
+                    wanted_square += float(wanted.square().sum())
+                    stored_product += float((wanted * stored).sum())
     return 1 - stored_product / wanted_square if wanted_square else float("nan")
 
 
-def _changes(
-    layout: Layout, work: Work, keys: dict[int, tuple[int, int]], sample: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _changes(batch: Batch, work: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
     """The wanted and the stored change of a sample of one parameter's first row, in FP64."""
-    count = min(work.tensors[0].numel(), 1 << 32)
+    count = min(batch.works[work].param.numel(), 1 << 32)
     taken = min(sample, count)
-    index = torch.arange(taken, device=work.tensors[0].device) * count // max(taken, 1)
-    elements = work.elements(layout, index)
-    wanted, _ = wanted_update(layout, *elements)
-    new_weight, new_state = fused_step(layout, *elements, index.to(torch.int32), keys)
+    index = torch.arange(taken, device=batch.device) * count // max(taken, 1)
+    elements = batch.elements(work, index)
+    wanted, _ = wanted_update(batch.layout, *elements)
+    new_weight, new_state = fused_step(batch.layout, *elements, index.to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()

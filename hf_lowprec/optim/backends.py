@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from hf_lowprec.optim import eager, native
-from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import Tables, Work
+from hf_lowprec.optim.work import Batch
 
-Backend = Callable[[Layout, Sequence[Work], Tables], None]
+Backend = Callable[[Batch], None]
 
 BACKENDS = ("auto", "triton", "native", "eager")
 _warned = False
@@ -29,18 +28,19 @@ def check(backend: str) -> None:
         native.require_compiler()
 
 
-def resolve(backend: str, device: torch.device, layout: Layout) -> Backend:
-    """The function that steps parameters of `layout` on `device`; compiles it if needed, so that running cannot fail.
+def resolve(backend: str, batch: Batch) -> Backend:
+    """The function that steps `batch`; compiles it if needed, so that running cannot fail.
 
     Raises:
-        RuntimeError: `backend` was asked for explicitly and cannot serve `device`.
+        RuntimeError: `backend` was asked for explicitly and cannot serve the batch's device.
     """
+    device = batch.device
     if backend == "eager" or (backend == "auto" and device.type != "cpu"):
         return eager.run
     if device.type != "cpu":
         raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {device}; use backend='auto'")
     try:
-        native.kernel(layout)
+        native.kernel(batch.layout)
     except native.CompilerError as error:
         if backend == "native":
             raise

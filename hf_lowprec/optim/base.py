@@ -6,19 +6,17 @@ backends and checkpoints live here and below, once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from hf_lowprec.optim import backends, checkpoint, validation
-from hf_lowprec.optim.step import Layout, Stored, Update
-from hf_lowprec.optim.work import Tables, Work
+from hf_lowprec.optim.plan import Plan
+from hf_lowprec.optim.step import Update
+from hf_lowprec.optim.work import Batch, Group
 from hf_lowprec.rounding import MODES, State
-
-Group = dict[str, Any]
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -64,7 +62,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     ) -> None:
         backends.check(backend)
         self.backend = backend
-        self._tables: Tables = {}
+        self._plan: Plan | None = None
         defaults = {
             **defaults,
             "rounding": rounding,
@@ -113,104 +111,42 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        copies: list[tuple[Tensor, Tensor]] = []
-        batches = self.next_step(copies)
-        runs = [(backends.resolve(self.backend, device, layout), layout, works) for (layout, device), works in batches]
-        for run, layout, works in runs:
-            run(layout, works, self._tables)
-        for tensor, dense in copies:
-            tensor.copy_(dense)
-        for _, works in batches:
-            for work in works:
-                work.counter += 1
+        with self.next_step() as batches:
+            runs = [(backends.resolve(self.backend, batch), batch) for batch in batches]
+            for run, batch in runs:
+                run(batch)
+            for batch in batches:
+                for work in batch.works:
+                    for tensor, dense in work.copied:
+                        tensor.copy_(dense)
+                batch.counts += 1
         return loss
 
-    def next_step(
-        self, copies: list[tuple[Tensor, Tensor]] | None = None
-    ) -> list[tuple[tuple[Layout, torch.device], list[Work]]]:
-        """The work of the coming step, by layout and device; creates missing states and changes nothing else.
+    @contextmanager
+    def next_step(self) -> Iterator[list[Batch]]:
+        """The batches of the coming step, ready to be run; creates missing states and changes nothing else.
 
-        Args:
-            copies: takes `(tensor, contiguous copy)` of what must be copied back after the step.
+        Raises:
+            RuntimeError: a gradient is sparse, complex or not floating point.
+            ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
-            for param in group["params"]:
-                if param.grad is not None:
-                    validation.check_gradient(param.grad)
-
-        batches: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
-        first = 0
-        for group in self.param_groups:
-            self._add_works(group, first, batches, copies)
-            first += len(group["params"])
-        return list(batches.items())
-
-    def _add_works(
-        self,
-        group: Group,
-        first: int,
-        batches: dict[tuple[Layout, torch.device], list[Work]],
-        copies: list[tuple[Tensor, Tensor]] | None,
-    ) -> None:
-        """Add the works of one group, whose first parameter has the index `first`."""
-        specs = {dtype: self.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
-        scalars: dict[int, tuple[float, ...]] = {}
-        alike: dict[tuple, list[Work]] = {}  # parameters that share a layout, without building it for each
-        for index, param in enumerate(group["params"], first):
-            grad = param.grad
-            if grad is None:
-                continue
-            state = self._initialized_state(param, group, specs[param.dtype])
-            tensors = [param, grad, *[state[spec.name] for spec in specs[param.dtype]]]
-            for tensor in tensors:
-                if tensor.shape != param.shape or tensor.device != param.device:
-                    validation.refuse_mismatch(index, param, state)
-            key = (param.device, *[tensor.dtype for tensor in tensors])
-            if key not in alike:
-                layout = self._layout(group, specs[param.dtype], key[1:])
-                alike[key] = batches[layout, param.device]
-            step = int(state["step"]) + 1
-            if step not in scalars:
-                values = self.scalars(group, float(group["lr"]), step).values()
-                scalars[step] = tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
-            for k, tensor in enumerate(tensors):
-                if not tensor.is_contiguous():
-                    tensors[k] = tensor.contiguous()
-                    if copies is not None and tensor is not grad:
-                        copies.append((tensor, tensors[k]))
-            alike[key].append(Work(tensors, scalars[step], index, group["seed"], step, state["step"]))
+        try:
+            if self._plan is None or not self._plan.collect():
+                self._plan = Plan(self)
+                self._plan.collect()
+            for batch in self._plan.batches:
+                batch.prepare(self.scalars)
+            yield self._plan.batches
+        finally:
+            if self._plan is not None:
+                self._plan.release()
 
     def stored_states(self, group: Group, dtype: torch.dtype) -> tuple[State, ...]:
         """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
         own = self.states(group)
         return own if dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
-
-    def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for spec in specs:
-            if spec.name not in state:
-                dtype = validation.state_dtype(spec.name, param.dtype, group)
-                state[spec.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-        return state
-
-    def _layout(self, group: Group, specs: tuple[State, ...], dtypes: tuple[torch.dtype, ...]) -> Layout:
-        """The layout of a parameter whose tensors (itself, gradient, states) have `dtypes`."""
-        param_dtype, grad_dtype, *state_dtypes = dtypes
-        return Layout(
-            update=type(self).update,
-            options=tuple(sorted(self.options(group).items())),
-            scalars=tuple(self.scalars(group, 0.0, 1)),
-            rounding=group["rounding"],
-            param_dtype=param_dtype,
-            grad_dtype=grad_dtype,
-            states=tuple(
-                Stored.of(spec, dtype, group["state_rounding"]) for spec, dtype in zip(specs, state_dtypes, strict=True)
-            ),
-            maximize=bool(group["maximize"]),
-        )
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
@@ -223,6 +159,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             where = f"param group {len(self.param_groups) - 1}"
             validation.check_keys(self, self.param_groups[-1], where)
             validation.check_group(self, self.param_groups[-1], where)
+            for param in self.param_groups[-1]["params"]:
+                validation.check_param(param, self.param_groups[-1], where)
         except Exception:
             self.param_groups.pop()
             raise
@@ -253,6 +191,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tables = {}
+        self._plan = None
         for group in self.param_groups:
             group.setdefault("maximize", False)

@@ -12,7 +12,8 @@ from hf_lowprec.optim.validation import STATE_DTYPES, keywords
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+    from hf_lowprec.optim.base import LowPrecisionOptimizer
+    from hf_lowprec.optim.work import Group
 
 
 def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from hf_lowprec.optim.step import Layout, fused_step
-from hf_lowprec.optim.work import Rows, Tables, Work
+from hf_lowprec.optim.step import fused_step
+from hf_lowprec.optim.work import Batch
 
 CHUNK = 1 << 22
 """Elements computed at once; bounds the FP32 temporaries at a few dozen bytes each."""
 
 
-def run(layout: Layout, works: Sequence[Work], tables: Tables) -> None:
-    """Step every parameter of `works` in place."""
-    rows = Rows.of(layout, works)
-    keys = rows.row_keys(layout, works)
-    for row, (k, first) in enumerate(zip(rows.owner, rows.first, strict=True)):
-        length, first_index = int(rows.lengths[row]), int(rows.first_index[row])
+def run(batch: Batch) -> None:
+    """Step every parameter of `batch` in place."""
+    rows, keys = batch.rows, batch.row_keys()
+    for row, (work, first, length, first_index) in enumerate(
+        zip(*(column.tolist() for column in (rows.owner, rows.first, rows.lengths, rows.first_index)), strict=True)
+    ):
         for start in range(0, length, CHUNK):
             count = min(CHUNK, length - start)
             part = slice(first + start, first + start + count)
-            device = works[k].tensors[0].device
-            index = torch.arange(first_index + start, first_index + start + count, device=device).to(torch.int32)
-            new_weight, new_state = fused_step(layout, *works[k].elements(layout, part), index, keys[row])
+            index = torch.arange(first_index + start, first_index + start + count, device=batch.device).to(torch.int32)
+            elements = batch.elements(work, part)
+            new_weight, new_state = fused_step(batch.layout, *elements, index, keys[row])
             # Values are already representable, so these copies only change the format.
-            param, _, *states = (tensor.view(-1)[part] for tensor in works[k].tensors)
+            param, _, *states = (tensor.view(-1)[part] for tensor in batch.works[work].tensors)
             param.copy_(new_weight)
-            for stored, state in zip(layout.states, states, strict=True):
+            for stored, state in zip(batch.layout.states, states, strict=True):
                 state.copy_(new_state[stored.name])

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.codegen import CHUNK, render
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import GRAD, Rows, Tables, Work, signature
+from hf_lowprec.optim.work import GRAD, Batch
 
 # Contraction or re-association would destroy Kahan summation and the equality of backends; no-math-errno and
 # no-trapping-math only let the compiler vectorise square roots and selections, schedule-insns is worth 5% with gcc.
@@ -39,31 +38,20 @@ class CompilerError(RuntimeError):
     """There is no usable C compiler; the message says what was tried and what to do."""
 
 
-def run(layout: Layout, works: Sequence[Work], tables: Tables) -> None:
-    """Step every parameter of `works` in place, in one call.
+def run(batch: Batch) -> None:
+    """Step every parameter of `batch` in place, in one call.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
     """
-    step = kernel(layout)
-    key = signature(works)
-    if layout not in tables or tables[layout][0] != key:
-        rows = Rows.of(layout, works)
-        tables[layout] = (key, rows, rows.chunks(CHUNK))
-    _, rows, chunks = tables[layout]
-    pointers = torch.tensor(
-        [
-            [tensor.data_ptr() + first * tensor.element_size() for tensor in works[k].tensors]
-            for k, first in zip(rows.owner, rows.first, strict=True)
-        ],
-        dtype=torch.int64,
-    )
-    scalars = torch.tensor([works[k].scalars for k in rows.owner], dtype=torch.float32)
-    keys = rows.keys(works).contiguous()
-    arrays = (chunks, pointers, scalars, keys, rows.lengths, rows.first_index)
-    step(len(chunks), *(array.data_ptr() for array in arrays), torch.get_num_threads())
+    step = kernel(batch.layout)
+    if "chunks" not in batch.kept:
+        batch.kept["chunks"] = batch.rows.chunks(CHUNK)
+    chunks, rows = batch.kept["chunks"], batch.rows
+    tables = (chunks, batch.pointers(), batch.scalars(), batch.keys().contiguous(), rows.lengths, rows.first_index)
+    step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
     # Autograd finds out about writes that it did not see by the version of a tensor.
-    increment_version([tensor for work in works for k, tensor in enumerate(work.tensors) if k != GRAD])
+    increment_version([tensor for work in batch.works for k, tensor in enumerate(work.tensors) if k != GRAD])
 
 
 @functools.cache

@@ -61,6 +61,11 @@ class Layout:
     maximize: bool
 
     @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Storage dtypes of parameter, gradient and states, in that order."""
+        return (self.param_dtype, self.grad_dtype, *(state.dtype for state in self.states))
+
+    @cached_property
     def words(self) -> tuple[int, ...]:
         """The random words (see `word_of`) that a step of this layout draws."""
         roles = [state.role for state in self.states if state.stochastic]

@@ -15,7 +15,8 @@ from torch import Tensor
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+    from hf_lowprec.optim.base import LowPrecisionOptimizer
+    from hf_lowprec.optim.work import Group
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
@@ -53,7 +54,7 @@ def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> No
 
 
 def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
-    """Raise ValueError if `group` asks for something that is not supported."""
+    """Raise ValueError if a setting of `group` is not supported; its parameters are not looked at."""
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
     try:
@@ -68,8 +69,6 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
-    for param in group["params"]:
-        _check_param(param, group, where)
 
 
 def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str) -> None:
@@ -93,7 +92,8 @@ def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
         )
 
 
-def _check_param(param: Tensor, group: Group, where: str) -> None:
+def check_param(param: Tensor, group: Group, where: str) -> None:
+    """Raise ValueError if `param` cannot be stepped with the settings of `group`."""
     if hasattr(param, "device_mesh"):
         raise ValueError(
             f"a parameter in {where} is a DTensor; this version steps unsharded parameters (one process, or DDP)"

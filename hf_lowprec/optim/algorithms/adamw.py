@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import Group, LowPrecisionOptimizer
+from hf_lowprec.optim.base import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_range
+from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn
 
 
