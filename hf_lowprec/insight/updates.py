@@ -34,8 +34,8 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
         0 if everything arrives, 1 if nothing does; NaN if there is no change to store or no 16-bit parameter.
     """
     wanted_square = stored_product = 0.0
-    with optimizer.next_step() as batches:
-        for batch in batches:
+    with optimizer.next_step() as plan:
+        for batch in plan.batches:
             if batch.layout.param_dtype == torch.float32:
                 continue
             owners, firsts = batch.rows.owner.tolist(), batch.rows.first.tolist()
@@ -49,7 +49,7 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
 
 def _changes(batch: Batch, work: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
     """The wanted and the stored change of a sample of one parameter's first row, in FP64."""
-    count = min(batch.works[work].param.numel(), 1 << 32)
+    count = min(batch.works[work].written[0].numel(), 1 << 32)
     taken = min(sample, count)
     index = torch.arange(taken, device=batch.device) * count // max(taken, 1)
     elements = batch.elements(work, index)

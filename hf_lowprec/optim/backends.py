@@ -40,7 +40,7 @@ def resolve(backend: str, batch: Batch) -> Backend:
     if device.type != "cpu":
         raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {device}; use backend='auto'")
     try:
-        native.kernel(batch.layout)
+        native.prepare(batch)
     except native.CompilerError as error:
         if backend == "native":
             raise

@@ -15,7 +15,7 @@ import torch
 from hf_lowprec.optim import backends, checkpoint, validation
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.step import Update
-from hf_lowprec.optim.work import Batch, Group
+from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
 
 
@@ -111,20 +111,18 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        with self.next_step() as batches:
-            runs = [(backends.resolve(self.backend, batch), batch) for batch in batches]
+        with self.next_step() as plan:
+            runs = [(backends.resolve(self.backend, batch), batch) for batch in plan.batches]
             for run, batch in runs:
                 run(batch)
-            for batch in batches:
-                for work in batch.works:
-                    for tensor, dense in work.copied:
-                        tensor.copy_(dense)
+            for batch in plan.batches:
                 batch.counts += 1
+            plan.copy_back()
         return loss
 
     @contextmanager
-    def next_step(self) -> Iterator[list[Batch]]:
-        """The batches of the coming step, ready to be run; creates missing states and changes nothing else.
+    def next_step(self) -> Iterator[Plan]:
+        """The coming step, ready to be run; creates missing states and changes nothing else.
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point.
@@ -132,16 +130,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
+        plan = self._plan
         try:
-            if self._plan is None or not self._plan.collect():
-                self._plan = Plan(self)
-                self._plan.collect()
-            for batch in self._plan.batches:
+            if plan is None or not plan.collect():
+                plan = self._plan = Plan(self)
+                plan.collect()
+            for batch in plan.batches:
                 batch.prepare(self.scalars)
-            yield self._plan.batches
+            yield plan
         finally:
-            if self._plan is not None:
-                self._plan.release()
+            if plan is not None:
+                plan.release()
 
     def stored_states(self, group: Group, dtype: torch.dtype) -> tuple[State, ...]:
         """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""

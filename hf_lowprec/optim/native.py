@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.codegen import CHUNK, render
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import GRAD, Batch
+from hf_lowprec.optim.work import Batch
 
 # Contraction or re-association would destroy Kahan summation and the equality of backends; no-math-errno and
 # no-trapping-math only let the compiler vectorise square roots and selections, schedule-insns is worth 5% with gcc.
@@ -38,20 +38,28 @@ class CompilerError(RuntimeError):
     """There is no usable C compiler; the message says what was tried and what to do."""
 
 
+def prepare(batch: Batch) -> None:
+    """Compile what `batch` needs, so that running cannot fail.
+
+    Raises:
+        CompilerError: no compiler was found, or it failed.
+    """
+    if "kernel" not in batch.kept:
+        batch.kept["kernel"], batch.kept["chunks"] = kernel(batch.layout), batch.rows.chunks(CHUNK)
+
+
 def run(batch: Batch) -> None:
     """Step every parameter of `batch` in place, in one call.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
     """
-    step = kernel(batch.layout)
-    if "chunks" not in batch.kept:
-        batch.kept["chunks"] = batch.rows.chunks(CHUNK)
-    chunks, rows = batch.kept["chunks"], batch.rows
+    prepare(batch)
+    step, chunks, rows = batch.kept["kernel"], batch.kept["chunks"], batch.rows
     tables = (chunks, batch.pointers(), batch.scalars(), batch.keys().contiguous(), rows.lengths, rows.first_index)
     step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
     # Autograd finds out about writes that it did not see by the version of a tensor.
-    increment_version([tensor for work in batch.works for k, tensor in enumerate(work.tensors) if k != GRAD])
+    increment_version(batch.written)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,28 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
 
 
+class Member(NamedTuple):
+    """A parameter with a gradient, and what the plan takes for granted about it."""
+
+    work: Work
+    dtypes: tuple[torch.dtype, ...]
+    """Of the parameter and its gradient."""
+    stored: list[Tensor]
+    """The parameter, then its states."""
+    addresses: list[int]
+    """Of `stored`."""
+    contiguous: bool
+    """Whether the parameter is."""
+    values: list[Any]
+    """Everything in its state."""
+
+
 class Plan:
     """The batches of an optimizer's steps, while the same parameters have gradients of the same kind.
+
+    Attributes:
+        batches: what is stepped together.
+        strided: `(tensor, contiguous copy that is stepped)` of what is not contiguous.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
@@ -33,46 +53,48 @@ class Plan:
     def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
         self._optimizer = optimizer
         self._settings = _settings(optimizer)
-        self._idle: list[Tensor] = []
-        self._works: list[Work] = []
-        self._kinds: list[tuple] = []
-        self._counts: list[Tensor] = []
-
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._idle = [param for param in self._params if param.grad is None]
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 validation.check_param(param, group, f"param group {k}")
                 if param.grad is not None:
                     validation.check_gradient(param.grad)
+        self._members: list[Member] = []
+        self.strided: list[tuple[Tensor, Tensor]] = []
         alike: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_group(group, first, alike)
             first += len(group["params"])
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
         self.batches = [Batch(layout, device, works) for (layout, device), works in alike.items()]
-        self._counts = [work.state["step"] for work in self._works]
+        for member in self._members:
+            member.values.extend(member.work.state.values())
 
     def _add_group(self, group: Group, first: int, alike: dict[tuple[Layout, torch.device], list[Work]]) -> None:
         """Add the works of one group, whose first parameter has the index `first`."""
         specs = {dtype: self._optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
         layouts: dict[tuple, Layout] = {}
         for index, param in enumerate(group["params"], first):
-            if param.grad is None:
-                self._idle.append(param)
+            grad = param.grad
+            if grad is None:
                 continue
-            names = tuple(spec.name for spec in specs[param.dtype])
             state = self._initialized_state(param, group, specs[param.dtype])
-            tensors = [param, param.grad, *[state[name] for name in names]]
-            for tensor in tensors:
+            states = [state[spec.name] for spec in specs[param.dtype]]
+            for tensor in (grad, *states):
                 if tensor.shape != param.shape or tensor.device != param.device:
                     validation.refuse_mismatch(index, param, state)
-            dtypes = tuple(tensor.dtype for tensor in tensors)
+            dtypes = (param.dtype, grad.dtype, *[tensor.dtype for tensor in states])
             if dtypes not in layouts:
                 layouts[dtypes] = _layout(self._optimizer, group, specs[param.dtype], dtypes)
-            work = Work(param, index, group, state, names)
+            stored = [param, *states]
+            work = Work(index, group, state, [tensor.contiguous() for tensor in stored])
             alike[layouts[dtypes], param.device].append(work)
-            self._works.append(work)
-            self._kinds.append((_kind(param), _kind(param.grad), tensors[2:], [t.data_ptr() for t in tensors[2:]]))
+            self.strided += [
+                (tensor, dense) for tensor, dense in zip(stored, work.written, strict=True) if dense is not tensor
+            ]
+            addresses = [tensor.data_ptr() for tensor in stored]
+            self._members.append(Member(work, dtypes[:2], stored, addresses, param.is_contiguous(), []))
 
     def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
         state = self._optimizer.state[param]
@@ -99,33 +121,39 @@ class Plan:
             or any(param.grad is not None for param in self._idle)
         ):
             return False
-        states = self._optimizer.state
-        for work, (param_kind, grad_kind, tensors, addresses), count in zip(
-            self._works, self._kinds, self._counts, strict=True
-        ):
-            grad, state = work.param.grad, work.state
+        everything = self._optimizer.state
+        # A microsecond per parameter is a good part of a step's host time, so nothing is called that is not needed.
+        for work, (dtype, grad_dtype), stored, addresses, contiguous, values in self._members:
+            param, state, shape = stored[0], work.state, work.shape
+            grad = param.grad
             if (
                 grad is None
-                or _kind(grad) != grad_kind
-                or _kind(work.param) != param_kind
-                or states.get(work.param) is not state
-                or state.get("step") is not count
-                or not all(map(operator.is_, tensors, map(state.get, work.names)))
+                or grad.dtype is not grad_dtype
+                or grad.shape != shape
+                or grad.layout is not torch.strided
+                or param.dtype is not dtype
+                or param.shape != shape
+                or param.is_contiguous() is not contiguous
+                or everything.get(param) is not state
+                or len(state) != len(values)
+                or not all(map(operator.is_, state.values(), values))
+                or [tensor.data_ptr() for tensor in stored] != addresses
             ):
                 return False
-            work.collect(grad)
-            if work.addresses[2:] != addresses and not work.copied:
-                return False
+            work.grad = grad if grad.is_contiguous() else grad.contiguous()
+        for tensor, dense in self.strided:
+            dense.copy_(tensor)
         return True
 
+    def copy_back(self) -> None:
+        """Write what was stepped in a contiguous copy where it belongs."""
+        for tensor, dense in self.strided:
+            tensor.copy_(dense)
+
     def release(self) -> None:
-        """Let go of gradients and copies."""
-        for work in self._works:
-            work.release()
-
-
-def _kind(tensor: Tensor) -> tuple:
-    return tensor.dtype, tensor.shape, tensor.device, tensor.layout
+        """Let go of gradients."""
+        for member in self._members:
+            member.work.grad = None
 
 
 def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:

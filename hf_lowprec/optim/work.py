@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ from hf_lowprec.rounding import step_keys, stream_keys
 
 Group = dict[str, Any]
 _HIGH_WORD = 1 << 32
-GRAD = 1
-"""Position of the gradient in `Work.tensors`, the one tensor that a step only reads."""
 
 
 class Elements(NamedTuple):
@@ -38,44 +36,32 @@ class Work:
     """One parameter's part of a step.
 
     Attributes:
-        param: the parameter.
-        parameter: its position in the optimizer.
+        parameter: the parameter's position in the optimizer.
         group: its param group.
         state: its entry in `optimizer.state`.
-        names: names of its state tensors, in layout order.
-        tensors: parameter, gradient, then the states; contiguous, of equal size. Filled for the time of a step, so
-            that gradients are not kept alive.
-        addresses: where they lie.
-        copied: `(tensor, contiguous copy in tensors)` of what must be copied back after the step.
+        written: the parameter, then its states in layout order; contiguous.
+        grad: its gradient, contiguous; only for the time of a step, so that it is not kept alive.
+        shape: the parameter's.
     """
 
-    param: Tensor
     parameter: int
     group: Group
     state: dict[str, Any]
-    names: tuple[str, ...]
-    tensors: list[Tensor] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    copied: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    written: list[Tensor]
+    grad: Tensor | None = None
 
-    def collect(self, grad: Tensor) -> None:
-        """Fill `tensors` and `addresses` for a step with the gradient `grad`."""
-        self.tensors = [self.param, grad, *[self.state[name] for name in self.names]]
-        for k, tensor in enumerate(self.tensors):
-            if not tensor.is_contiguous():
-                self.tensors[k] = tensor.contiguous()
-                if k != GRAD:
-                    self.copied.append((tensor, self.tensors[k]))
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+    def __post_init__(self) -> None:
+        self.shape = self.written[0].shape
 
-    def release(self) -> None:
-        """Let go of the gradient and of every copy."""
-        self.tensors = []
-        self.copied = []
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameter, gradient, then the states; of equal size."""
+        assert self.grad is not None, "outside of a step there is no gradient"
+        return [self.written[0], self.grad, *self.written[1:]]
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """`(first element, length, first global index)` of every row."""
-        total = self.param.numel()
+        total = self.written[0].numel()
         for first in range(0, total, _HIGH_WORD):
             yield first, min(_HIGH_WORD, total - first), first
 
@@ -138,6 +124,7 @@ class Batch:
         works: the parameters.
         rows: the static tables.
         counts: FP32 tensor (works), the steps taken so far; `state["step"]` of each parameter is a view of it.
+        written: every tensor that a step writes, but for the counts.
         kept: what a backend keeps between steps.
     """
 
@@ -149,31 +136,37 @@ class Batch:
         self.counts = torch.tensor([float(work.state["step"]) for work in works], dtype=torch.float32)
         for work, count in zip(works, self.counts.unbind(), strict=True):
             work.state["step"] = count
+        self.written = [tensor for work in works for tensor in work.written]
         self.kept: dict[str, Any] = {}
-        self._scalars: list[tuple[float, ...]] = []
+        fixed = [[work.written[0].data_ptr(), 0, *(t.data_ptr() for t in work.written[1:])] for work in works]
+        self._addresses = torch.tensor(fixed, dtype=torch.int64)
+        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.dtypes])
+        self._ahead: list[float] = []
+        self._kinds: list[tuple[Group, float]] = []
+        self._kind = self._scalars = torch.empty(0)
 
     def prepare(self, scalars: Callable[[Group, float, int], dict[str, float]]) -> None:
         """Compute the coming step's scalars with `scalars(group, lr, step)`, once per group and step count."""
-        known: dict[tuple[int, float], tuple[float, ...]] = {}
-        self._scalars = []
-        for work, count in zip(self.works, self.counts.tolist(), strict=True):
-            key = (id(work.group), count)
-            if key not in known:
-                values = scalars(work.group, float(work.group["lr"]), int(count) + 1).values()
-                known[key] = tuple(torch.tensor(list(values), dtype=torch.float32).tolist())
-            self._scalars.append(known[key])
+        counts = self.counts.tolist()
+        ahead = [count - counts[0] for count in counts]
+        if ahead != self._ahead:
+            keys = [(id(work.group), by) for work, by in zip(self.works, ahead, strict=True)]
+            kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
+            position = {key: k for k, key in enumerate(kinds)}
+            self._ahead, self._kinds = ahead, list(kinds.values())
+            self._kind = torch.tensor([position[key] for key in keys])
+        rows = [list(scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) for group, by in self._kinds]
+        self._scalars = torch.tensor(rows, dtype=torch.float32).view(len(rows), len(self.layout.scalars))
 
     def scalars(self) -> Tensor:
         """This step's scalars, FP32 of shape (rows, scalars)."""
-        table = torch.tensor(self._scalars, dtype=torch.float32)
-        return table.reshape(len(self.works), len(self.layout.scalars))[self.rows.owner]
+        return self._scalars[self._kind[self.rows.owner]]
 
     def pointers(self) -> Tensor:
         """Addresses of the rows' first elements, int64 of shape (rows, tensors)."""
-        addresses = array("q", [address for work in self.works for address in work.addresses])
-        sizes = torch.tensor([dtype.itemsize for dtype in self.layout.dtypes])
-        table = torch.frombuffer(addresses, dtype=torch.int64).view(len(self.works), len(sizes))
-        return table[self.rows.owner] + self.rows.first[:, None] * sizes
+        grads = array("q", [work.grad.data_ptr() for work in self.works])  # type: ignore[union-attr]
+        self._addresses[:, 1] = torch.frombuffer(grads, dtype=torch.int64)
+        return self._addresses[self.rows.owner] + self.rows.first[:, None] * self._itemsizes
 
     def keys(self) -> Tensor:
         """This step's keys, int32 of shape (rows, words, 2)."""
@@ -194,5 +187,5 @@ class Batch:
             weight,
             grad,
             {stored.name: state for stored, state in zip(self.layout.states, states, strict=True)},
-            dict(zip(self.layout.scalars, self._scalars[work], strict=True)),
+            dict(zip(self.layout.scalars, self._scalars[self._kind[work]].tolist(), strict=True)),
         )
