@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.codegen import CHUNK, render
+from hf_lowprec.optim.c_source import CHUNK, render
 from hf_lowprec.optim.step import Layout
 from hf_lowprec.optim.work import Batch
 

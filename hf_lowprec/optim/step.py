@@ -1,7 +1,7 @@
 """One optimizer step on one layout: load → update → round → store, as torch code.
 
 `fused_step` is the only place where an algorithm, a rounding mode and the random bits meet. The `eager` backend runs
-it on tensors; the `native` backend traces it and compiles the trace (see `codegen.py`).
+it on tensors; the others compile a trace of it (see `trace.py`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,13 @@ class Layout:
     maximize: bool
 
     @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """What a parameter's tensors are called, in the order in which backends take them."""
+        return ("param", "grad", *(state.name for state in self.states))
+
+    @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Storage dtypes of parameter, gradient and states, in that order."""
+        """Their storage dtypes, in the same order."""
         return (self.param_dtype, self.grad_dtype, *(state.dtype for state in self.states))
 
     @cached_property

@@ -1,43 +1,18 @@
-"""Render a traced step as C.
+"""Print a traced step as C: a loop over elements, a statement per operation.
 
-`torch.fx` records `fused_step` as a graph of scalar operations; each node becomes one C statement in the body of a loop
-over elements. Floats are `float`, integers `uint32_t` (defined wrap-around), shifts are arithmetic as in torch. The
-compiler must not contract or re-associate: see the flags in `native.py`.
+The compiler must not contract or re-associate: see the flags in `native.py`.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable
-
 import torch
-from torch import fx
 
-from hf_lowprec.optim.step import Layout, fused_step
-from hf_lowprec.rounding import quiet_nan, sqrt_rn
-from hf_lowprec.rounding.random import GOLDEN, weyl
+from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.trace import Dialect, statements, trace
+from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
 """Elements per unit of parallel work."""
-
-_INFIX: dict[Callable, str] = {
-    operator.add: "+",
-    operator.sub: "-",
-    operator.mul: "*",
-    operator.truediv: "/",
-    operator.and_: "&",
-    operator.or_: "|",
-    operator.xor: "^",
-    operator.lshift: "<<",
-}
-_COMPARE: dict[Callable, str] = {
-    operator.gt: ">",
-    operator.ge: ">=",
-    operator.lt: "<",
-    operator.le: "<=",
-    operator.eq: "==",
-    operator.ne: "!=",
-}
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
 _STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
@@ -99,33 +74,51 @@ _PAIRS = """\
 """
 
 
-def trace(layout: Layout) -> fx.Graph:
-    """Record `fused_step` of `layout` on symbolic elements; outputs are the weight, then the states in layout order."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+class C(Dialect):
+    """Floats are `float`, integers `uint32_t` (defined wrap-around)."""
 
-    def element(name: str) -> fx.Proxy:
-        return fx.Proxy(graph.placeholder(name), tracer)
+    def assign(self, name: str, expression: str, floating: bool) -> str:
+        return f"const {'float' if floating else 'uint32_t'} {name} = {expression};"
 
-    weight, grad = element("param"), element("grad")
-    state = {stored.name: element(stored.name) for stored in layout.states}
-    scalars = {name: element(f"scalar_{name}") for name in layout.scalars}
-    index = element("index")
-    keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
-    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)  # type: ignore[arg-type]
-    graph.output((new_weight.node, *(new_state[stored.name].node for stored in layout.states)))  # type: ignore[attr-defined]
-    graph.eliminate_dead_code()
-    return graph
+    def number(self, value: float, floating: bool) -> str:
+        return f"{float(value).hex()}f" if floating else f"0x{int(value) & 0xFFFFFFFF:x}u"
+
+    def compare(self, left: str, sign: str, right: str, floating: bool) -> str:
+        return f"{left} {sign} {right}" if floating else f"(int32_t){left} {sign} (int32_t){right}"
+
+    def divide(self, left: str, right: str) -> str:
+        return f"{left} / {right}"
+
+    def shift_right(self, value: str, by: int) -> str:
+        return f"(uint32_t)((int32_t){value} >> {by})"
+
+    def negative(self, value: str) -> str:
+        return f"-{value}"
+
+    def select(self, condition: str, yes: str, no: str) -> str:
+        return f"{condition} ? {yes} : {no}"
+
+    def bits(self, value: str, to_float: bool) -> str:
+        return f"{'as_float' if to_float else 'as_bits'}({value})"
+
+    def sqrt_rn(self, value: str) -> str:
+        return f"sqrtf({value})"
+
+    def quiet_nan(self, value: str) -> str:
+        return value  # done on load, see `quiet` in the template
+
+    def weyl(self, index: str, key0: str) -> str:
+        return f"weyl{key0.removeprefix('key').removesuffix('_0')}"  # carried along the loop
 
 
 def render(layout: Layout) -> str:
     """The C source of `void step(...)` for one layout."""
-    graph = trace(layout)
-    tensors = {"param": layout.param_dtype, "grad": layout.grad_dtype, **{s.name: s.dtype for s in layout.states}}
+    tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
     written = [name for name in tensors if name != "grad"]
     scalars = [f"scalar_{name}" for name in layout.scalars]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     second_keys = [f"key{word}_1" for word in layout.words]
+    lines, results = statements(trace(layout), C(), {"index", *keys})
     weyls = [f"weyl{word}" for word in layout.words]
 
     prologue = []
@@ -171,7 +164,7 @@ def render(layout: Layout) -> str:
         n_words=len(layout.words),
         chunk=CHUNK,
         parameters=", ".join(parameters),
-        body=_lines(4, _body(graph, written, integers={"index", *keys})),
+        body=_lines(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
         prologue=_lines(8, prologue),
         pairs=pairs,
         outputs=", ".join(f"new_{name}" for name in written),
@@ -186,60 +179,3 @@ def render(layout: Layout) -> str:
 
 def _lines(indent: int, lines: list[str]) -> str:
     return "\n".join(" " * indent + line for line in lines)
-
-
-def _body(graph: fx.Graph, written: list[str], integers: set[str]) -> list[str]:
-    """One C statement per node, then the assignments of the results; inputs are floats, but for `integers`."""
-    lines = []
-    is_float: dict[fx.Node, bool] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            is_float[node] = node.name not in integers
-        elif node.op == "output":
-            results = zip(written, node.args[0], strict=True)
-            lines += [f"*new_{name} = {result.name};" for name, result in results]
-        else:
-            expression, is_float[node] = _expression(node, is_float)
-            lines.append(f"const {'float' if is_float[node] else 'uint32_t'} {node.name} = {expression};")
-    return lines
-
-
-def _expression(node: fx.Node, is_float: dict[fx.Node, bool]) -> tuple[str, bool]:
-    """The C expression of one node, and whether it is a float."""
-
-    def any_float(operands: Iterable[object]) -> bool:
-        return any(is_float[arg] if isinstance(arg, fx.Node) else isinstance(arg, float) for arg in operands)
-
-    floating = any_float(node.args)
-
-    def text(arg: object, as_float: bool = floating) -> str:
-        if isinstance(arg, fx.Node):
-            return arg.name
-        if as_float:
-            return f"{float(arg).hex()}f"  # type: ignore[arg-type]
-        return f"0x{int(arg) & 0xFFFFFFFF:x}u"  # type: ignore[call-overload]
-
-    args = node.args
-    if node.target == "view":
-        to_float = args[1] == torch.float32
-        return f"{'as_float' if to_float else 'as_bits'}({text(args[0])})", to_float
-    if node.target is sqrt_rn:
-        return f"sqrtf({text(args[0])})", True
-    if node.target is weyl:
-        return f"weyl{args[1].name.removeprefix('key').removesuffix('_0')}", False  # type: ignore[union-attr]
-    if node.target is quiet_nan:
-        return text(args[0]), True  # done on load, see `quiet` in the template
-    if node.target is torch.where:
-        condition, *branches = args
-        floating = any_float(branches)
-        return f"{text(condition)} ? {text(branches[0], floating)} : {text(branches[1], floating)}", floating
-    if node.target is operator.neg:
-        return f"-{text(args[0])}", floating
-    if node.target is operator.rshift:
-        return f"(uint32_t)((int32_t){text(args[0])} >> {args[1]})", False
-    if node.target in _COMPARE:
-        cast = "" if floating else "(int32_t)"
-        return f"{cast}{text(args[0])} {_COMPARE[node.target]} {cast}{text(args[1])}", False
-    if node.target in _INFIX:
-        return f"{text(args[0])} {_INFIX[node.target]} {text(args[1])}", floating
-    raise NotImplementedError(f"{node.format_node()} has no rendering in C; add it to {__name__}")

@@ -1,0 +1,169 @@
+"""The step as a graph of scalar operations, and how a target language writes it down.
+
+`torch.fx` records `fused_step` once per layout; `c_source.py` and `triton_source.py` print the record, a statement per
+operation. So a formula exists once, as torch code, and no backend can differ from another by more than its arithmetic.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import fx
+
+from hf_lowprec.optim.step import Layout, fused_step
+from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding.random import weyl
+
+_INFIX: dict[Callable, str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.and_: "&",
+    operator.or_: "|",
+    operator.xor: "^",
+    operator.lshift: "<<",
+}
+_COMPARE: dict[Callable, str] = {
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.eq: "==",
+    operator.ne: "!=",
+}
+
+
+class Dialect:
+    """How a language writes operations on FP32 and 32-bit integer scalars; operands come as text.
+
+    Integers wrap around, their shifts to the right and their comparisons are signed; floats follow IEEE 754.
+    """
+
+    def assign(self, name: str, expression: str, floating: bool) -> str:
+        """The statement that names a result."""
+        raise NotImplementedError
+
+    def number(self, value: float, floating: bool) -> str:
+        """A literal."""
+        raise NotImplementedError
+
+    def infix(self, left: str, sign: str, right: str) -> str:
+        """Addition, subtraction, multiplication and the bitwise operations."""
+        return f"{left} {sign} {right}"
+
+    def compare(self, left: str, sign: str, right: str, floating: bool) -> str:
+        """A comparison."""
+        return f"{left} {sign} {right}"
+
+    def divide(self, left: str, right: str) -> str:
+        """The correctly rounded quotient of floats."""
+        raise NotImplementedError
+
+    def shift_right(self, value: str, by: int) -> str:
+        """The arithmetic shift of an integer."""
+        raise NotImplementedError
+
+    def negative(self, value: str) -> str:
+        """A float with its sign flipped, zeros included."""
+        raise NotImplementedError
+
+    def select(self, condition: str, yes: str, no: str) -> str:
+        """One of two values."""
+        raise NotImplementedError
+
+    def bits(self, value: str, to_float: bool) -> str:
+        """The same 32 bits as a float or as an integer."""
+        raise NotImplementedError
+
+    def sqrt_rn(self, value: str) -> str:
+        """The correctly rounded square root."""
+        raise NotImplementedError
+
+    def quiet_nan(self, value: str) -> str:
+        """`value`, a NaN without its payload."""
+        raise NotImplementedError
+
+    def weyl(self, index: str, key0: str) -> str:
+        """`index · GOLDEN + key0`, an integer."""
+        raise NotImplementedError
+
+
+def trace(layout: Layout) -> fx.Graph:
+    """Record `fused_step` of `layout` on symbolic elements; outputs are the weight, then the states in layout order."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def element(name: str) -> fx.Proxy:
+        return fx.Proxy(graph.placeholder(name), tracer)
+
+    weight, grad = element("param"), element("grad")
+    state = {stored.name: element(stored.name) for stored in layout.states}
+    scalars = {name: element(f"scalar_{name}") for name in layout.scalars}
+    index = element("index")
+    keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
+    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)  # type: ignore[arg-type]
+    graph.output((new_weight.node, *(new_state[stored.name].node for stored in layout.states)))  # type: ignore[attr-defined]
+    graph.eliminate_dead_code()
+    return graph
+
+
+def statements(graph: fx.Graph, dialect: Dialect, integers: Collection[str]) -> tuple[list[str], list[str]]:
+    """A statement per operation of `graph`, in order, and the names of its results.
+
+    Args:
+        graph: from `trace`.
+        dialect: the language.
+        integers: names of the inputs that are integers; the others are floats.
+    """
+    lines: list[str] = []
+    results: list[str] = []
+    is_float: dict[fx.Node, bool] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_float[node] = node.name not in integers
+        elif node.op == "output":
+            results = [result.name for result in node.args[0]]
+        else:
+            expression, is_float[node] = _expression(node, is_float, dialect)
+            lines.append(dialect.assign(node.name, expression, is_float[node]))
+    return lines, results
+
+
+def _expression(node: fx.Node, is_float: dict[fx.Node, bool], dialect: Dialect) -> tuple[str, bool]:
+    """The expression of one node, and whether it is a float."""
+
+    def any_float(operands: Sequence[object]) -> bool:
+        return any(is_float[arg] if isinstance(arg, fx.Node) else isinstance(arg, float) for arg in operands)
+
+    def text(arg: object, floating: bool) -> str:
+        return arg.name if isinstance(arg, fx.Node) else dialect.number(arg, floating)  # type: ignore[arg-type]
+
+    args, target = node.args, node.target
+    if target is torch.where:
+        condition, *branches = args
+        floating = any_float(branches)
+        return dialect.select(text(condition, False), *(text(branch, floating) for branch in branches)), floating
+
+    floating = any_float(args)
+    operands = [text(arg, floating) for arg in args if isinstance(arg, fx.Node | int | float)]
+    if target == "view":
+        return dialect.bits(operands[0], args[1] == torch.float32), args[1] == torch.float32
+    if target is sqrt_rn:
+        return dialect.sqrt_rn(operands[0]), True
+    if target is quiet_nan:
+        return dialect.quiet_nan(operands[0]), True
+    if target is weyl:
+        return dialect.weyl(*operands), False
+    if target is operator.neg and floating:
+        return dialect.negative(operands[0]), True
+    if target is operator.truediv:
+        return dialect.divide(*operands), True
+    if target is operator.rshift:
+        return dialect.shift_right(operands[0], int(args[1])), False  # type: ignore[arg-type]
+    if target in _COMPARE:
+        return dialect.compare(operands[0], _COMPARE[target], operands[1], floating), False
+    if target in _INFIX:
+        return dialect.infix(operands[0], _INFIX[target], operands[1]), floating
+    raise NotImplementedError(f"{node.format_node()} has no rendering; add it to {__name__}")

@@ -1,0 +1,153 @@
+"""Print a traced step as Triton: a kernel over chunks of rows, a statement per operation.
+
+BF16 travels as 16-bit integers, so that neither a compiler nor Triton's interpreter rounds it a second time. Pointers
+come from a table, of which the compiler knows nothing; a chunk that is whole and lies on 16-byte boundaries promises
+alignment and moves 128 bits at once, any other is masked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.trace import Dialect, statements, trace
+from hf_lowprec.rounding.random import GOLDEN
+
+_STORAGE = {torch.float32: "float32", torch.bfloat16: "int16", torch.float16: "float16"}
+_TO_FLOAT = {
+    torch.float32: "{0}",
+    torch.bfloat16: "({0}.to(tl.int32) << 16).to(tl.float32, bitcast=True)",
+    torch.float16: "{0}.to(tl.float32)",
+}
+_FROM_FLOAT = {
+    torch.float32: "{0}",
+    torch.bfloat16: "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)",
+    torch.float16: "{0}.to(tl.float16)",
+}
+
+_TEMPLATE = '''\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def element({inputs}):
+{body}
+    return {results}
+
+
+@triton.jit
+def step(chunks, lengths, first_index, pointers, scalars, keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """chunks: (row, first element). By row: length and low word of the first global index; pointers[{n_tensors}],
+    scalars[{n_scalars}] and keys[{n_keys}]."""
+    chunk = tl.program_id(0).to(tl.int64)
+    row = tl.load(chunks + 2 * chunk)
+    start = tl.load(chunks + 2 * chunk + 1)
+    left = tl.load(lengths + row) - start
+    base = tl.load(first_index + row) + start.to(tl.int32)
+{prologue}
+    lanes = tl.arange(0, BLOCK)
+    if (left >= CHUNK) & ((({addresses}) & 15) == 0):
+        for offset in range(0, CHUNK, BLOCK):
+            index = base + offset + lanes
+{aligned_loads}
+            {outputs} = element({arguments})
+{aligned_stores}
+    else:
+        count = tl.minimum(left, CHUNK).to(tl.int32)
+        for offset in range(0, count, BLOCK):
+            index = base + offset + lanes
+            mask = offset + lanes < count
+{masked_loads}
+            {outputs} = element({arguments})
+{masked_stores}
+'''
+
+
+class Triton(Dialect):
+    """Floats are `tl.float32`, integers `tl.int32`."""
+
+    def assign(self, name: str, expression: str, floating: bool) -> str:
+        return f"{name} = {expression}"
+
+    def number(self, value: float, floating: bool) -> str:
+        return repr(float(np.float32(value))) if floating else repr(int(value))
+
+    def divide(self, left: str, right: str) -> str:
+        return f"tl.div_rn({left}, {right})"
+
+    def shift_right(self, value: str, by: int) -> str:
+        return f"{value} >> {by}"
+
+    def negative(self, value: str) -> str:
+        return f"{value} * -1.0"  # Triton's own minus is 0 - x, which loses the sign of zero
+
+    def select(self, condition: str, yes: str, no: str) -> str:
+        return f"tl.where({condition}, {yes}, {no})"
+
+    def bits(self, value: str, to_float: bool) -> str:
+        return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
+
+    def sqrt_rn(self, value: str) -> str:
+        return f"tl.sqrt_rn({value})"
+
+    def quiet_nan(self, value: str) -> str:
+        return f"tl.where({value} != {value}, float('nan'), {value})"  # NVIDIA's own NaN is 0x7FFFFFFF
+
+    def weyl(self, index: str, key0: str) -> str:
+        return f"{index} * {GOLDEN} + {key0}"
+
+
+def render(layout: Layout) -> str:
+    """The Python source of the Triton kernel `step` for one layout."""
+    tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
+    written = [name for name in tensors if name != "grad"]
+    scalars = [f"scalar_{name}" for name in layout.scalars]
+    keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
+    lines, results = statements(trace(layout), Triton(), {"index", *keys})
+    inputs = [*tensors, *scalars, "index", *keys]
+
+    def table(name: str, entries: list[str]) -> list[str]:
+        return [f"{entry} = tl.load({name} + row * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+
+    prologue = table("pointers", [f"a_{name}" for name in tensors])
+    prologue += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in tensors.items()]
+    prologue += table("scalars", scalars) + table("keys", keys)
+
+    def pointer(name: str, aligned: bool) -> str:
+        scalar = f"(a_{name} + offset * {tensors[name].itemsize}).to(tl.pointer_type(tl.{_STORAGE[tensors[name]]}))"
+        return f"p_{name} = {f'tl.multiple_of({scalar}, 16)' if aligned else scalar} + lanes"
+
+    def loads(mask: str) -> str:
+        pointers = [pointer(name, aligned=not mask) for name in tensors]
+        values = [
+            f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}" for name, dtype in tensors.items()
+        ]
+        return _lines(12, pointers + values)
+
+    def stores(mask: str) -> str:
+        return _lines(
+            12, [f"tl.store(p_{name}, {_FROM_FLOAT[tensors[name]].format(f'new_{name}')}{mask})" for name in written]
+        )
+
+    return _TEMPLATE.format(
+        inputs=", ".join(inputs),
+        body=_lines(4, lines),
+        results=", ".join(results),
+        n_tensors=len(tensors),
+        n_scalars=len(scalars),
+        n_keys=len(keys),
+        prologue=_lines(4, prologue),
+        addresses=" | ".join(f"a_{name}" for name in tensors),
+        outputs=", ".join(f"new_{name}" for name in written),
+        arguments=", ".join(inputs),
+        aligned_loads=loads(""),
+        aligned_stores=stores(""),
+        masked_loads=loads(", mask=mask, other=0"),
+        masked_stores=stores(", mask=mask"),
+    )
+
+
+def _lines(indent: int, lines: list[str]) -> str:
+    return "\n".join(" " * indent + line for line in lines)
