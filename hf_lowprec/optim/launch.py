@@ -24,6 +24,8 @@ BLOCK = 1024
 """Elements per program and iteration: eight per thread, 128 bits of BF16."""
 CHUNK = 8 * BLOCK
 """Elements per program: enough to pay for the look-up in the tables."""
+TAIL = BLOCK // 4
+"""Elements per iteration where accesses are masked and narrow; few, so that this path does not cost registers."""
 WARPS = 4
 
 
@@ -40,11 +42,21 @@ def require(device: torch.device | None = None) -> None:
             f"backend='triton' needs the package triton ({error}); install it (pip install triton), or use "
             "backend='auto'"
         ) from None
-    if device is not None and device.type == "cpu" and not _interpreted():
+    on_gpu = torch.cuda.is_available() or torch.xpu.is_available() if device is None else device.type != "cpu"
+    if not on_gpu and not _interpreted():
+        where = "there is none" if device is None else "a parameter is on the CPU"
         raise TritonError(
-            "backend='triton' runs on a GPU and a parameter is on the CPU; use backend='auto', or set "
-            "TRITON_INTERPRET=1 before anything imports triton to run its kernels in Triton's interpreter"
+            f"backend='triton' runs on a GPU and {where}; use backend='auto', or set TRITON_INTERPRET=1 before "
+            "anything imports triton to run its kernels in Triton's interpreter"
         )
+
+
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether `device` is a GPU (NVIDIA, AMD, Intel) that computes in BF16, which is where this backend is chosen."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "xpu"
 
 
 def _interpreted() -> bool:
@@ -67,15 +79,14 @@ def prepare(batch: Batch) -> None:
 
 
 def run(batch: Batch) -> None:
-    """Step every parameter of `batch` in place, in one launch and without waiting for the device."""
-    prepare(batch)
+    """Step every parameter of `batch`, which was prepared, in place: one launch, without waiting for the device."""
     static = batch.kept["static"]
     if len(static[0]) == 0:
         return
     dynamic = _upload(batch.device, batch.pointers(), batch.scalars(), batch.keys())
     with nullcontext() if batch.device.type == "cpu" else torch.get_device_module(batch.device).device(batch.device):
         batch.kept["kernel"][(len(static[0]),)](
-            *static, *dynamic, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False
+            *static, *dynamic, CHUNK=CHUNK, BLOCK=BLOCK, TAIL=TAIL, num_warps=WARPS, enable_fp_fusion=False
         )
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)

@@ -49,12 +49,7 @@ def prepare(batch: Batch) -> None:
 
 
 def run(batch: Batch) -> None:
-    """Step every parameter of `batch` in place, in one call.
-
-    Raises:
-        CompilerError: no compiler was found, or it failed.
-    """
-    prepare(batch)
+    """Step every parameter of `batch`, which was prepared, in place and in one call."""
     step, chunks, rows = batch.kept["kernel"], batch.kept["chunks"], batch.rows
     tables = (chunks, batch.pointers(), batch.scalars(), batch.keys().contiguous(), rows.lengths, rows.first_index)
     step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())

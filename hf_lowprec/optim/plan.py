@@ -157,9 +157,10 @@ class Plan:
 
 
 def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
-    """What shapes the arithmetic of each group, beside its parameters; learning rates and the like may change."""
+    """What shapes the work on each group, beside its parameters; learning rates and the like may change."""
     return [
         (
+            optimizer.backend,
             len(group["params"]),
             group["rounding"],
             group["state_rounding"],

@@ -7,26 +7,25 @@ alignment and moves 128 bits at once, any other is masked.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from hf_lowprec.optim.step import Layout
 from hf_lowprec.optim.trace import Dialect, statements, trace
 from hf_lowprec.rounding.random import GOLDEN
 
-_STORAGE = {torch.float32: "float32", torch.bfloat16: "int16", torch.float16: "float16"}
+_STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
 _TO_FLOAT = {
     torch.float32: "{0}",
-    torch.bfloat16: "({0}.to(tl.int32) << 16).to(tl.float32, bitcast=True)",
+    torch.bfloat16: "({0}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)",
     torch.float16: "{0}.to(tl.float32)",
 }
 _FROM_FLOAT = {
     torch.float32: "{0}",
-    torch.bfloat16: "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)",
+    torch.bfloat16: "({0}.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)",
     torch.float16: "{0}.to(tl.float16)",
 }
 
-_TEMPLATE = '''\
+_TEMPLATE = """\
 import triton
 import triton.language as tl
 
@@ -38,31 +37,43 @@ def element({inputs}):
 
 
 @triton.jit
-def step(chunks, lengths, first_index, pointers, scalars, keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """chunks: (row, first element). By row: length and low word of the first global index; pointers[{n_tensors}],
-    scalars[{n_scalars}] and keys[{n_keys}]."""
+def whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    for offset in range(0, CHUNK, BLOCK):
+        index = base + offset + lanes
+{aligned_loads}
+        {outputs} = element({inputs})
+{aligned_stores}
+
+
+@triton.jit
+def part({operands}, count, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    for offset in range(0, count, BLOCK):
+        index = base + offset + lanes
+        mask = offset + lanes < count
+{masked_loads}
+        {outputs} = element({inputs})
+{masked_stores}
+
+
+@triton.jit
+def step(
+    chunks, lengths, first_index, pointers, scalars, keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+):
+    # chunks: (row, first element). By row: length, low word of the first global index, pointers[{n_tensors}],
+    # scalars[{n_scalars}], keys[{n_keys}].
     chunk = tl.program_id(0).to(tl.int64)
     row = tl.load(chunks + 2 * chunk)
     start = tl.load(chunks + 2 * chunk + 1)
     left = tl.load(lengths + row) - start
     base = tl.load(first_index + row) + start.to(tl.int32)
 {prologue}
-    lanes = tl.arange(0, BLOCK)
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
-        for offset in range(0, CHUNK, BLOCK):
-            index = base + offset + lanes
-{aligned_loads}
-            {outputs} = element({arguments})
-{aligned_stores}
+        whole({operands}, CHUNK, BLOCK)
     else:
-        count = tl.minimum(left, CHUNK).to(tl.int32)
-        for offset in range(0, count, BLOCK):
-            index = base + offset + lanes
-            mask = offset + lanes < count
-{masked_loads}
-            {outputs} = element({arguments})
-{masked_stores}
-'''
+        part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL)
+"""
 
 
 class Triton(Dialect):
@@ -72,7 +83,7 @@ class Triton(Dialect):
         return f"{name} = {expression}"
 
     def number(self, value: float, floating: bool) -> str:
-        return repr(float(np.float32(value))) if floating else repr(int(value))
+        return repr(torch.tensor(value, dtype=torch.float32).item() if floating else int(value))
 
     def divide(self, left: str, right: str) -> str:
         return f"tl.div_rn({left}, {right})"
@@ -106,12 +117,12 @@ def render(layout: Layout) -> str:
     scalars = [f"scalar_{name}" for name in layout.scalars]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     lines, results = statements(trace(layout), Triton(), {"index", *keys})
-    inputs = [*tensors, *scalars, "index", *keys]
+    addresses = [f"a_{name}" for name in tensors]
 
     def table(name: str, entries: list[str]) -> list[str]:
         return [f"{entry} = tl.load({name} + row * {len(entries)} + {k})" for k, entry in enumerate(entries)]
 
-    prologue = table("pointers", [f"a_{name}" for name in tensors])
+    prologue = table("pointers", addresses)
     prologue += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in tensors.items()]
     prologue += table("scalars", scalars) + table("keys", keys)
 
@@ -121,27 +132,24 @@ def render(layout: Layout) -> str:
 
     def loads(mask: str) -> str:
         pointers = [pointer(name, aligned=not mask) for name in tensors]
-        values = [
-            f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}" for name, dtype in tensors.items()
-        ]
-        return _lines(12, pointers + values)
+        values = [f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}" for name, dtype in tensors.items()]
+        return _lines(8, pointers + values)
 
     def stores(mask: str) -> str:
-        return _lines(
-            12, [f"tl.store(p_{name}, {_FROM_FLOAT[tensors[name]].format(f'new_{name}')}{mask})" for name in written]
-        )
+        values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
+        return _lines(8, [f"tl.store(p_{name}, {value}{mask})" for name, value in values.items()])
 
     return _TEMPLATE.format(
-        inputs=", ".join(inputs),
+        inputs=", ".join([*tensors, *scalars, "index", *keys]),
+        operands=", ".join(["base", *addresses, *scalars, *keys]),
+        addresses=" | ".join(addresses),
+        outputs=", ".join(f"new_{name}" for name in written),
         body=_lines(4, lines),
         results=", ".join(results),
         n_tensors=len(tensors),
         n_scalars=len(scalars),
         n_keys=len(keys),
         prologue=_lines(4, prologue),
-        addresses=" | ".join(f"a_{name}" for name in tensors),
-        outputs=", ".join(f"new_{name}" for name in written),
-        arguments=", ".join(inputs),
         aligned_loads=loads(""),
         aligned_stores=stores(""),
         masked_loads=loads(", mask=mask, other=0"),
