@@ -39,15 +39,15 @@ def require(device: torch.device | None = None) -> None:
         import triton  # noqa: F401
     except ImportError as error:
         raise TritonError(
-            f"backend='triton' needs the package triton ({error}); install it (pip install triton), or use "
-            "backend='auto'"
+            f"backend='triton' needs the package triton ({error}); install it (pip install triton), or use 'auto', "
+            "'native' (CPU) or 'eager' (any device)"
         ) from None
     on_gpu = torch.cuda.is_available() or torch.xpu.is_available() if device is None else device.type != "cpu"
     if not on_gpu and not _interpreted():
         where = "there is none" if device is None else "a parameter is on the CPU"
         raise TritonError(
-            f"backend='triton' runs on a GPU and {where}; use backend='auto', or set TRITON_INTERPRET=1 before "
-            "anything imports triton to run its kernels in Triton's interpreter"
+            f"backend='triton' runs on a GPU and {where}; use 'auto', 'native' (CPU) or 'eager' (any device), or set "
+            "TRITON_INTERPRET=1 before anything imports triton, to run its kernels in Triton's interpreter"
         )
 
 
