@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.step import fused_step, wanted_update
-from hf_lowprec.optim.work import Batch
 
 SAMPLE = 1 << 12
 """Elements per parameter."""

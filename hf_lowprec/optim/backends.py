@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from hf_lowprec.optim import eager, launch, native
-from hf_lowprec.optim.work import Batch
+from hf_lowprec.optim import clipping, eager, launch, native
+from hf_lowprec.optim.batch import Batch
 
-Backend = Callable[[Batch], None]
+
+class Backend(NamedTuple):
+    """How batches are stepped.
+
+    Attributes:
+        run: steps a batch.
+        square_sum: sums the squares of its gradients; an FP64 scalar on its device.
+    """
+
+    run: Callable[[Batch], None]
+    square_sum: Callable[[Batch], Tensor]
+
+
+EAGER = Backend(eager.run, clipping.square_sum)
+NATIVE = Backend(native.run, clipping.square_sum)
+TRITON = Backend(launch.run, launch.square_sum)
 
 BACKENDS = ("auto", "triton", "native", "eager")
 _warned: set[str] = set()
@@ -27,24 +44,24 @@ def check(backend: str) -> None:
 
 
 def resolve(backend: str, batch: Batch) -> Backend:
-    """The function that steps `batch`; compiles what it needs, so that running cannot fail.
+    """The backend that steps `batch`; compiles what it needs, so that running cannot fail.
 
     Raises:
         RuntimeError: `backend` was asked for explicitly and cannot serve the batch's device.
     """
-    if "run" not in batch.kept:
-        batch.kept["run"] = _resolved(backend, batch)
-    run: Backend = batch.kept["run"]
-    return run
+    if "backend" not in batch.kept:
+        batch.kept["backend"] = _resolved(backend, batch)
+    resolved: Backend = batch.kept["backend"]
+    return resolved
 
 
 def _resolved(backend: str, batch: Batch) -> Backend:
     name = expected(backend, batch.device)
     if name == "eager":
-        return eager.run
+        return EAGER
     if name == "triton":
         launch.prepare(batch)
-        return launch.run
+        return TRITON
     if batch.device.type != "cpu":
         raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {batch.device}; use backend='auto'")
     try:
@@ -53,8 +70,14 @@ def _resolved(backend: str, batch: Batch) -> Backend:
         if backend == "native":
             raise
         _warn_once("the CPU", error)
-        return eager.run
-    return native.run
+        return EAGER
+    return NATIVE
+
+
+def check_capturable(batches: Sequence[Batch]) -> None:
+    """Raise RuntimeError if a batch is stepped by a backend that asks its device."""
+    if any(batch.device.type != "cpu" and batch.kept["backend"] is EAGER for batch in batches):
+        raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
 
 
 def expected(backend: str, device: torch.device) -> str:

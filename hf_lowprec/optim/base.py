@@ -6,37 +6,57 @@ backends and checkpoints live here and below, once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
+from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, validation
+from hf_lowprec.optim import backends, checkpoint, clipping, validation
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.step import Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
 
 
+class Shared(TypedDict, total=False):
+    """The keyword arguments that every algorithm hands on to `LowPrecisionOptimizer`."""
+
+    rounding: str
+    state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
+    state_rounding: str
+    seed: int
+    backend: str
+    capturable: bool
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+
+
 class LowPrecisionOptimizer(torch.optim.Optimizer):
     """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
 
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
-    update. FP32 parameters get the plain FP32 algorithm with FP32 states. Every argument but `backend` may also be
-    set per parameter group.
+    update. FP32 parameters get the plain FP32 algorithm with FP32 states.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
         rounding: `"kahan"` (a BF16 compensation carries what the weight could not hold), `"stochastic"` (unbiased, no
-            extra state; BF16 parameters only) or `"nearest"`.
+            extra state; BF16 parameters only) or `"nearest"`. May be set per parameter group, as may the next three.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation.
         seed: seed of the random bits. Replicas must share it.
-        backend: `"auto"`, `"eager"` or `"native"` (CPU).
+        backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
+        capturable: keep step counts on the device, so that a step can be captured in a CUDA graph; a learning rate
+            that is to change between replays must be a tensor there.
+        max_grad_norm: clip by the global norm of all gradients, FP32, inside the step; gradients are left as they are.
+            None does not clip.
+        skip_nonfinite: leave everything as it is in a step whose gradients have a non-finite norm; `skipped_steps`
+            counts them.
 
     Raises:
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
@@ -49,20 +69,38 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step.py`.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
+        own = inspect.signature(cls.__init__).parameters.values()
+        shared = inspect.signature(LowPrecisionOptimizer.__init__).parameters
+        parameters = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+        if any(p.kind is p.VAR_KEYWORD for p in own):
+            parameters += [shared[name] for name in Shared.__annotations__]
+        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
     def __init__(
         self,
         params: Any,
         defaults: Group,
         *,
-        rounding: str,
-        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None,
-        state_rounding: str,
-        seed: int,
-        backend: str,
+        rounding: str = "kahan",
+        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        state_rounding: str = "stochastic",
+        seed: int = 0,
+        backend: str = "auto",
+        capturable: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         backends.check(backend)
+        validation.check_execution(capturable, max_grad_norm, skip_nonfinite)
         self.backend = backend
-        self._plan: Plan | None = None
+        self.capturable = capturable
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = skip_nonfinite
+        self.grad_norm: Tensor | None = None
+        """Norm of the last step's gradients before clipping, FP32 on their device, where it was needed."""
+        self._reset()
         defaults = {
             **defaults,
             "rounding": rounding,
@@ -71,6 +109,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             "seed": seed,
         }
         super().__init__(params, defaults)
+
+    def _reset(self) -> None:
+        self._plan: Plan | None = None
+        self._norm_ahead: Tensor | None = None
+        self._skipped: Tensor | None = None
 
     # What an algorithm defines.
 
@@ -112,20 +155,46 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 loss = closure()
 
         with self.next_step() as plan:
-            runs = [(backends.resolve(self.backend, batch), batch) for batch in plan.batches]
-            for run, batch in runs:
-                run(batch)
             for batch in plan.batches:
-                batch.counts += 1
+                backends.resolve(self.backend, batch).run(batch)
+            for batch in plan.batches:
+                batch.counts += 1 if batch.enabled is None else batch.enabled.to(batch.counts.device)
             plan.copy_back()
+            self.grad_norm, self._norm_ahead = plan.norm, None
+            if plan.norm is not None and self.skip_nonfinite:
+                skipped = ~plan.norm.isfinite()
+                self._skipped = skipped.long() if self._skipped is None else self._skipped + skipped
         return loss
 
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps `skip_nonfinite` has left out; asks the device, so read it only now and then."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    def global_grad_norm(self) -> Tensor:
+        """The norm that the coming step clips by: FP32 scalar on the gradients' device, not waited for.
+
+        The step does not compute it again, so gradients must be final; `zero_grad` forgets it.
+        """
+        with self.next_step(measure=True) as plan:
+            assert plan.norm is not None
+            self._norm_ahead = plan.norm
+        return self._norm_ahead
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`."""
+        self._norm_ahead = None
+        super().zero_grad(set_to_none)
+
     @contextmanager
-    def next_step(self) -> Iterator[Plan]:
+    def next_step(self, measure: bool = False) -> Iterator[Plan]:
         """The coming step, ready to be run; creates missing states and changes nothing else.
 
+        Args:
+            measure: compute the norm of the gradients even if the step does not need it.
+
         Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point.
+            RuntimeError: a gradient is sparse, complex or not floating point, or a backend cannot run.
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         for k, group in enumerate(self.param_groups):
@@ -135,8 +204,20 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if plan is None or not plan.collect():
                 plan = self._plan = Plan(self)
                 plan.collect()
+            resolved = [backends.resolve(self.backend, batch) for batch in plan.batches]
+            if self.capturable and any(
+                b.device.type != "cpu" and b.kept["backend"] is backends.EAGER for b in plan.batches
+            ):
+                raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
             for batch in plan.batches:
                 batch.prepare(self.scalars)
+            plan.norm = None
+            if measure or self.max_grad_norm is not None or self.skip_nonfinite:
+                plan.norm = self._norm_ahead
+                if plan.norm is None:
+                    sums = [backend.square_sum(batch) for backend, batch in zip(resolved, plan.batches, strict=True)]
+                    plan.norm = clipping.global_norm(sums)
+                plan.limit(self.max_grad_norm, self.skip_nonfinite)
             yield plan
         finally:
             if plan is not None:
@@ -186,10 +267,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         checkpoint.restore_dtypes(self, final[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "backend": self.backend}
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in (*validation.EXECUTION, "grad_norm")},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._reset()
         for group in self.param_groups:
             group.setdefault("maximize", False)

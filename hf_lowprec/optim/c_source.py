@@ -115,7 +115,7 @@ def render(layout: Layout) -> str:
     """The C source of `void step(...)` for one layout."""
     tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
     written = [name for name in tensors if name != "grad"]
-    scalars = [f"scalar_{name}" for name in layout.scalars]
+    scalars = [f"scalar_{name}" for name in layout.factors]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     second_keys = [f"key{word}_1" for word in layout.words]
     lines, results = statements(trace(layout), C(), {"index", *keys})

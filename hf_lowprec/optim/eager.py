@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.step import fused_step
-from hf_lowprec.optim.work import Batch
 
 CHUNK = 1 << 22
 """Elements computed at once; bounds the FP32 temporaries at a few dozen bytes each."""
@@ -13,6 +13,8 @@ CHUNK = 1 << 22
 
 def run(batch: Batch) -> None:
     """Step every parameter of `batch` in place."""
+    if batch.skipped:
+        return
     rows, keys = batch.rows, batch.row_keys()
     for row, (work, first, length, first_index) in enumerate(
         zip(*(column.tolist() for column in (rows.owner, rows.first, rows.lengths, rows.first_index)), strict=True)

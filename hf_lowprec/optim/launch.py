@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.step import Layout
 from hf_lowprec.optim.triton_source import render
-from hf_lowprec.optim.work import Batch
 
 BLOCK = 1024
 """Elements per program and iteration: eight per thread, 128 bits of BF16."""
@@ -75,21 +75,83 @@ def prepare(batch: Batch) -> None:
         require(batch.device)
         batch.kept["kernel"] = kernel(batch.layout)
         rows = batch.rows
-        batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index)
+        always = torch.ones((), dtype=torch.int32)
+        batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index, always)
+        if batch.deferred and batch.device.type == "cuda":
+            batch.kept["pinned"] = torch.empty_like(batch.pointers(), pin_memory=True)
 
 
 def run(batch: Batch) -> None:
     """Step every parameter of `batch`, which was prepared, in place: one launch, without waiting for the device."""
-    static = batch.kept["static"]
-    if len(static[0]) == 0:
+    chunks, lengths, first_index, always = batch.kept["static"]
+    if len(chunks) == 0:
         return
-    dynamic = _upload(batch.device, batch.pointers(), batch.scalars(), batch.keys())
-    with nullcontext() if batch.device.type == "cpu" else torch.get_device_module(batch.device).device(batch.device):
-        batch.kept["kernel"][(len(static[0]),)](
-            *static, *dynamic, CHUNK=CHUNK, BLOCK=BLOCK, TAIL=TAIL, num_warps=WARPS, enable_fp_fusion=False
+    pointers, scalars, keys = _dynamic(batch)
+    enabled = always if batch.enabled is None else batch.enabled.to(torch.int32)
+    with _on(batch.device):
+        batch.kept["kernel"][(len(chunks),)](
+            *(chunks, lengths, first_index, pointers, batch.factors(scalars), keys, enabled),
+            **{"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": WARPS, "enable_fp_fusion": False},
         )
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)
+
+
+def square_sum(batch: Batch) -> Tensor:
+    """The sum of the squares of a batch's gradients: FP32 within a chunk, FP64 between; FP64 scalar on its device."""
+    import triton.language as tl
+
+    from hf_lowprec.optim.kernels import square_sum
+
+    chunks, lengths, *_ = batch.kept["static"]
+    sums = torch.empty(len(chunks), device=batch.device)
+    if len(chunks) > 0:
+        pointers, *_ = _dynamic(batch)
+        dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+        with _on(batch.device):
+            square_sum[(len(chunks),)](
+                *(chunks, lengths, pointers, sums),
+                **{"WIDTH": len(batch.layout.tensors), "DTYPE": dtype[batch.layout.grad_dtype]},
+                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS},
+            )
+    return sums.sum(dtype=torch.float64)
+
+
+def _on(device: torch.device) -> Any:
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def _dynamic(batch: Batch) -> list[Tensor]:
+    """This step's pointers, scalars and keys on the device."""
+    if "dynamic" not in batch.passing:
+        if batch.deferred:
+            batch.passing["dynamic"] = [_deferred_pointers(batch), batch.scalars(), batch.keys()]
+        else:
+            batch.passing["dynamic"] = _upload(batch.device, batch.pointers(), batch.scalars(), batch.keys())
+    return batch.passing["dynamic"]
+
+
+_captured: list[Tensor] = []
+"""Host memory that captured graphs copy from, as long as they may be replayed."""
+
+
+def _deferred_pointers(batch: Batch) -> Tensor:
+    """The table of pointers, sent only if an address has changed; a graph that is being captured sends it again."""
+    pointers = batch.pointers()
+    known = batch.kept.get("pointers")
+    if known is not None and torch.equal(known[0], pointers):
+        return known[1]
+    if batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if "pinned" not in batch.kept:
+            raise RuntimeError("take a step outside of a graph before another one is captured")
+        # Memory cannot be pinned during a capture; this piece was kept ready and is the graph's from now on.
+        pinned = batch.kept.pop("pinned").copy_(pointers)
+        _captured.append(pinned)
+        return pinned.to(batch.device, non_blocking=True)
+    if batch.device.type == "cuda":
+        batch.kept.setdefault("pinned", torch.empty_like(pointers, pin_memory=True))
+    batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
+    return batch.kept["pointers"][1]
 
 
 def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import increment_version
 
+from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.c_source import CHUNK, render
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.work import Batch
 
 # Contraction or re-association would destroy Kahan summation and the equality of backends; no-math-errno and
 # no-trapping-math only let the compiler vectorise square roots and selections, schedule-insns is worth 5% with gcc.
@@ -50,8 +50,17 @@ def prepare(batch: Batch) -> None:
 
 def run(batch: Batch) -> None:
     """Step every parameter of `batch`, which was prepared, in place and in one call."""
+    if batch.skipped:
+        return
     step, chunks, rows = batch.kept["kernel"], batch.kept["chunks"], batch.rows
-    tables = (chunks, batch.pointers(), batch.scalars(), batch.keys().contiguous(), rows.lengths, rows.first_index)
+    tables = (
+        chunks,
+        batch.pointers(),
+        batch.factors(batch.scalars()),
+        batch.keys().contiguous(),
+        rows.lengths,
+        rows.first_index,
+    )
     step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)

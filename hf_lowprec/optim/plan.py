@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
+from hf_lowprec.optim.batch import Batch
+from hf_lowprec.optim.clipping import clip_factor
 from hf_lowprec.optim.step import Layout, Stored
-from hf_lowprec.optim.work import Batch, Group, Work
+from hf_lowprec.optim.work import Group, Work
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Plan:
     Attributes:
         batches: what is stepped together.
         strided: `(tensor, contiguous copy that is stepped)` of what is not contiguous.
+        norm: of the coming step's gradients, where it is needed.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
@@ -51,6 +54,11 @@ class Plan:
     """
 
     def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a step can be captured in a graph after one was taken outside of it, with parameters, gradients and "
+                "settings of the same kind; take one (on a side stream), then capture"
+            )
         self._optimizer = optimizer
         self._settings = _settings(optimizer)
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -62,12 +70,14 @@ class Plan:
                     validation.check_gradient(param.grad)
         self._members: list[Member] = []
         self.strided: list[tuple[Tensor, Tensor]] = []
+        self.norm: Tensor | None = None
         alike: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_group(group, first, alike)
             first += len(group["params"])
-        self.batches = [Batch(layout, device, works) for (layout, device), works in alike.items()]
+        deferred = optimizer.capturable or optimizer.skip_nonfinite
+        self.batches = [Batch(layout, device, works, deferred) for (layout, device), works in alike.items()]
         for member in self._members:
             member.values.extend(member.work.state.values())
 
@@ -145,15 +155,24 @@ class Plan:
             dense.copy_(tensor)
         return True
 
+    def limit(self, max_norm: float | None, skip_nonfinite: bool) -> None:
+        """Let `norm` decide how the coming step is clipped and whether it is taken."""
+        assert self.norm is not None
+        for batch in self.batches:
+            if max_norm is not None:
+                batch.clip = clip_factor(self.norm, max_norm).to(batch.device)
+            if skip_nonfinite:
+                batch.enabled = self.norm.isfinite().to(batch.device)
+
     def copy_back(self) -> None:
         """Write what was stepped in a contiguous copy where it belongs."""
         for tensor, dense in self.strided:
             tensor.copy_(dense)
 
     def release(self) -> None:
-        """Let go of gradients."""
-        for member in self._members:
-            member.work.grad = None
+        """Let go of what belongs to one step."""
+        for batch in self.batches:
+            batch.release()
 
 
 def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
@@ -161,6 +180,9 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
     return [
         (
             optimizer.backend,
+            optimizer.capturable,
+            optimizer.max_grad_norm is None,
+            optimizer.skip_nonfinite,
             len(group["params"]),
             group["rounding"],
             group["state_rounding"],
@@ -188,4 +210,5 @@ def _layout(
             Stored.of(spec, dtype, group["state_rounding"]) for spec, dtype in zip(specs, state_dtypes, strict=True)
         ),
         maximize=bool(group["maximize"]),
+        clipped=optimizer.max_grad_norm is not None,
     )

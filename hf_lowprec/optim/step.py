@@ -18,6 +18,9 @@ from torch import Tensor
 from hf_lowprec.rounding import MODES, State, random_word, round_nearest, round_stochastic
 from hf_lowprec.rounding.random import lane, word_of
 
+CLIP = "clip"
+"""The scalar, common to all parameters, that brings the gradient's norm down; of clipped layouts."""
+
 Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -49,6 +52,7 @@ class Layout:
         grad_dtype: storage dtype of the gradient.
         states: the algorithm's states, in its own order, then the mode's auxiliary ones.
         maximize: whether the gradient is negated first.
+        clipped: whether it is multiplied with the scalar `clip` before that.
     """
 
     update: Update
@@ -59,6 +63,12 @@ class Layout:
     grad_dtype: torch.dtype
     states: tuple[Stored, ...]
     maximize: bool
+    clipped: bool = False
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        """Names of all scalars that the step takes."""
+        return (*self.scalars, CLIP) if self.clipped else self.scalars
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
@@ -83,6 +93,8 @@ def wanted_update(
     layout: Layout, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The change of the weight that the algorithm wants and its new states, FP32 and not rounded."""
+    if layout.clipped:
+        grad = grad * scalars[CLIP]
     return layout.update(
         weight,
         -grad if layout.maximize else grad,

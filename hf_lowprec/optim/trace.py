@@ -100,7 +100,7 @@ def trace(layout: Layout) -> fx.Graph:
 
     weight, grad = element("param"), element("grad")
     state = {stored.name: element(stored.name) for stored in layout.states}
-    scalars = {name: element(f"scalar_{name}") for name in layout.scalars}
+    scalars = {name: element(f"scalar_{name}") for name in layout.factors}
     index = element("index")
     keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
     new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)  # type: ignore[arg-type]

@@ -59,16 +59,18 @@ def part({operands}, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def step(
-    chunks, lengths, first_index, pointers, scalars, keys, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+    chunks, lengths, first_index, pointers, scalars, keys, enabled,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):
     # chunks: (row, first element). By row: length, low word of the first global index, pointers[{n_tensors}],
-    # scalars[{n_scalars}], keys[{n_keys}].
+    # scalars[{n_scalars}], keys[{n_keys}]. enabled: one number, 0 to leave everything as it is.
     chunk = tl.program_id(0).to(tl.int64)
     row = tl.load(chunks + 2 * chunk)
     start = tl.load(chunks + 2 * chunk + 1)
     left = tl.load(lengths + row) - start
     base = tl.load(first_index + row) + start.to(tl.int32)
 {prologue}
+    left = tl.where(tl.load(enabled) != 0, left, 0)
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
         whole({operands}, CHUNK, BLOCK)
     else:
@@ -114,7 +116,7 @@ def render(layout: Layout) -> str:
     """The Python source of the Triton kernel `step` for one layout."""
     tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
     written = [name for name in tensors if name != "grad"]
-    scalars = [f"scalar_{name}" for name in layout.scalars]
+    scalars = [f"scalar_{name}" for name in layout.factors]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     lines, results = statements(trace(layout), Triton(), {"index", *keys})
     addresses = [f"a_{name}" for name in tensors]

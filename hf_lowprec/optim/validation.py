@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 STATE_ROUNDINGS = ("stochastic", "nearest")
+EXECUTION = {"backend", "capturable", "max_grad_norm", "skip_nonfinite"}
+"""Arguments of the optimizers that belong to no parameter group."""
 
 
 def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
@@ -32,6 +34,17 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
     if not low <= number < high:
         below = "" if high == float("inf") else f" and < {high:g}"
         raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
+
+
+def check_execution(capturable: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
+    """Raise ValueError unless these arguments, which belong to no parameter group, make sense."""
+    for name, value in (("capturable", capturable), ("skip_nonfinite", skip_nonfinite)):
+        if value not in (True, False):
+            raise ValueError(f"{name}={value!r} is not True or False")
+    if max_grad_norm is not None:
+        check_range("max_grad_norm", max_grad_norm, 0.0)
+        if max_grad_norm == 0:
+            raise ValueError("max_grad_norm=0 would take no step at all; give None not to clip")
 
 
 def keywords(cls: Any) -> dict[str, Any]:
@@ -47,7 +60,7 @@ def _keywords(cls: Any) -> dict[str, Any]:
 
 def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
     """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
-    known = keywords(type(optimizer)).keys() - {"backend"}
+    known = keywords(type(optimizer)).keys() - EXECUTION
     for key in group.keys() - known:
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
@@ -63,9 +76,10 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
         raise ValueError(f"seed={group['seed']!r} in {where} is not an integer") from None
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
-    check_range("lr", group["lr"], 0.0)
+    if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # no device is asked in a step
+        check_range("lr", group["lr"], 0.0)
     for name, default in keywords(type(optimizer)).items():
-        if isinstance(default, bool) and group[name] not in (True, False):
+        if isinstance(default, bool) and name in group and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)

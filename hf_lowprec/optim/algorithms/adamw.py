@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.base import LowPrecisionOptimizer, Shared
 from hf_lowprec.optim.validation import check_range
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -43,11 +44,7 @@ class AdamW(LowPrecisionOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        rounding: str = "kahan",
-        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        state_rounding: str = "stochastic",
-        seed: int = 0,
-        backend: str = "auto",
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
             params,
@@ -59,11 +56,7 @@ class AdamW(LowPrecisionOptimizer):
                 "amsgrad": amsgrad,
                 "maximize": maximize,
             },
-            rounding=rounding,
-            state_dtype=state_dtype,
-            state_rounding=state_rounding,
-            seed=seed,
-            backend=backend,
+            **shared,
         )
 
     def check_hyperparameters(self, group: Group) -> None:
@@ -93,7 +86,7 @@ class AdamW(LowPrecisionOptimizer):
             "beta2": beta2,
             "gain2": 1 - beta2,
             "step_size": lr / (1 - beta1**step),
-            "root_correction": 1 / math.sqrt(1 - beta2**step),
+            "root_correction": (1 - beta2**step) ** -0.5,
             "eps": group["eps"],
             "decay": lr * group["weight_decay"],
         }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.base import LowPrecisionOptimizer, Shared
 from hf_lowprec.optim.validation import check_range
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SGD(LowPrecisionOptimizer):
@@ -42,11 +43,7 @@ class SGD(LowPrecisionOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        rounding: str = "kahan",
-        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        state_rounding: str = "stochastic",
-        seed: int = 0,
-        backend: str = "auto",
+        **shared: Unpack[Shared],
     ) -> None:
         super().__init__(
             params,
@@ -58,11 +55,7 @@ class SGD(LowPrecisionOptimizer):
                 "nesterov": nesterov,
                 "maximize": maximize,
             },
-            rounding=rounding,
-            state_dtype=state_dtype,
-            state_rounding=state_rounding,
-            seed=seed,
-            backend=backend,
+            **shared,
         )
 
     def check_hyperparameters(self, group: Group) -> None:
@@ -89,7 +82,7 @@ class SGD(LowPrecisionOptimizer):
         return {
             "lr": lr,
             "momentum": group["momentum"],
-            "gain": 1.0 if step == 1 else 1 - group["dampening"],
+            "gain": 1 - group["dampening"] * (1 - 0.0 ** (step - 1)),
             "weight_decay": group["weight_decay"],
         }
 

@@ -1,0 +1,161 @@
+"""What a backend is given: the parameters of one layout on one device, and this step's tables of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.step import CLIP, Layout
+from hf_lowprec.optim.work import Group, Rows, Work
+from hf_lowprec.rounding import step_keys
+
+Scalars = Callable[[Group, Any, Any], dict[str, Any]]
+"""`(group, lr, step)` to the layout's scalars by name: numbers from numbers, FP64 tensors from FP64 tensors."""
+
+
+class Elements(NamedTuple):
+    """What `fused_step` computes from: FP32 values of some elements, and the step's scalars."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    scalars: dict[str, float]
+
+
+class Batch:
+    """The parameters of one layout on one device, over as many steps as they stay the same.
+
+    Attributes:
+        layout: what is computed.
+        device: where.
+        works: the parameters.
+        deferred: whether learning rates and step counts are for the device alone to know, so that a step can be
+            captured in a graph and skipped without asking.
+        rows: the static tables.
+        counts: FP32 tensor (works), the steps taken so far; `state["step"]` of each parameter is a view of it. On the
+            CPU, or on `device` if deferred.
+        written: every tensor that a step writes, but for the counts.
+        clip: the step's clip factor, an FP32 scalar on `device`, if the layout is clipped.
+        enabled: whether the step is to be taken, a bool scalar on `device`; None is yes.
+        kept: what a backend keeps between steps.
+        passing: what a backend keeps during one.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, works: list[Work], deferred: bool) -> None:
+        self.layout = layout
+        self.device = device
+        self.works = works
+        self.deferred = deferred
+        self.rows = Rows.of(layout, works)
+        self.written = [tensor for work in works for tensor in work.written]
+        self.clip: Tensor | None = None
+        self.enabled: Tensor | None = None
+        self.kept: dict[str, Any] = {}
+        self.passing: dict[str, Any] = {}
+
+        where = device if deferred else torch.device("cpu")
+        self.counts = torch.stack([work.state["step"].to(where) for work in works])
+        for work, count in zip(works, self.counts.unbind(), strict=True):
+            work.state["step"] = count
+        self._owner, self._streams, self._index_high = (
+            table.to(where) for table in (self.rows.owner, self.rows.streams, self.rows.index_high)
+        )
+        fixed = [[work.written[0].data_ptr(), 0, *(t.data_ptr() for t in work.written[1:])] for work in works]
+        self._addresses = torch.tensor(fixed, dtype=torch.int64)
+        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.dtypes])
+        self._ahead: list[float] = []
+        self._kinds: list[tuple[Group, float]] = []
+        self._kind = torch.empty(0)
+        self._scalars = torch.empty(len(works), len(layout.scalars), device=where)
+
+    def prepare(self, scalars: Scalars) -> None:
+        """Compute the coming step's scalars, of shape (works, scalars)."""
+        if self.deferred:
+            self._prepare_on_device(scalars)
+        else:
+            self._prepare_on_host(scalars)
+
+    def _prepare_on_host(self, scalars: Scalars) -> None:
+        """Once per group and step count, in Python's doubles."""
+        counts = self.counts.tolist()
+        ahead = [count - counts[0] for count in counts]
+        if ahead != self._ahead:
+            keys = [(id(work.group), by) for work, by in zip(self.works, ahead, strict=True)]
+            kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
+            position = {key: k for k, key in enumerate(kinds)}
+            self._ahead, self._kinds = ahead, list(kinds.values())
+            self._kind = torch.tensor([position[key] for key in keys])
+        table = [
+            list(scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) for group, by in self._kinds
+        ]
+        self._scalars = torch.tensor(table, dtype=torch.float32).view(len(table), -1)[self._kind]
+
+    def _prepare_on_device(self, scalars: Scalars) -> None:
+        """For every parameter, in FP64 tensors."""
+        steps = self.counts.double() + 1
+        first = 0
+        for group in {id(work.group): work.group for work in self.works}.values():
+            end = first + sum(work.group is group for work in self.works)  # works come group by group
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                lr = lr.to(self.device, torch.float64, non_blocking=True).reshape(())
+            for k, column in enumerate(scalars(group, lr, steps[first:end]).values()):
+                self._scalars[first:end, k] = column
+            first = end
+
+    def release(self) -> None:
+        """Let go of what belongs to one step, the gradients above all."""
+        self.clip = self.enabled = None
+        self.passing = {}
+        for work in self.works:
+            work.grad = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step is not to be taken; asks the device."""
+        return self.enabled is not None and not bool(self.enabled)
+
+    def scalars(self) -> Tensor:
+        """This step's scalars but for the clip factor, FP32 of shape (rows, scalars); on the device if deferred."""
+        return self._scalars[self._owner]
+
+    def factors(self, scalars: Tensor) -> Tensor:
+        """`scalars` and, if the layout is clipped, the clip factor as last column."""
+        if self.clip is None:
+            return scalars
+        return torch.cat([scalars, self.clip.to(scalars.device).expand(len(scalars), 1)], dim=1)
+
+    def pointers(self) -> Tensor:
+        """Addresses of the rows' first elements, int64 of shape (rows, tensors), on the host."""
+        grads = array("q", [work.grad.data_ptr() for work in self.works])  # type: ignore[union-attr]
+        self._addresses[:, 1] = torch.frombuffer(grads, dtype=torch.int64)
+        return self._addresses[self.rows.owner] + self.rows.first[:, None] * self._itemsizes
+
+    def keys(self) -> Tensor:
+        """This step's keys, int32 of shape (rows, words, 2); on the device if deferred."""
+        step = self.counts.to(torch.int32)[self._owner] + 1
+        return step_keys(self._streams, step[:, None], self._index_high[:, None])
+
+    def row_keys(self) -> list[dict[int, tuple[int, int]]]:
+        """This step's keys as numbers, by random word, for every row."""
+        return [
+            {word: (key0, key1) for word, (key0, key1) in zip(self.layout.words, row, strict=True)}
+            for row in self.keys().tolist()
+        ]
+
+    def elements(self, work: int, part: slice | Tensor) -> Elements:
+        """The FP32 values of some elements of one work, by slice or flat indices."""
+        weight, grad, *states = (tensor.view(-1)[part].float() for tensor in self.works[work].tensors)
+        scalars = dict(zip(self.layout.scalars, self._scalars[work].tolist(), strict=True))
+        if self.clip is not None:
+            scalars[CLIP] = self.clip.item()
+        return Elements(
+            weight,
+            grad,
+            {stored.name: state for stored, state in zip(self.layout.states, states, strict=True)},
+            scalars,
+        )
