@@ -1,7 +1,11 @@
-"""`eager` and `native` agree bit for bit; a backend that is unknown or cannot run is refused by name."""
+"""Every backend agrees with `eager` bit for bit; one that is unknown or cannot run is refused by name.
+
+`eager` runs on the CPU; `triton` on the GPU if there is one, else in Triton's interpreter, which computes with NumPy.
+"""
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -9,23 +13,17 @@ import torch
 from hf_lowprec.optim import SGD, AdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STEPS = 50
-# Around a page of the eager backend and of a vector unit, one element, none, no dimension, and several at once.
-SIZES = [
-    (1,),
-    (7,),
-    (1023,),
-    (1024,),
-    (1025,),
-    (32767,),
-    (32768,),
-    (32769,),
-    (40000,),
-    (0,),
-    (),
-    (5, 0, 3),
-    (9, 11, 13),
-]
+# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+GPU = torch.cuda.is_available()
+DEVICE = {"native": "cpu", "triton": "cuda" if GPU else "cpu"}
+STEPS = {"native": 50, "triton": 50 if GPU else 4}
+# Around a thread's and a program's share, one element, none, no dimension, and several at once.
+SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (0,), (), (5, 0, 3), (9, 11, 13)]
+SIZES = {
+    "native": [*SIZES, (32767,), (32768,), (32769,), (40000,)],
+    "triton": [*SIZES, (255,), (257,), (8191,), (8192,), (8193,), (2 * 8192 + 100,)],
+}
 SMALL = [(1,), (7,), (33, 31), (0,), ()]
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 1e-45, -1e-40, 0.0, -0.0, 1e-20]
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -42,6 +40,7 @@ def private_cache(tmp_path_factory):
 
 def assert_same(first: torch.Tensor, second: torch.Tensor, what: str = "") -> None:
     """Bit for bit, but any NaN is as good as another."""
+    first, second = first.detach().cpu(), second.detach().cpu()
     assert (first.dtype, first.shape) == (second.dtype, second.shape), what
     nan = first.isnan()
     assert torch.equal(nan, second.isnan()), what
@@ -49,26 +48,47 @@ def assert_same(first: torch.Tensor, second: torch.Tensor, what: str = "") -> No
     assert torch.equal(first[~nan].view(bits), second[~nan].view(bits)), what
 
 
-def assert_backends_agree(cls, make_params, make_grad, steps: int = STEPS, **options) -> list[torch.nn.Parameter]:
-    """Train two copies on equal gradients; weights agree every ten steps, states at the end. Returns native's copy."""
-    params = {backend: make_params() for backend in ("eager", "native")}
+@pytest.fixture(params=["native", "triton"])
+def other(request) -> str:
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+def assert_backends_agree(
+    other: str, cls, make_params, make_grad, steps: int | None = None, **options
+) -> list[torch.nn.Parameter]:
+    """Train two copies on equal gradients; weights agree now and then, states at the end. Returns `other`'s copy."""
+    steps = steps or STEPS[other]
+    params = {"eager": make_params(), other: [on_device(param, DEVICE[other]) for param in make_params()]}
     optimizers = {backend: cls(params[backend], backend=backend, **options) for backend in params}
     generator = torch.Generator().manual_seed(5)
     for step in range(1, steps + 1):
-        for eager, native in zip(*params.values(), strict=True):
+        for eager, copy in zip(*params.values(), strict=True):
             eager.grad = make_grad(eager, step, generator)
-            native.grad = eager.grad.clone()
+            copy.grad = eager.grad.to(DEVICE[other], copy=True)
         for optimizer in optimizers.values():
             optimizer.step()
-        if step % 10 == 0 or step == 1:
+        if step % 10 == 0 or step in (1, steps):
             for number, pair in enumerate(zip(*params.values(), strict=True)):
                 assert_same(*pair, f"weight {number}, step {step}")
-    for number, (eager, native) in enumerate(zip(*params.values(), strict=True)):
-        expected, got = optimizers["eager"].state[eager], optimizers["native"].state[native]
+    for number, (eager, copy) in enumerate(zip(*params.values(), strict=True)):
+        expected, got = optimizers["eager"].state[eager], optimizers[other].state[copy]
         assert expected.keys() == got.keys()
         for name in expected:
             assert_same(expected[name], got[name], f"{name} {number}")
-    return params["native"]
+    return params[other]
+
+
+def on_device(param: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
+    """The parameter with its strides and settings on `device`."""
+    if device == "cpu":
+        return param
+    there = torch.nn.Parameter(torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device))
+    there.data.copy_(param.data)
+    if param.grad_dtype != param.dtype:
+        there.grad_dtype = param.grad_dtype
+    return there
 
 
 def contiguous(dtype: torch.dtype, shapes: list[tuple[int, ...]]):
@@ -92,12 +112,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
-def test_backends_agree_for_all_sizes(cls, dtype, options):
+def test_backends_agree_for_all_sizes(other, cls, dtype, options):
     base = ADAMW if cls is AdamW else SGDM
-    trained = assert_backends_agree(cls, contiguous(dtype, SIZES), normal, **base, **options)
-    for before, after in zip(contiguous(dtype, SIZES)(), trained, strict=True):
+    trained = assert_backends_agree(other, cls, contiguous(dtype, SIZES[other]), normal, **base, **options)
+    for before, after in zip(contiguous(dtype, SIZES[other])(), trained, strict=True):
         assert after.isfinite().all()
-        assert before.numel() <= 7 or not torch.equal(before, after)
+        assert before.numel() <= 7 or not torch.equal(before, after.cpu())
 
 
 STATE_DTYPES = [BF16, FP32, "first", "second"]
@@ -106,13 +126,13 @@ STATE_DTYPES = [BF16, FP32, "first", "second"]
 @pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize(("cls", "dtype", "options"), [case for case in CASES if case.values[1] is not FP32])
-def test_backends_agree_for_all_state_dtypes(cls, dtype, options, state_dtype, state_rounding):
+def test_backends_agree_for_all_state_dtypes(other, cls, dtype, options, state_dtype, state_rounding):
     names = {AdamW: ("exp_avg", "exp_avg_sq"), SGD: ("momentum_buffer", "momentum_buffer")}[cls]
     if isinstance(state_dtype, str):
         state_dtype = {names[STATE_DTYPES.index(state_dtype) - 2]: FP32}
     base = ADAMW if cls is AdamW else SGDM
     options = {**base, **options, "state_dtype": state_dtype, "state_rounding": state_rounding}
-    assert_backends_agree(cls, contiguous(dtype, SMALL), normal, **options)
+    assert_backends_agree(other, cls, contiguous(dtype, SMALL), normal, **options)
 
 
 FORMULAS = [(AdamW, {"amsgrad": True}), (AdamW, {"amsgrad": True, "maximize": True, "betas": (0.0, 0.5), "eps": 0.0})]
@@ -122,12 +142,12 @@ FORMULAS += [(SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}), (SGD,
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
-def test_backends_agree_for_all_formulas(cls, options, rounding):
-    assert_backends_agree(cls, contiguous(BF16, SMALL), normal, rounding=rounding, seed=-3, **options)
+def test_backends_agree_for_all_formulas(other, cls, options, rounding):
+    assert_backends_agree(other, cls, contiguous(BF16, SMALL), normal, rounding=rounding, seed=-3, **options)
 
 
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
-def test_backends_agree_on_huge_and_invalid_gradients(cls, dtype, options):
+def test_backends_agree_on_huge_and_invalid_gradients(other, cls, dtype, options):
     """Every tenth step half of the elements get one of the special values each; the others train on."""
     special = torch.tensor(SPECIAL).to(dtype)
 
@@ -138,14 +158,14 @@ def test_backends_agree_on_huge_and_invalid_gradients(cls, dtype, options):
         return grad
 
     base = {**(ADAMW if cls is AdamW else SGDM), **options}
-    (param,) = assert_backends_agree(cls, contiguous(dtype, [(2, 40)]), sometimes_special, **base)
+    (param,) = assert_backends_agree(other, cls, contiguous(dtype, [(2, 40)]), sometimes_special, **base)
     assert param[0].isnan().any()
     assert param[1].isfinite().all()
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
 @pytest.mark.parametrize("cls", [AdamW, SGD])
-def test_backends_agree_on_fp32_gradients_of_bf16_parameters(cls, rounding):
+def test_backends_agree_on_fp32_gradients_of_bf16_parameters(other, cls, rounding):
     """torch allows them where `grad_dtype` says so; infinities and the largest values among them."""
 
     def make():
@@ -160,7 +180,7 @@ def test_backends_agree_on_fp32_gradients_of_bf16_parameters(cls, rounding):
             grad[0, : len(SPECIAL)] = torch.tensor(SPECIAL).roll(step)
         return grad
 
-    trained = assert_backends_agree(cls, make, sometimes_special, rounding=rounding, lr=1e-2)
+    trained = assert_backends_agree(other, cls, make, sometimes_special, rounding=rounding, lr=1e-2)
     assert trained[0][0].isnan().any()
     assert trained[0][1].isfinite().all()
 
@@ -182,7 +202,7 @@ def awkward(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
-def test_parameters_that_are_not_contiguous(cls, dtype, options):
+def test_parameters_that_are_not_contiguous(other, cls, dtype, options):
     """Backends agree, and do what they do to a contiguous copy: an element is its logical place, not its address."""
     base = {**(ADAMW if cls is AdamW else SGDM), **options}
 
@@ -193,13 +213,14 @@ def test_parameters_that_are_not_contiguous(cls, dtype, options):
         return [torch.nn.Parameter(view.contiguous()) for view in awkward(dtype)]
 
     strides = [view.stride() for view in awkward(dtype)]
-    trained = assert_backends_agree(cls, strided, normal, steps=10, **base)
+    steps = min(10, STEPS[other])
+    trained = assert_backends_agree(other, cls, strided, normal, steps=steps, **base)
     assert [param.stride() for param in trained] == strides
-    for param, copy in zip(trained, assert_backends_agree(cls, flat, normal, steps=10, **base), strict=True):
-        assert_same(param.detach().contiguous(), copy.detach())
+    for param, copy in zip(trained, assert_backends_agree(other, cls, flat, normal, steps=steps, **base), strict=True):
+        assert_same(param.contiguous(), copy)
 
 
-@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("backend", ["eager", "native", "triton"])
 def test_what_lies_between_the_elements_of_a_view_is_not_touched(backend):
     base = torch.randn(90, generator=torch.Generator().manual_seed(8)).to(BF16)
     before = base.clone()
@@ -220,7 +241,17 @@ def test_an_unknown_backend_is_refused_by_name(name, error, words):
     assert all(word in str(raised.value) for word in [*words, "backend"])
 
 
-def test_a_backend_that_cannot_run_says_why_and_what_can():
-    with pytest.raises(RuntimeError) as raised:
+@pytest.mark.skipif(GPU, reason="there is a GPU for it to run on")
+def test_triton_without_a_gpu_says_why_and_what_can(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match="runs on a GPU and there is none") as raised:
         AdamW(contiguous(BF16, [(3,)])(), backend="triton")
-    assert all(word in str(raised.value) for word in ("backend", "triton", "eager", "native"))
+    assert all(word in str(raised.value) for word in ("backend", "triton", "eager", "native", "TRITON_INTERPRET"))
+
+
+def test_triton_without_triton_says_why_and_what_can(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(RuntimeError, match="needs the package triton") as raised:
+        AdamW(contiguous(BF16, [(3,)])(), backend="triton")
+    assert all(word in str(raised.value) for word in ("pip install triton", "eager", "native"))
