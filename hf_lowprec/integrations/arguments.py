@@ -102,7 +102,7 @@ def _betas(word: str) -> tuple[float, ...]:
     return float(first), float(second)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "betas": _betas}
+_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "betas": _betas, "max_grad_norm": float}
 _BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _bool: "give True or False",

@@ -17,6 +17,7 @@ from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.optim import LowPrecisionOptimizer
 
 LOST_UPDATES = "lost_updates"
+SKIPPED_STEPS = "skipped_steps"
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
 _MEASURE_EVERY = 64
 """Steps between measurements where the step that will be logged is not known in advance."""
@@ -31,7 +32,8 @@ class LowPrecisionCallback(TrainerCallback):
     train in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
 
     Added to every training log: `lost_updates`, the share of the intended weight changes of that step that
-    rounding did not store (0 is none, 1 is all; see `insight.updates`).
+    rounding did not store (0 is none, 1 is all; see `insight.updates`); with `skip_nonfinite` also `skipped_steps`, how
+    many steps were left out so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -110,11 +112,18 @@ class LowPrecisionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the measurement to the logs and to the state's history."""
-        if logs is not None and "loss" in logs and self._lost is not None:
-            logs[LOST_UPDATES] = self._lost
-            state.log_history[-1][LOST_UPDATES] = self._lost
+        """Add what was measured and counted to the logs and to the state's history."""
+        if logs is None or "loss" not in logs:
+            return
+        found: dict[str, float] = {}
+        if self._lost is not None:
+            found[LOST_UPDATES] = self._lost
             self._lost = None
+        optimizer = _unwrapped(kwargs.get("optimizer"))
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
+            found[SKIPPED_STEPS] = optimizer.skipped_steps
+        logs |= found
+        state.log_history[-1] |= found
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

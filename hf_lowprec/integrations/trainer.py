@@ -23,6 +23,7 @@ from hf_lowprec.integrations.arguments import (
     optimizer_name,
 )
 from hf_lowprec.integrations.callback import AUTOCAST_OFF, LowPrecisionCallback
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 
 
@@ -70,7 +71,7 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         return original(*bound.args, **bound.kwargs)
 
     if ours:
-        _move_weight_decay(training_args, checked_arguments(training_args))
+        _move_to_fields(training_args, checked_arguments(training_args))
     patterns = keep_fp32_patterns(training_args) if ours else ()
     mixed_precision = _check_precision(training_args)
     callback.begin(patterns, [AUTOCAST_OFF] if mixed_precision == "bf16" else [])
@@ -88,6 +89,7 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
     finally:
         if mixed_precision != "no":
             training_args.mixed_precision = mixed_precision
+    _leave_clipping_to_the_optimizer(trainer)
     # First, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
@@ -120,14 +122,33 @@ def _check_precision(args: Any) -> str:
     return str(args.mixed_precision)
 
 
-def _move_weight_decay(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Trainer writes its own `weight_decay` into the parameter groups, so one in `optim_args` has to go there."""
+def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+    """What `optim_args` says and Trainer reads from a field of its own goes there.
+
+    Trainer writes its `weight_decay` into the parameter groups, and asks for clipping if its `max_grad_norm` says so.
+    """
     if "weight_decay" in kwargs:
         if args.weight_decay not in (0, kwargs["weight_decay"]):
             raise ValueError(
                 f"weight_decay={args.weight_decay} and weight_decay={kwargs['weight_decay']} in optim_args differ"
             )
         args.weight_decay = kwargs["weight_decay"]
+    if "max_grad_norm" in kwargs:
+        args.max_grad_norm = kwargs["max_grad_norm"]
+
+
+def _leave_clipping_to_the_optimizer(trainer: Trainer) -> None:
+    """Where the optimizer clips inside its step, Trainer's clipping only asks it for the norm, and reports that."""
+    clip = trainer.accelerator.clip_grad_norm_
+
+    @functools.wraps(clip)
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.max_grad_norm is not None:
+            return optimizer.global_grad_norm()
+        return clip(parameters, max_norm, norm_type)
+
+    trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
 
 
 def _casting(model_init: Callable, callback: LowPrecisionCallback) -> Callable:

@@ -1,0 +1,99 @@
+"""`optim_args="max_grad_norm=…,skip_nonfinite=True"` with the stock Trainer."""
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_lowprec  # noqa: F401
+from tests.integrations.tiny_training import losses, optimizer_of, trained
+
+
+class Watch(TrainerCallback):
+    """Keeps the exact norm of the gradients as Trainer hands them to the optimizer."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack(squares).sum().sqrt()))
+
+
+class Poison(TrainerCallback):
+    """Puts an infinity into a gradient before the optimizer's third step, before Trainer asks for the norm."""
+
+    def __init__(self):
+        self.backwards = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        def hook(grad):
+            self.backwards += 1
+            return torch.full_like(grad, math.inf) if self.backwards == 3 else grad
+
+        next(model.parameters()).register_hook(hook)
+
+
+def logged(trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_reported_norm_is_that_before_clipping(tmp_path, accumulation):
+    watch = Watch()
+    trainer = trained(
+        tmp_path,
+        optim="adamw_bf16_kahan",
+        optim_args="max_grad_norm=0.05",
+        callbacks=[watch],
+        logging_steps=1,
+        gradient_accumulation_steps=accumulation,
+    )
+    assert trainer.args.max_grad_norm == optimizer_of(trainer).max_grad_norm == 0.05
+    assert min(watch.norms) > 0.05  # Trainer itself clipped nothing
+    # Square sums in FP32 over pieces of 2^16 elements: √(2^16) · 2^-24 relative.
+    assert logged(trainer, "grad_norm") == pytest.approx(watch.norms, rel=2**8 * 2**-24)
+
+
+def test_it_trains_as_trainers_own_clipping(tmp_path):
+    """Apart by what Trainer's clipping rounds: its factor and the scaled gradients are BF16, 2^-8 each."""
+    ours = trained(tmp_path / "a", optim="adamw_bf16_kahan", optim_args="max_grad_norm=0.05")
+    theirs = trained(tmp_path / "b", optim="adamw_bf16_kahan", max_grad_norm=0.05)
+    assert losses(ours) != losses(theirs)
+    assert losses(ours) == pytest.approx(losses(theirs), abs=2.5e-2 * losses(theirs)[0])
+
+
+def test_without_the_argument_trainer_clips(tmp_path):
+    watch = Watch()
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_grad_norm=0.05, callbacks=[watch])
+    assert optimizer_of(trainer).max_grad_norm is None
+    assert max(watch.norms) < 0.05 * (1 + 2**-7)  # the factor and the scaled gradients are rounded to BF16
+
+
+def test_a_step_with_infinite_gradients_is_left_out_and_logged(tmp_path):
+    poison = Poison()
+    trainer = trained(
+        tmp_path,
+        optim="adamw_bf16_sr",
+        optim_args="skip_nonfinite=True,max_grad_norm=1.0",
+        callbacks=[poison],
+        logging_steps=1,
+    )
+    steps = trainer.state.max_steps
+    assert poison.backwards == steps
+    assert logged(trainer, "skipped_steps") == [0, 0, *[1] * (steps - 2)]
+    assert math.isinf(logged(trainer, "grad_norm")[2])
+    assert all(map(math.isfinite, losses(trainer)))
+    assert all(param.isfinite().all() for param in trainer.model.parameters())
+    assert {float(state["step"]) for state in optimizer_of(trainer).state.values()} == {steps - 1}
+
+
+def test_nothing_is_said_of_skipped_steps_where_none_can_be(tmp_path):
+    assert logged(trained(tmp_path, optim="adamw_bf16_sr"), "skipped_steps") == []
+
+
+@pytest.mark.parametrize("word", ["max_grad_norm=-1", "max_grad_norm=much", "skip_nonfinite=maybe"])
+def test_a_bad_value_is_named_before_anything_is_touched(tmp_path, word):
+    with pytest.raises(ValueError, match=word.split("=")[0]):
+        trained(tmp_path, optim="adamw_bf16_kahan", optim_args=word)
