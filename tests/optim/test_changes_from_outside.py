@@ -1,6 +1,8 @@
 """Parameters, states and options that others change between steps."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -84,3 +86,156 @@ def test_a_compensation_for_an_fp32_parameter_is_refused():
     uncast = AdamW([nn.Parameter(torch.zeros(8))], lr=0.01)
     with pytest.raises(ValueError, match=r"'compensation'.*a float32 parameter of AdamW"):
         uncast.load_state_dict(optimizer.state_dict())
+
+
+PLAN_BACKENDS = [*BACKENDS, pytest.param("triton", marks=pytest.mark.filterwarnings("ignore:.* encountered in"))]
+
+
+def replace_state(optimizer, params):
+    optimizer.state[params[0]]["exp_avg"] = torch.full_like(params[0], 0.25)
+
+
+def replace_state_data(optimizer, params):
+    state = optimizer.state[params[0]]["exp_avg"]
+    state.data = torch.full_like(params[0], 0.25)
+
+
+def fill_state(optimizer, params):
+    optimizer.state[params[0]]["exp_avg"].fill_(0.25)
+
+
+def forget_state(optimizer, params):
+    optimizer.state.pop(params[1])
+
+
+def set_count(optimizer, params):
+    optimizer.state[params[0]]["step"] = torch.tensor(7.0)
+
+
+def raise_count(optimizer, params):
+    optimizer.state[params[0]]["step"] += 3
+
+
+def move_weight(optimizer, params):
+    params[0].data = params[0].data.clone()
+
+
+def swap_in_place(optimizer, params):
+    params[2].data = params[2].data.t()
+    for name in ("exp_avg", "exp_avg_sq", "compensation"):
+        optimizer.state[params[2]][name].data = optimizer.state[params[2]][name].t().contiguous()
+
+
+def widen_state(optimizer, params):
+    optimizer.state[params[0]]["exp_avg_sq"] = optimizer.state[params[0]]["exp_avg_sq"].float()
+
+
+def change_lr(optimizer, params):
+    optimizer.param_groups[1]["lr"] *= 0.5
+
+
+def change_betas(optimizer, params):
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+def change_seed(optimizer, params):
+    optimizer.param_groups[0]["seed"] = 9
+
+
+def change_rounding(optimizer, params):
+    optimizer.param_groups[0]["rounding"] = "stochastic"
+
+
+def change_limit(optimizer, params):
+    optimizer.max_grad_norm = 0.1
+
+
+def add_group(optimizer, params):
+    extra = nn.Parameter(torch.full((5,), 0.5, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [extra], "lr": 0.3})
+    params.append(extra)
+
+
+CHANGES = [
+    *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
+    *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
+]
+
+
+@pytest.mark.parametrize("backend", PLAN_BACKENDS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_counts(change, backend):
+    """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
+
+    def gradients(params, step):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+
+    params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3)]
+    params.append(nn.Parameter(torch.linspace(-1, 1, 36).bfloat16().view(6, 6)))
+    groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.2}]
+    optimizer = AdamW(groups, backend=backend)
+    for step in range(3):
+        gradients(params, step)
+        optimizer.step()
+    change(optimizer, params)
+
+    copies = [nn.Parameter(param.detach().clone().contiguous()) for param in params]
+    others = iter(copies)
+    anew = [{**group, "params": [next(others) for _ in group["params"]]} for group in optimizer.param_groups]
+    other = AdamW(anew, backend="eager", max_grad_norm=optimizer.max_grad_norm)
+    for param, twin in zip(params, copies, strict=True):
+        if param in optimizer.state:
+            other.state[twin] = {name: value.clone() for name, value in optimizer.state[param].items()}
+    for step in range(3, 6):
+        gradients(params, step)
+        gradients(copies, step)
+        optimizer.step()
+        other.step()
+    for param, twin in zip(params, copies, strict=True):
+        assert torch.equal(param, twin)
+        for name, value in other.state[twin].items():
+            assert torch.equal(optimizer.state[param][name], value), name
+
+
+@pytest.mark.parametrize("backend", PLAN_BACKENDS)
+def test_gradients_may_come_and_go(backend):
+    """A parameter without a gradient is left alone and does not count, whichever it is."""
+    trained = {}
+    for name in ("eager", backend):
+        params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3, 5)]
+        optimizer = AdamW(params, lr=0.1, backend=name)
+        for step, present in enumerate([(0, 1), (1, 2), (), (0, 1, 2), (2,), (2,), (0, 2)]):
+            for k, param in enumerate(params):
+                param.grad = torch.full_like(param, 0.1 * step) if k in present else None
+            optimizer.step()
+        trained[name] = params
+        assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 5]
+    assert all(map(torch.equal, *trained.values()) if backend != "eager" else [True])
+
+
+@pytest.mark.parametrize("backend", PLAN_BACKENDS)
+def test_gradients_are_not_kept_alive(backend):
+    param, optimizer = stepped(backend=backend, max_grad_norm=1.0)
+    gone = weakref.ref(param.grad.untyped_storage())
+    optimizer.global_grad_norm()
+    optimizer.step()
+    gc.collect()
+    assert gone() is not None
+    optimizer.zero_grad()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("backend", PLAN_BACKENDS)
+def test_a_gradient_that_cannot_be_used_changes_nothing(backend):
+    """… on a standing plan as on a first step."""
+    param, optimizer = stepped(backend=backend)
+    before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
+    param.grad = torch.ones(8).bfloat16().to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert all(map(torch.equal, before, [param, *optimizer.state[param].values()]))
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
