@@ -11,7 +11,7 @@ CODE  := hf_lowprec tests $(wildcard examples benchmarks)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-fast pytest lint format format-check typecheck bench clean
+.PHONY: help .venv demo test test-fast test-gpu pytest lint format format-check typecheck bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,11 @@ pytest: $(STAMP) ## the tests alone, all of them
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "not slow and not distributed and not gpu" $(ARGS)
+
+# Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
+test-gpu: ## the step's tests on the GPU of this machine
+	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
+	  tests/gpu tests/optim -k "not native" $(ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	@$(BIN)/ruff check $(CODE)

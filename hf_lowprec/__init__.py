@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.fp32 import fp32_state_dict
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
 
-__version__ = metadata.version("hf-lowprec")
+try:
+    __version__ = metadata.version("hf-lowprec")
+except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+    __version__ = "0+source"
 
 _HOME = {
     "CastReport": "casting",

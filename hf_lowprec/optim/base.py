@@ -162,8 +162,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             plan.copy_back()
             self.grad_norm, self._norm_ahead = plan.norm, None
             if plan.norm is not None and self.skip_nonfinite:
-                skipped = ~plan.norm.isfinite()
-                self._skipped = skipped.long() if self._skipped is None else self._skipped + skipped
+                if self._skipped is None:
+                    self._skipped = torch.zeros((), dtype=torch.int64, device=plan.norm.device)
+                self._skipped += ~plan.norm.isfinite()  # in place, for a graph that is replayed
         return loss
 
     @property

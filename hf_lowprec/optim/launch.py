@@ -77,8 +77,6 @@ def prepare(batch: Batch) -> None:
         rows = batch.rows
         always = torch.ones((), dtype=torch.int32)
         batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index, always)
-        if batch.deferred and batch.device.type == "cuda":
-            batch.kept["pinned"] = torch.empty_like(batch.pointers(), pin_memory=True)
 
 
 def run(batch: Batch) -> None:
@@ -148,8 +146,8 @@ def _deferred_pointers(batch: Batch) -> Tensor:
         pinned = batch.kept.pop("pinned").copy_(pointers)
         _captured.append(pinned)
         return pinned.to(batch.device, non_blocking=True)
-    if batch.device.type == "cuda":
-        batch.kept.setdefault("pinned", torch.empty_like(pointers, pin_memory=True))
+    if batch.device.type == "cuda" and "pinned" not in batch.kept:
+        batch.kept["pinned"] = torch.empty_like(pointers, pin_memory=True)
     batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
     return batch.kept["pointers"][1]
 

@@ -1,0 +1,246 @@
+"""What only a GPU can show of the fused step; its bits are compared with `eager`'s in tests/optim."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.insight.memory import memory_use
+from hf_lowprec.optim import SGD, AdamW, launch
+from hf_lowprec.optim.backends import expected
+from hf_lowprec.optim.step import fused_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BF16, FP32 = torch.bfloat16, torch.float32
+ROOT = Path(__file__).resolve().parents[2]
+MODES = [
+    pytest.param({}, id="plain"),
+    pytest.param({"max_grad_norm": 0.1}, id="clipped"),
+    pytest.param({"skip_nonfinite": True}, id="skipping"),
+    pytest.param({"capturable": True}, id="capturable"),
+    pytest.param({"capturable": True, "max_grad_norm": 0.1, "skip_nonfinite": True}, id="all"),
+]
+
+
+def make(shapes, dtype=BF16, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    made = [nn.Parameter(torch.randn(s, generator=generator, device="cuda").to(dtype)) for s in shapes]
+    give_gradients(made, seed)
+    return made
+
+
+def give_gradients(params: list[nn.Parameter], seed: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1000 + seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator, device="cuda").to(param.dtype)
+
+
+def model_like() -> list[nn.Parameter]:
+    return make([(300, 64), (64,), (65, 3), (2 * launch.CHUNK + 3,)]) + make([(64,)] * 5, FP32, seed=1)
+
+
+def test_auto_is_triton():
+    (param,) = make([(10,)])
+    assert expected("auto", param.device) == "triton"
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_step_does_not_wait_for_the_device(options):
+    params = model_like()
+    optimizer = AdamW(params, **options)
+    optimizer.step()
+    give_gradients(params, 2)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-4
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_learning_rate_on_the_device_is_not_asked_for():
+    params = model_like()
+    optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels(action) -> list[str]:
+    """Names of the kernels that run in `action`."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+        action()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return [e.name for e in profile.events() if e.device_type == cuda and not e.name.startswith(("Mem", "mem"))]
+
+
+def test_one_kernel_for_a_layout_and_nothing_else():
+    params = make([(k % 97 + 1,) for k in range(300)])
+    optimizer = AdamW(params)
+    optimizer.step()
+    assert kernels(optimizer.step) == ["step"]
+
+
+def test_nothing_is_compiled_again():
+    params = model_like()
+    optimizer = AdamW(params, max_grad_norm=1.0)
+    optimizer.step()
+    functions = [batch.kept["kernel"] for batch in optimizer._plan.batches]
+
+    def built() -> int:
+        return sum(len(function.device_caches[torch.cuda.current_device()][0]) for function in functions)
+
+    before = built()
+    assert before == 2
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = 10.0**-step
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+        optimizer.max_grad_norm = 1.0 + step
+        give_gradients(params, step)
+        optimizer.step()
+    assert built() == before
+
+
+@pytest.mark.parametrize(("rounding", "per_parameter"), [("kahan", 6), ("stochastic", 4), ("nearest", 4)])
+def test_memory_is_what_the_accounting_says(rounding, per_parameter):
+    """Nothing is kept but the states, and a step needs no more than its tables beside them."""
+    module = nn.Linear(4096, 8192, bias=False, device="cuda", dtype=BF16)
+    module.weight.grad = torch.randn_like(module.weight)
+    optimizer = AdamW(module.parameters(), rounding=rounding)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    states = torch.cuda.memory_allocated() - before
+    chunks = module.weight.numel() // launch.CHUNK
+    tables = 16 * chunks + (1 << 14)  # chunk table, and the rest in blocks of the allocator
+    assert 0 <= states - per_parameter * module.weight.numel() <= tables
+    counted = sum(memory_use(module, optimizer).state.values())
+    assert counted == per_parameter * module.weight.numel() + 4  # and the step count, on the host
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before - states <= tables
+
+
+def test_a_tensor_of_more_than_2_to_the_31_elements():
+    size = 2**31 + launch.CHUNK + 77
+    param = nn.Parameter(torch.empty(size, dtype=BF16, device="cuda"))
+    param.grad = torch.empty_like(param)
+    parts = [slice(k, k + 5000) for k in (0, 2**31 - 2500, size - 5000)]
+    for tensor in (param.data, param.grad):
+        for part in tensor.split(1 << 28):
+            part.normal_()
+    optimizer = SGD([param], lr=0.1, rounding="stochastic", weight_decay=0.1)
+    before = [(param.detach()[part].cpu().float(), param.grad[part].cpu().float()) for part in parts]
+    with optimizer.next_step() as plan:
+        (batch,) = plan.batches
+        (keys,) = batch.row_keys()
+        scalars = dict(zip(batch.layout.scalars, batch.scalars()[0].tolist(), strict=True))
+    optimizer.step()
+    for part, (weight, grad) in zip(parts, before, strict=True):
+        index = torch.arange(part.start, part.stop).to(torch.int32)
+        new_weight, _ = fused_step(batch.layout, weight, grad, {}, scalars, index, keys)
+        assert torch.equal(param.detach()[part].cpu().float(), new_weight), part
+
+
+@pytest.mark.parametrize("options", [mode for mode in MODES if mode.values[0].get("capturable")])
+def test_a_captured_step_is_the_step(options):
+    """Forward, backward and step in one CUDA graph, replayed; the learning rate changes between replays."""
+
+    def build():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)).to("cuda", BF16)
+        return module, torch.tensor(1e-2, device="cuda")
+
+    inputs = [torch.randn(32, 64, device="cuda", dtype=BF16) for _ in range(8)]
+    static = inputs[0].clone()
+
+    def iteration(module, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        module(static).square().mean().backward()
+        optimizer.step()
+
+    module, lr = build()
+    optimizer = AdamW(module.parameters(), lr=lr, **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        iteration(module, optimizer)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        module(static).square().mean().backward()
+        optimizer.step()
+
+    twin, rate = build()
+    other = AdamW(twin.parameters(), lr=rate, **options)
+    iteration(twin, other)
+    for k, batch in enumerate(inputs[1:]):
+        for value in (lr, rate):
+            value.fill_(1e-2 * 0.9**k)
+        static.copy_(batch)
+        graph.replay()
+        iteration(twin, other)
+        if k == 3:  # a step outside of the graph in between does not disturb it
+            junk = [torch.randn_like(p) for p in module.parameters()]
+            del junk
+    torch.cuda.synchronize()
+    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for name, value in other.state[theirs].items():
+            assert torch.equal(optimizer.state[mine][name], value), name
+    if optimizer.max_grad_norm:
+        assert torch.equal(optimizer.grad_norm, other.grad_norm)
+
+
+def test_capturing_without_a_step_before_says_what_to_do():
+    (param,) = make([(100,)])
+    optimizer = AdamW([param], capturable=True)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="take one"), torch.cuda.graph(graph):
+        optimizer.step()
+
+
+def test_compute_sanitizer_finds_nothing():
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    program = """
+import torch
+from hf_lowprec.optim import AdamW
+params = [torch.nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in (1, 7, 1023, 8192, 8193, 20000)]
+params.append(torch.nn.Parameter(torch.randn(9000, device="cuda").bfloat16()[3:]))
+optimizer = AdamW(params, max_grad_norm=1.0)
+for _ in range(2):
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+torch.cuda.synchronize()
+print("stepped")
+"""
+    # Without torch's allocator each tensor is an allocation of its own, and an access beyond it is seen.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "stepped" in done.stdout
