@@ -10,6 +10,8 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
 
+# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 BACKENDS = ("eager", "native")
 
 
@@ -88,9 +90,6 @@ def test_a_compensation_for_an_fp32_parameter_is_refused():
         uncast.load_state_dict(optimizer.state_dict())
 
 
-PLAN_BACKENDS = [*BACKENDS, pytest.param("triton", marks=pytest.mark.filterwarnings("ignore:.* encountered in"))]
-
-
 def replace_state(optimizer, params):
     optimizer.state[params[0]]["exp_avg"] = torch.full_like(params[0], 0.25)
 
@@ -162,20 +161,19 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("backend", PLAN_BACKENDS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_steps_counts(change, backend):
+def test_a_change_between_steps_counts(change, any_backend):
     """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
 
     def gradients(params, step):
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).bfloat16()
 
     params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3)]
     params.append(nn.Parameter(torch.linspace(-1, 1, 36).bfloat16().view(6, 6)))
     groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.2}]
-    optimizer = AdamW(groups, backend=backend)
+    optimizer = AdamW(groups, backend=any_backend)
     for step in range(3):
         gradients(params, step)
         optimizer.step()
@@ -199,11 +197,10 @@ def test_a_change_between_steps_counts(change, backend):
             assert torch.equal(optimizer.state[param][name], value), name
 
 
-@pytest.mark.parametrize("backend", PLAN_BACKENDS)
-def test_gradients_may_come_and_go(backend):
+def test_gradients_may_come_and_go(any_backend):
     """A parameter without a gradient is left alone and does not count, whichever it is."""
     trained = {}
-    for name in ("eager", backend):
+    for name in ("eager", any_backend):
         params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3, 5)]
         optimizer = AdamW(params, lr=0.1, backend=name)
         for step, present in enumerate([(0, 1), (1, 2), (), (0, 1, 2), (2,), (2,), (0, 2)]):
@@ -212,12 +209,11 @@ def test_gradients_may_come_and_go(backend):
             optimizer.step()
         trained[name] = params
         assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 5]
-    assert all(map(torch.equal, *trained.values()) if backend != "eager" else [True])
+    assert all(map(torch.equal, *trained.values()) if any_backend != "eager" else [True])
 
 
-@pytest.mark.parametrize("backend", PLAN_BACKENDS)
-def test_gradients_are_not_kept_alive(backend):
-    param, optimizer = stepped(backend=backend, max_grad_norm=1.0)
+def test_gradients_are_not_kept_alive(any_backend):
+    param, optimizer = stepped(backend=any_backend, max_grad_norm=1.0)
     gone = weakref.ref(param.grad.untyped_storage())
     optimizer.global_grad_norm()
     optimizer.step()
@@ -227,10 +223,9 @@ def test_gradients_are_not_kept_alive(backend):
     assert gone() is None
 
 
-@pytest.mark.parametrize("backend", PLAN_BACKENDS)
-def test_a_gradient_that_cannot_be_used_changes_nothing(backend):
+def test_a_gradient_that_cannot_be_used_changes_nothing(any_backend):
     """… on a standing plan as on a first step."""
-    param, optimizer = stepped(backend=backend)
+    param, optimizer = stepped(backend=any_backend)
     before = [param.detach().clone(), *(value.clone() for value in optimizer.state[param].values())]
     param.grad = torch.ones(8).bfloat16().to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.clipping import PIECE, clip_factor
+from tests.triton_here import require_triton
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -20,7 +21,7 @@ SHAPES = [(33, 65), (3,), (0,), (2 * 8192 + 5,)]
 @pytest.fixture(params=BACKENDS)
 def backend(request) -> str:
     if request.param == "triton":
-        pytest.importorskip("triton")
+        require_triton()
     return request.param
 
 

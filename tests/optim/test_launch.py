@@ -9,8 +9,9 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, launch
 from hf_lowprec.optim.step import fused_step
+from tests.triton_here import require_triton
 
-pytest.importorskip("triton")
+require_triton()
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
