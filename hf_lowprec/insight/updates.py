@@ -38,23 +38,23 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
         for batch in plan.batches:
             if batch.layout.param_dtype == torch.float32:
                 continue
-            owners, firsts = batch.rows.owner.tolist(), batch.rows.first.tolist()
-            for work, first, keys in zip(owners, firsts, batch.row_keys(), strict=True):
-                if first == 0:  # one row of each parameter is sample enough
-                    wanted, stored = _changes(batch, work, keys, sample)
+            firsts = batch.rows.first.tolist()
+            for row, keys in enumerate(batch.row_keys()):
+                if firsts[row] == 0:  # one row of each parameter is sample enough
+                    wanted, stored = _changes(batch, row, keys, sample)
                     wanted_square += float(wanted.square().sum())
                     stored_product += float((wanted * stored).sum())
     return 1 - stored_product / wanted_square if wanted_square else float("nan")
 
 
-def _changes(batch: Batch, work: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
-    """The wanted and the stored change of a sample of one parameter's first row, in FP64."""
-    count = min(batch.works[work].written[0].numel(), 1 << 32)
+def _changes(batch: Batch, row: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
+    """The wanted and the stored change of a sample of one row's elements, in FP64."""
+    count, first_index = int(batch.rows.lengths[row]), int(batch.rows.first_index[row])
     taken = min(sample, count)
-    index = torch.arange(taken, device=batch.device) * count // max(taken, 1)
-    elements = batch.elements(work, index)
+    place = torch.arange(taken, device=batch.device) * count // taken
+    elements = batch.elements(int(batch.rows.owner[row]), place)
     wanted, _ = wanted_update(batch.layout, *elements)
-    new_weight, new_state = fused_step(batch.layout, *elements, index.to(torch.int32), keys)
+    new_weight, new_state = fused_step(batch.layout, *elements, (place + first_index).to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim import backends, checkpoint, clipping, validation
 from hf_lowprec.optim.plan import Plan
+from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.step import Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
@@ -216,7 +217,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             if measure or self.max_grad_norm is not None or self.skip_nonfinite:
                 plan.norm = self._norm_ahead
                 if plan.norm is None:
-                    sums = [backend.square_sum(batch) for backend, batch in zip(resolved, plan.batches, strict=True)]
+                    pairs = zip(resolved, plan.batches, strict=True)
+                    sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
                 plan.limit(self.max_grad_norm, self.skip_nonfinite)
             yield plan

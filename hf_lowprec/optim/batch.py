@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.shards import Spread
 from hf_lowprec.optim.step import CLIP, Layout
 from hf_lowprec.optim.work import Group, Rows, Work
 from hf_lowprec.rounding import step_keys
@@ -32,6 +33,7 @@ class Batch:
     Attributes:
         layout: what is computed.
         device: where.
+        spread: over which ranks the parameters are sharded, if they are.
         works: the parameters.
         deferred: whether learning rates and step counts are for the device alone to know, so that a step can be
             captured in a graph and skipped without asking.
@@ -45,9 +47,12 @@ class Batch:
         passing: what a backend keeps during one.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, works: list[Work], deferred: bool) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, spread: Spread | None, works: list[Work], deferred: bool
+    ) -> None:
         self.layout = layout
         self.device = device
+        self.spread = spread
         self.works = works
         self.deferred = deferred
         self.rows = Rows.of(layout, works)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.clipping import clip_factor
+from hf_lowprec.optim.shards import Spread, is_sharded, local, spread
 from hf_lowprec.optim.step import Layout, Stored
 from hf_lowprec.optim.work import Group, Work
 from hf_lowprec.rounding import State
@@ -24,16 +25,22 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
 
 
+Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
+"""What is stepped together: works by layout, device, and how they are spread over ranks."""
+
+
 class Member(NamedTuple):
     """A parameter with a gradient, and what the plan takes for granted about it."""
 
     work: Work
     dtypes: tuple[torch.dtype, ...]
     """Of the parameter and its gradient."""
-    stored: list[Tensor]
+    tensors: list[Tensor]
     """The parameter, then its states."""
+    sharded: bool
+    """Whether these are distributed."""
     addresses: list[int]
-    """Of `stored`."""
+    """Of this rank's parts of them."""
     contiguous: bool
     """Whether the parameter is."""
     values: list[Any]
@@ -71,17 +78,17 @@ class Plan:
         self._members: list[Member] = []
         self.strided: list[tuple[Tensor, Tensor]] = []
         self.norm: Tensor | None = None
-        alike: dict[tuple[Layout, torch.device], list[Work]] = defaultdict(list)
+        alike: Alike = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_group(group, first, alike)
             first += len(group["params"])
         deferred = optimizer.capturable or optimizer.skip_nonfinite
-        self.batches = [Batch(layout, device, works, deferred) for (layout, device), works in alike.items()]
+        self.batches = [Batch(*key, works, deferred) for key, works in alike.items()]
         for member in self._members:
             member.values.extend(member.work.state.values())
 
-    def _add_group(self, group: Group, first: int, alike: dict[tuple[Layout, torch.device], list[Work]]) -> None:
+    def _add_group(self, group: Group, first: int, alike: Alike) -> None:
         """Add the works of one group, whose first parameter has the index `first`."""
         specs = {dtype: self._optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
         layouts: dict[tuple, Layout] = {}
@@ -94,17 +101,21 @@ class Plan:
             for tensor in (grad, *states):
                 if tensor.shape != param.shape or tensor.device != param.device:
                     validation.refuse_mismatch(index, param, state)
+                validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *[tensor.dtype for tensor in states])
             if dtypes not in layouts:
                 layouts[dtypes] = _layout(self._optimizer, group, specs[param.dtype], dtypes)
-            stored = [param, *states]
-            work = Work(index, group, state, [tensor.contiguous() for tensor in stored])
-            alike[layouts[dtypes], param.device].append(work)
+            parts = [local(tensor) for tensor in (param, *states)]
+            work = Work(index, group, state, param, [part.contiguous() for part in parts])
+            alike[layouts[dtypes], param.device, spread(param)].append(work)
             self.strided += [
-                (tensor, dense) for tensor, dense in zip(stored, work.written, strict=True) if dense is not tensor
+                (part, dense) for part, dense in zip(parts, work.written, strict=True) if dense is not part
             ]
-            addresses = [tensor.data_ptr() for tensor in stored]
-            self._members.append(Member(work, dtypes[:2], stored, addresses, param.is_contiguous(), []))
+            addresses = [part.data_ptr() for part in parts]
+            contiguous = param.is_contiguous()
+            self._members.append(
+                Member(work, dtypes[:2], [param, *states], is_sharded(param), addresses, contiguous, [])
+            )
 
     def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
         state = self._optimizer.state[param]
@@ -133,8 +144,8 @@ class Plan:
             return False
         everything = self._optimizer.state
         # A microsecond per parameter is a good part of a step's host time, so nothing is called that is not needed.
-        for work, (dtype, grad_dtype), stored, addresses, contiguous, values in self._members:
-            param, state, shape = stored[0], work.state, work.shape
+        for work, (dtype, grad_dtype), tensors, sharded, addresses, contiguous, values in self._members:
+            param, state, shape = tensors[0], work.state, work.shape
             grad = param.grad
             if (
                 grad is None
@@ -147,8 +158,13 @@ class Plan:
                 or everything.get(param) is not state
                 or len(state) != len(values)
                 or not all(map(operator.is_, state.values(), values))
-                or [tensor.data_ptr() for tensor in stored] != addresses
             ):
+                return False
+            if sharded:
+                if not is_sharded(grad) or grad.placements != param.placements:  # type: ignore[attr-defined]
+                    return False
+                tensors, grad = [local(tensor) for tensor in tensors], local(grad)
+            if [tensor.data_ptr() for tensor in tensors] != addresses:
                 return False
             work.grad = grad if grad.is_contiguous() else grad.contiguous()
         for tensor, dense in self.strided:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.shards import check_placements
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
@@ -108,10 +109,7 @@ def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
 
 def check_param(param: Tensor, group: Group, where: str) -> None:
     """Raise ValueError if `param` cannot be stepped with the settings of `group`."""
-    if hasattr(param, "device_mesh"):
-        raise ValueError(
-            f"a parameter in {where} is a DTensor; this version steps unsharded parameters (one process, or DDP)"
-        )
+    check_placements(param, f"a parameter in {where}")
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         raise ValueError(f"a parameter in {where} is expanded: several elements share one place in memory; clone it")
     if param.dtype not in PARAM_DTYPES:
@@ -123,6 +121,16 @@ def check_param(param: Tensor, group: Group, where: str) -> None:
         raise ValueError(
             f"rounding={group['rounding']!r} in {where} does not support {param.dtype} parameters; use rounding='kahan'"
             " or cast the model to bfloat16"
+        )
+
+
+def check_placement(index: int, param: Tensor, other: Tensor) -> None:
+    """Raise ValueError unless a gradient or state is distributed as its parameter is."""
+    found, expected = (getattr(tensor, "placements", None) for tensor in (other, param))
+    if found != expected:
+        raise ValueError(
+            f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
+            f"{found or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
         )
 
 

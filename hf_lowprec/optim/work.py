@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.shards import Run, runs
 from hf_lowprec.optim.step import Layout
 from hf_lowprec.rounding import stream_keys
 
@@ -29,19 +30,20 @@ class Work:
         parameter: the parameter's position in the optimizer.
         group: its param group.
         state: its entry in `optimizer.state`.
-        written: the parameter, then its states in layout order; contiguous.
+        param: the parameter.
+        written: it, then its states in layout order; this rank's parts of them, contiguous.
         grad: its gradient, contiguous; only for the time of a step, so that it is not kept alive.
-        shape: the parameter's.
     """
 
     parameter: int
     group: Group
     state: dict[str, Any]
+    param: Tensor
     written: list[Tensor]
     grad: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.shape = self.written[0].shape
+        self.shape = self.param.shape
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -49,11 +51,13 @@ class Work:
         assert self.grad is not None, "outside of a step there is no gradient"
         return [self.written[0], self.grad, *self.written[1:]]
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """`(first element, length, first global index)` of every row."""
-        total = self.written[0].numel()
-        for first in range(0, total, _HIGH_WORD):
-            yield first, min(_HIGH_WORD, total - first), first
+    def rows(self) -> Iterator[Run]:
+        """The runs of the parameter's elements whose global indices have one high word."""
+        for first, length, start in runs(self.param):
+            while length:
+                count = min(length, _HIGH_WORD - start % _HIGH_WORD)
+                yield first, count, start
+                first, length, start = first + count, length - count, start + count
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Rows:
         owner, first, lengths, start, streams = [], [], [], [], []
         for k, work in enumerate(works):
             keys = [stream_keys(work.group["seed"], work.parameter, word) for word in layout.words]
-            for run_first, length, global_first in work.runs():
+            for run_first, length, global_first in work.rows():
                 owner.append(k)
                 first.append(run_first)
                 lengths.append(length)

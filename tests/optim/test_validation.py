@@ -35,14 +35,6 @@ def test_a_misspelt_group_key_is_named_and_foreign_keys_are_kept():
     assert optimizer.param_groups[0]["name"] == "decoder"
 
 
-def test_a_dtensor_is_refused():
-    class Sharded(nn.Parameter):
-        device_mesh = None
-
-    with pytest.raises(ValueError, match="DTensor; this version steps unsharded parameters"):
-        AdamW([Sharded(torch.ones(3))])
-
-
 def test_a_compiler_given_by_name_is_taken_at_its_word(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     with pytest.raises(native.CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"):
