@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,26 +26,10 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
 
 
+_KIND = operator.attrgetter("dtype", "shape", "layout")
+
 Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
 """What is stepped together: works by layout, device, and how they are spread over ranks."""
-
-
-class Member(NamedTuple):
-    """A parameter with a gradient, and what the plan takes for granted about it."""
-
-    work: Work
-    dtypes: tuple[torch.dtype, ...]
-    """Of the parameter and its gradient."""
-    tensors: list[Tensor]
-    """The parameter, then its states."""
-    sharded: bool
-    """Whether these are distributed."""
-    addresses: list[int]
-    """Of this rank's parts of them."""
-    contiguous: bool
-    """Whether the parameter is."""
-    values: list[Any]
-    """Everything in its state."""
 
 
 class Plan:
@@ -67,15 +52,13 @@ class Plan:
                 "settings of the same kind; take one (on a side stream), then capture"
             )
         self._optimizer = optimizer
-        self._settings = _settings(optimizer)
-        self._params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._idle = [param for param in self._params if param.grad is None]
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 validation.check_param(param, group, f"param group {k}")
                 if param.grad is not None:
                     validation.check_gradient(param.grad)
-        self._members: list[Member] = []
+        self._works: list[Work] = []
+        self._tensors: list[Tensor] = []
         self.strided: list[tuple[Tensor, Tensor]] = []
         self.norm: Tensor | None = None
         alike: Alike = defaultdict(list)
@@ -85,8 +68,11 @@ class Plan:
             first += len(group["params"])
         deferred = optimizer.capturable or optimizer.skip_nonfinite
         self.batches = [Batch(*key, works, deferred) for key, works in alike.items()]
-        for member in self._members:
-            member.values.extend(member.work.state.values())
+
+        self._sharded = any(map(is_sharded, self._tensors))
+        # Identities mean something as long as the objects are there.
+        self._alive = [(param, optimizer.state[param].copy()) for param in optimizer.state]
+        self._fingerprint = self._look(self._gradients())
 
     def _add_group(self, group: Group, first: int, alike: Alike) -> None:
         """Add the works of one group, whose first parameter has the index `first`."""
@@ -108,14 +94,10 @@ class Plan:
             parts = [local(tensor) for tensor in (param, *states)]
             work = Work(index, group, state, param, [part.contiguous() for part in parts])
             alike[layouts[dtypes], param.device, spread(param)].append(work)
-            self.strided += [
-                (part, dense) for part, dense in zip(parts, work.written, strict=True) if dense is not part
-            ]
-            addresses = [part.data_ptr() for part in parts]
-            contiguous = param.is_contiguous()
-            self._members.append(
-                Member(work, dtypes[:2], [param, *states], is_sharded(param), addresses, contiguous, [])
-            )
+            self._works.append(work)
+            self._tensors += (param, *states)
+            pairs = zip(parts, work.written, strict=True)
+            self.strided += [(part, dense) for part, dense in pairs if dense is not part]
 
     def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
         state = self._optimizer.state[param]
@@ -128,48 +110,43 @@ class Plan:
         return state
 
     def collect(self) -> bool:
-        """Give every work its tensors for the coming step.
+        """Give every work its gradient for the coming step.
 
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
-            dtypes, shapes and devices, states that were replaced, settings that shape the arithmetic.
+            dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
         """
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        if (
-            len(params) != len(self._params)
-            or not all(map(operator.is_, params, self._params))
-            or self._settings != _settings(self._optimizer)
-            or any(param.grad is not None for param in self._idle)
-        ):
+        grads = self._gradients()
+        if self._look(grads) != self._fingerprint:
             return False
-        everything = self._optimizer.state
-        # A microsecond per parameter is a good part of a step's host time, so nothing is called that is not needed.
-        for work, (dtype, grad_dtype), tensors, sharded, addresses, contiguous, values in self._members:
-            param, state, shape = tensors[0], work.state, work.shape
-            grad = param.grad
-            if (
-                grad is None
-                or grad.dtype is not grad_dtype
-                or grad.shape != shape
-                or grad.layout is not torch.strided
-                or param.dtype is not dtype
-                or param.shape != shape
-                or param.is_contiguous() is not contiguous
-                or everything.get(param) is not state
-                or len(state) != len(values)
-                or not all(map(operator.is_, state.values(), values))
-            ):
-                return False
-            if sharded:
-                if not is_sharded(grad) or grad.placements != param.placements:  # type: ignore[attr-defined]
-                    return False
-                tensors, grad = [local(tensor) for tensor in tensors], local(grad)
-            if [tensor.data_ptr() for tensor in tensors] != addresses:
-                return False
-            work.grad = grad if grad.is_contiguous() else grad.contiguous()
+        for work, grad in zip(self._works, grads, strict=True):
+            part = local(grad) if self._sharded else grad
+            work.grad = part if part.is_contiguous() else part.contiguous()
         for tensor, dense in self.strided:
             dense.copy_(tensor)
         return True
+
+    def _gradients(self) -> list[Tensor]:
+        groups = self._optimizer.param_groups
+        return [param.grad for group in groups for param in group["params"] if param.grad is not None]
+
+    def _look(self, grads: list[Tensor]) -> tuple:
+        """What decides whether the plan still holds; half a dozen calls per parameter, all from C."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        states = self._optimizer.state.values()
+        tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
+        return (
+            _settings(self._optimizer),
+            list(map(id, params)),
+            [param.grad is None for param in params],
+            list(map(_KIND, params)),
+            list(map(_KIND, grads)),
+            list(map(Tensor.is_contiguous, params)),
+            list(map(Tensor.data_ptr, tensors)),
+            list(map(id, states)),
+            list(map(id, chain.from_iterable(map(dict.values, states)))),
+            [getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
+        )
 
     def limit(self, max_norm: float | None, skip_nonfinite: bool) -> None:
         """Let `norm` decide how the coming step is clipped and whether it is taken."""
