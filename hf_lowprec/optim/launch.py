@@ -27,6 +27,7 @@ CHUNK = 8 * BLOCK
 TAIL = BLOCK // 4
 """Elements per iteration where accesses are masked and narrow; few, so that this path does not cost registers."""
 WARPS = 4
+"""Warps of 32 threads per program; where they are of 64, as on AMD's data-center GPUs, half as many."""
 
 
 class TritonError(RuntimeError):
@@ -89,7 +90,13 @@ def run(batch: Batch) -> None:
     with _on(batch.device):
         batch.kept["kernel"][(len(chunks),)](
             *(chunks, lengths, first_index, pointers, batch.factors(scalars), keys, enabled),
-            **{"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": WARPS, "enable_fp_fusion": False},
+            **{
+                "CHUNK": CHUNK,
+                "BLOCK": BLOCK,
+                "TAIL": TAIL,
+                "num_warps": _warps(batch.device),
+                "enable_fp_fusion": False,
+            },
         )
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)
@@ -110,9 +117,15 @@ def square_sum(batch: Batch) -> Tensor:
             square_sum[(len(chunks),)](
                 *(chunks, lengths, pointers, sums),
                 **{"WIDTH": len(batch.layout.tensors), "DTYPE": dtype[batch.layout.grad_dtype]},
-                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS},
+                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(batch.device)},
             )
     return sums.sum(dtype=torch.float64)
+
+
+def _warps(device: torch.device) -> int:
+    if device.type != "cuda":
+        return WARPS
+    return WARPS * 32 // torch.cuda.get_device_properties(device).warp_size
 
 
 def _on(device: torch.device) -> Any:
