@@ -1,0 +1,159 @@
+"""The results as JSON and as Markdown, written whenever there is more of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpu.targets import compared, targets
+from gpu.training import AUTOCAST
+
+Result = dict[str, Any]
+Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]
+
+
+class Report:
+    """Results that are on disk at any time, so that an end from outside costs nothing that was measured."""
+
+    def __init__(self, folder: Path, device: str, date: str) -> None:
+        stem = f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{date}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.json, self.markdown = folder / f"{stem}.json", folder / f"{stem}.md"
+        self.result: Result = {"failures": [], "peer_failures": []}
+
+    def fail(self, message: str) -> None:
+        """Note a failure of ours."""
+        if message not in self.result["failures"]:
+            self.result["failures"].append(message)
+
+    def peer_failed(self, message: str) -> None:
+        """Note a failure of somebody else's."""
+        if message not in self.result["peer_failures"]:
+            self.result["peer_failures"].append(message)
+
+    def write(self) -> None:
+        """Replace both files."""
+        for path, text in ((self.json, json.dumps(self.result, indent=1) + "\n"), (self.markdown, render(self.result))):
+            whole = path.with_name(path.name + ".part")
+            whole.write_text(text, encoding="utf-8")
+            whole.replace(path)
+
+
+def render(result: Result) -> str:
+    """All tables that there are results for."""
+    machine = result.get("machine", {})
+    parts = [f"# Optimizer step and training on {machine.get('gpu', 'a GPU')}"]
+    if result.get("rehearsal"):
+        parts.append("**A rehearsal on the CPU: no time, speed or verdict in here means anything.**")
+    parts.append(_list(_facts(result)))
+    if result.get("failures"):
+        parts += ["**Failed:**", _list(result["failures"])]
+    if result.get("peer_failures"):
+        parts += ["Optimizers of other packages that failed, and are left out:", _list(result["peer_failures"])]
+    parts.append(_lines([["target", "aim", "measured", ""]], [list(target) for target in targets(result)], left=2))
+    parts += [_step(result[key], result.get("launches") or {}) for key in ("step_1b", "step_8b") if result.get(key)]
+    parts += [_training(table) for table in result.get("training") or []]
+    if result.get("tuning"):
+        parts.append(_tuning(result["tuning"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(result: Result) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
+    machine = ", ".join(f"{name} {value}" for name, value in result.get("machine", {}).items() if name != "gpu")
+    facts = [fact for fact in (result.get("date", ""), machine, versions) if fact]
+    if copy := result.get("copy"):
+        speed = copy["bytes_per_second"] / 1e9
+        facts.append(f"a copy within device memory moves {speed:.0f} GB/s, reads and writes both counted")
+    return facts
+
+
+def _list(items: list[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def _table(columns: Columns, rows: list[Row], left: int = 1) -> str:
+    return _lines([list(columns)], [[show(row) for show in columns.values()] for row in rows], left)
+
+
+def _lines(head: list[list[str]], rows: list[list[str]], left: int) -> str:
+    rule = [["---"] * left + ["---:"] * (len(head[0]) - left)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in head + rule + rows)
+
+
+def _cell(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else format(row[key], form)
+
+
+def _step(table: dict[str, Any], launched: dict[str, Any]) -> str:
+    columns: Columns = {
+        "optimizer": _cell("optimizer", ""),
+        "device ms": lambda row: f"{row['device_ms']:.3f}" + ("*" if row["waited_for_host"] else ""),
+        "× FP32 fused": _cell("ratio", ".2f"),
+        "GB/s": _cell("gigabytes_per_second", ".0f"),
+        "of a copy": _cell("of_copy", ".2f"),
+        "wall ms": _cell("wall_ms", ".3f"),
+        "host ms": _cell("host_ms", ".3f"),
+        "kernels": lambda row: str(launched.get(row["optimizer"], {}).get("kernels", "")),
+        "state B/param": _cell("state_bytes_per_parameter", ".2f"),
+        "extra MB": _cell("extra_megabytes", ".1f"),
+    }
+    title = (
+        f"## One step of {table['model']}, {table['layers']} layers: {table['tensors']} tensors, "
+        f"{table['parameters'] / 1e6:.1f} M parameters"
+    )
+    notes = (
+        "Every tensor in the optimizer's format, norms included; gradients too. Device: from event to event behind a "
+        "filled queue, with a cold L2. Wall: until the device is done, from an idle one. Host: until `step()` returns. "
+        "Kernels: of one step of the smaller model. Extra: the peak during a step above what is allocated before it."
+    )
+    if any(row["waited_for_host"] for row in table["rows"]):
+        notes += " *: the queue was not filled in time; waiting for the host, or for room in the queue, may be counted."
+    return "\n\n".join([title, _table(columns, table["rows"]), notes])
+
+
+def _training(table: dict[str, Any]) -> str:
+    base = next((row for row in table["rows"] if row["way"] == AUTOCAST), None)
+
+    def beside(key: str) -> Callable[[Row], str]:
+        def show(row: Row) -> str:
+            ratio = compared(row, base, key)
+            return "" if ratio is None else f"{ratio:.3f}"
+
+        return show
+
+    columns: Columns = {
+        "way": _cell("way", ""),
+        "step ms": _cell("step_ms", ".2f"),
+        "tokens/s": _cell("tokens_per_second", ".0f"),
+        "× autocast": beside("tokens_per_second"),
+        "peak GB": _cell("peak_gigabytes", ".2f"),
+        "weights, gradients, state GB": _cell("non_activation_gigabytes", ".3f"),
+        "× autocast's": beside("non_activation_gigabytes"),
+        "last loss": lambda row: f"{row['losses'][-1]:.4f}",
+    }
+    title = (
+        f"## Training {table['model']} on random tokens: {table['batch']} × {table['length']} tokens, "
+        f"{table['steps']} steps"
+    )
+    notes = "Medians from step to step without waiting in between; no gradient checkpointing, sdpa attention."
+    return "\n\n".join([title, _table(columns, table["rows"]), notes])
+
+
+def _tuning(tuning: list[Row]) -> str:
+    columns: Columns = {
+        "block": _cell("block", "d"),
+        "warps": _cell("warps", "d"),
+        "chunk": _cell("chunk", "d"),
+        "device ms": _cell("device_ms", ".3f"),
+        "fastest ms": lambda row: f"{min(row['samples']):.3f}" if row["samples"] else "",
+        "": lambda row: row.get("failure") or ("" if row["parity"] == "equal" else f"parity: {row['parity']}"),
+    }
+    rows = sorted(tuning, key=lambda row: row.get("device_ms", float("inf")))
+    title = "## Constants of the kernel, kahan on the smaller model"
+    notes = f"Shipped: block {tuning[0]['block']}, {tuning[0]['warps']} warps, chunk {tuning[0]['chunk']}."
+    return "\n\n".join([title, _table(columns, rows, left=0), notes])

@@ -1,0 +1,56 @@
+"""Optimizer step and training on this machine's GPU: ours in each mode, beside torch's optimizers and other packages'.
+
+One command, at most nine minutes, nothing is downloaded; packages that are not installed are left out. No speed is
+reported of a kernel whose results are not the CPU reference's, bit for bit. Results are written after every part:
+
+    python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER] [--tune]
+    python benchmarks/gpu_step.py --rehearse        # everything but the GPU, on small shapes, into a temporary folder
+
+Without an installation of hf_lowprec any Python that has torch, triton and transformers will do. Exit status: 1 if
+something of ours failed or did not end in time, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+from gpu.budget import Budget
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=540, help="to be done in (default: 540)")
+    parser.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS})")
+    parser.add_argument("--tune", action="store_true", help="only try constants of the kernel, with all of the time")
+    parser.add_argument("--rehearse", action="store_true", help="run everything once on the CPU, on small shapes")
+    options = parser.parse_args(arguments)
+    budget = Budget(options.seconds)
+    budget.stop_at_the_end(grace=10)
+
+    # Only now: importing these takes a good part of a minute on a machine that has not done it before.
+    import torch
+    from gpu.benchmark import Benchmark, run
+    from gpu.device import Device, Gpu, Rehearsal
+    from gpu.report import Report
+
+    if not options.rehearse and not torch.cuda.is_available():
+        print("bench-gpu: torch sees no GPU here; --rehearse runs everything else", file=sys.stderr)
+        return 2
+    device: Device = Rehearsal() if options.rehearse else Gpu()
+    default = Path(tempfile.mkdtemp(prefix="gpu_step-rehearsal-")) if options.rehearse else RESULTS
+    # A run of its own, which must not replace the tables of the same day.
+    name = f"{device.name} tuning" if options.tune else device.name
+    report = Report(options.output or default, name, str(date.today()))
+    run(Benchmark(device, budget, report), options.tune)
+    print(f"\n{report.markdown.read_text(encoding='utf-8')}\nwritten to {report.json} and {report.markdown.name}")
+    return 1 if report.result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
