@@ -44,7 +44,7 @@ def check(backend: str) -> None:
 
 
 def resolve(backend: str, batch: Batch) -> Backend:
-    """The backend that steps `batch`; compiles what it needs, so that running cannot fail.
+    """The backend that steps `batch`, and builds what it needs, before anything is changed.
 
     Raises:
         RuntimeError: `backend` was asked for explicitly and cannot serve the batch's device.
@@ -74,10 +74,33 @@ def _resolved(backend: str, batch: Batch) -> Backend:
     return NATIVE
 
 
-def check_capturable(batches: Sequence[Batch]) -> None:
-    """Raise RuntimeError if a batch is stepped by a backend that asks its device."""
-    if any(batch.device.type != "cpu" and batch.kept["backend"] is EAGER for batch in batches):
+def capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing() -> None:
+    """Raise RuntimeError during a capture, when things would have to be made that must be there before."""
+    if capturing():
+        raise RuntimeError(
+            "a step can be captured in a graph after one was taken outside of it, with parameters, gradients and "
+            "settings of the same kind; take one (on a side stream), then capture"
+        )
+
+
+def check_capture(batches: Sequence[Batch], capturable: bool) -> None:
+    """Raise RuntimeError if a graph is to hold a step that it cannot hold."""
+    on_gpu = [batch for batch in batches if batch.device.type != "cpu"]
+    if capturable and any(batch.kept["backend"] is EAGER for batch in on_gpu):
         raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
+    if capturing():
+        if not capturable:
+            raise RuntimeError(
+                "this step would be captured in a graph with its step count and learning rate as they are now; build "
+                "the optimizer with capturable=True"
+            )
+        if not all(launch.has_run(batch) for batch in on_gpu):
+            check_not_capturing()
 
 
 def expected(backend: str, device: torch.device) -> str:

@@ -113,7 +113,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._plan: Plan | None = None
-        self._norm_ahead: Tensor | None = None
+        self._norm_ahead: tuple[Tensor, bool] | None = None
         self._skipped: Tensor | None = None
 
     # What an algorithm defines.
@@ -159,7 +159,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 backends.resolve(self.backend, batch).run(batch)
             for batch in plan.batches:
-                batch.counts += 1 if batch.enabled is None else batch.enabled.to(batch.counts.device)
+                batch.count()
             plan.copy_back()
             self.grad_norm, self._norm_ahead = plan.norm, None
             if plan.norm is not None and self.skip_nonfinite:
@@ -180,8 +180,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         with self.next_step(measure=True) as plan:
             assert plan.norm is not None
-            self._norm_ahead = plan.norm
-        return self._norm_ahead
+            self._norm_ahead = (plan.norm, backends.capturing())
+            return plan.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
@@ -203,20 +203,19 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             validation.check_group(self, group, f"param group {k}")
         plan = self._plan
         try:
-            if plan is None or not plan.collect():
+            if plan is None or not plan.collect(self):
+                backends.check_not_capturing()
                 plan = self._plan = Plan(self)
-                plan.collect()
+                plan.collect(self)
             resolved = [backends.resolve(self.backend, batch) for batch in plan.batches]
-            if self.capturable and any(
-                b.device.type != "cpu" and b.kept["backend"] is backends.EAGER for b in plan.batches
-            ):
-                raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
+            backends.check_capture(plan.batches, self.capturable)
             for batch in plan.batches:
                 batch.prepare(self.scalars)
             plan.norm = None
             if measure or self.max_grad_norm is not None or self.skip_nonfinite:
-                plan.norm = self._norm_ahead
-                if plan.norm is None:
+                if self._norm_ahead is not None and self._norm_ahead[1] == backends.capturing():
+                    plan.norm = self._norm_ahead[0]
+                else:
                     pairs = zip(resolved, plan.batches, strict=True)
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)

@@ -38,8 +38,6 @@ class Batch:
         deferred: whether learning rates and step counts are for the device alone to know, so that a step can be
             captured in a graph and skipped without asking.
         rows: the static tables.
-        counts: FP32 tensor (works), the steps taken so far; `state["step"]` of each parameter is a view of it. On the
-            CPU, or on `device` if deferred.
         written: every tensor that a step writes, but for the counts.
         clip: the step's clip factor, an FP32 scalar on `device`, if the layout is clipped.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes.
@@ -63,19 +61,45 @@ class Batch:
         self.passing: dict[str, Any] = {}
 
         where = device if deferred else torch.device("cpu")
-        self.counts = torch.stack([work.state["step"].to(where) for work in works])
-        for work, count in zip(works, self.counts.unbind(), strict=True):
-            work.state["step"] = count
+        self._take_counts(where)
         self._owner, self._streams, self._index_high = (
             table.to(where) for table in (self.rows.owner, self.rows.streams, self.rows.index_high)
         )
         fixed = [[work.written[0].data_ptr(), 0, *(t.data_ptr() for t in work.written[1:])] for work in works]
-        self._addresses = torch.tensor(fixed, dtype=torch.int64)
-        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.dtypes])
+        self._addresses = torch.tensor(fixed, dtype=torch.int64, device="cpu")
+        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.dtypes], device="cpu")
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
-        self._kind = torch.empty(0)
-        self._scalars = torch.empty(len(works), len(layout.scalars), device=where)
+        self._kind = torch.empty(0, device="cpu")
+        self._scalars = torch.empty(len(works), len(layout.scalars), dtype=torch.float32, device=where)
+
+    def _take_counts(self, where: torch.device) -> None:
+        """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
+
+        Counts that are on the device already are left where they lie: a captured graph may be counting there.
+        """
+        steps = [work.state["step"] for work in self.works]
+        self._packed: Tensor | None = None
+        if self.deferred and all(step.device == where for step in steps):
+            self._steps = steps
+            return
+        self._packed = torch.stack([step.to(where) for step in steps])
+        self._steps = list(self._packed.unbind())
+        for work, step in zip(self.works, self._steps, strict=True):
+            work.state["step"] = step
+
+    @property
+    def counts(self) -> Tensor:
+        """The steps taken so far, FP32 of shape (works); on the CPU, or on `device` if deferred."""
+        return torch.stack(self._steps) if self._packed is None else self._packed
+
+    def count(self) -> None:
+        """Count the step that was taken."""
+        taken = 1.0 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.float32)
+        if self._packed is None:
+            torch._foreach_add_(self._steps, taken)
+        else:
+            self._packed += taken
 
     def prepare(self, scalars: Scalars) -> None:
         """Compute the coming step's scalars, of shape (works, scalars)."""
@@ -93,11 +117,11 @@ class Batch:
             kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
             position = {key: k for k, key in enumerate(kinds)}
             self._ahead, self._kinds = ahead, list(kinds.values())
-            self._kind = torch.tensor([position[key] for key in keys])
+            self._kind = torch.tensor([position[key] for key in keys], device="cpu")
         table = [
             list(scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) for group, by in self._kinds
         ]
-        self._scalars = torch.tensor(table, dtype=torch.float32).view(len(table), -1)[self._kind]
+        self._scalars = torch.tensor(table, dtype=torch.float32, device="cpu").view(len(table), -1)[self._kind]
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
         """For every parameter, in FP64 tensors."""

@@ -73,7 +73,7 @@ def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any])
     for param, identifier, _ in _pairs(optimizer, state_dict):
         if identifier in state_dict["state"]:
             step = state_dict["state"][identifier]["step"]
-            optimizer.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32)
+            optimizer.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         for name, value in state_dict["state"].get(identifier, {}).items():
             if name != "step" and optimizer.state[param][name].dtype != value.dtype:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)

@@ -34,7 +34,7 @@ def global_norm(square_sums: Sequence[Tensor]) -> Tensor:
     It lies on the device of the first part, and on the CPU if there is none.
     """
     if not square_sums:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     return torch.stack([part.to(square_sums[0].device) for part in square_sums]).sum().sqrt().float()
 
 

@@ -37,13 +37,20 @@ class TritonError(RuntimeError):
 def require(device: torch.device | None = None) -> None:
     """Raise TritonError unless Triton is installed and can run on `device`, or somewhere if that is None."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         raise TritonError(
             f"backend='triton' needs the package triton ({error}); install it (pip install triton), or use 'auto', "
             "'native' (CPU) or 'eager' (any device)"
         ) from None
     on_gpu = torch.cuda.is_available() or torch.xpu.is_available() if device is None else device.type != "cpu"
+    if device is not None and on_gpu:
+        try:
+            triton.runtime.driver.active.get_current_target()  # builds Triton's own launcher with a C compiler
+        except Exception as error:
+            raise TritonError(
+                f"backend='triton' cannot start on {device} ({error}); use 'auto' or 'eager' (any device)"
+            ) from error
     if not on_gpu and not _interpreted():
         where = "there is none" if device is None else "a parameter is on the CPU"
         raise TritonError(
@@ -76,7 +83,7 @@ def prepare(batch: Batch) -> None:
         require(batch.device)
         batch.kept["kernel"] = kernel(batch.layout)
         rows = batch.rows
-        always = torch.ones((), dtype=torch.int32)
+        always = torch.ones((), dtype=torch.int32, device="cpu")
         batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index, always)
 
 
@@ -98,8 +105,14 @@ def run(batch: Batch) -> None:
                 "enable_fp_fusion": False,
             },
         )
+    batch.kept["has run"] = True
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)
+
+
+def has_run(batch: Batch) -> bool:
+    """Whether the kernel of `batch` is loaded, or there is nothing to run."""
+    return "has run" in batch.kept or len(batch.kept["static"][0]) == 0
 
 
 def square_sum(batch: Batch) -> Tensor:
@@ -109,7 +122,7 @@ def square_sum(batch: Batch) -> Tensor:
     from hf_lowprec.optim.kernels import square_sum
 
     chunks, lengths, *_ = batch.kept["static"]
-    sums = torch.empty(len(chunks), device=batch.device)
+    sums = torch.empty(len(chunks), dtype=torch.float32, device=batch.device)
     if len(chunks) > 0:
         pointers, *_ = _dynamic(batch)
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -142,27 +155,32 @@ def _dynamic(batch: Batch) -> list[Tensor]:
     return batch.passing["dynamic"]
 
 
-_captured: list[Tensor] = []
-"""Host memory that captured graphs copy from, as long as they may be replayed."""
+_captured: list[Any] = []
+"""What captured graphs read, as long as they may be replayed: batches with their tables, and host memory."""
+_RESERVE = 4
+"""Pieces of pinned memory that a batch keeps ready, one for each time that a capture asks for pointers."""
 
 
 def _deferred_pointers(batch: Batch) -> Tensor:
-    """The table of pointers, sent only if an address has changed; a graph that is being captured sends it again."""
+    """The table of pointers: sent when an address has changed, and by every captured graph from memory of its own."""
     pointers = batch.pointers()
-    known = batch.kept.get("pointers")
-    if known is not None and torch.equal(known[0], pointers):
-        return known[1]
+    reserve: list[Tensor] = batch.kept.setdefault("pinned", [])
     if batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if "pinned" not in batch.kept:
-            raise RuntimeError("take a step outside of a graph before another one is captured")
-        # Memory cannot be pinned during a capture; this piece was kept ready and is the graph's from now on.
-        pinned = batch.kept.pop("pinned").copy_(pointers)
-        _captured.append(pinned)
+        if not reserve:
+            raise RuntimeError(
+                f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a graph "
+                "before the next is captured"
+            )
+        # Memory cannot be pinned during a capture, and what a graph copies from must stay as it is.
+        pinned = reserve.pop().copy_(pointers)
+        _captured.append((batch, pinned))
         return pinned.to(batch.device, non_blocking=True)
-    if batch.device.type == "cuda" and "pinned" not in batch.kept:
-        batch.kept["pinned"] = torch.empty_like(pointers, pin_memory=True)
-    batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
-    return batch.kept["pointers"][1]
+    while batch.device.type == "cuda" and len(reserve) < _RESERVE:
+        reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
+    known = batch.kept.get("pointers")
+    if known is None or not torch.equal(known[0], pointers):
+        known = batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
+    return known[1]
 
 
 def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
@@ -174,7 +192,7 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
     for table in tables:
         ends.append(ends[-1] + -(-table.nbytes // 256) * 256)
     # Memory from torch's pinned allocator is not used again before the copy is done.
-    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    packed = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
     for table, begin in zip(tables, ends[:-1], strict=True):
         packed[begin : begin + table.nbytes].view(table.dtype).view(table.shape).copy_(table)
     there = packed.to(device, non_blocking=True)

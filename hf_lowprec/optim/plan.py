@@ -46,12 +46,6 @@ class Plan:
     """
 
     def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a step can be captured in a graph after one was taken outside of it, with parameters, gradients and "
-                "settings of the same kind; take one (on a side stream), then capture"
-            )
-        self._optimizer = optimizer
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 validation.check_param(param, group, f"param group {k}")
@@ -64,7 +58,7 @@ class Plan:
         alike: Alike = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
-            self._add_group(group, first, alike)
+            self._add_group(optimizer, group, first, alike)
             first += len(group["params"])
         deferred = optimizer.capturable or optimizer.skip_nonfinite
         self.batches = [Batch(*key, works, deferred) for key, works in alike.items()]
@@ -72,17 +66,17 @@ class Plan:
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
         self._alive = [(param, optimizer.state[param].copy()) for param in optimizer.state]
-        self._fingerprint = self._look(self._gradients())
+        self._fingerprint = self._look(optimizer, _gradients(optimizer))
 
-    def _add_group(self, group: Group, first: int, alike: Alike) -> None:
+    def _add_group(self, optimizer: LowPrecisionOptimizer, group: Group, first: int, alike: Alike) -> None:
         """Add the works of one group, whose first parameter has the index `first`."""
-        specs = {dtype: self._optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
+        specs = {dtype: optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
         layouts: dict[tuple, Layout] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
             if grad is None:
                 continue
-            state = self._initialized_state(param, group, specs[param.dtype])
+            state = _initialized_state(optimizer, param, group, specs[param.dtype])
             states = [state[spec.name] for spec in specs[param.dtype]]
             for tensor in (grad, *states):
                 if tensor.shape != param.shape or tensor.device != param.device:
@@ -90,7 +84,7 @@ class Plan:
                 validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *[tensor.dtype for tensor in states])
             if dtypes not in layouts:
-                layouts[dtypes] = _layout(self._optimizer, group, specs[param.dtype], dtypes)
+                layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
             work = Work(index, group, state, param, [part.contiguous() for part in parts])
             alike[layouts[dtypes], param.device, spread(param)].append(work)
@@ -99,25 +93,15 @@ class Plan:
             pairs = zip(parts, work.written, strict=True)
             self.strided += [(part, dense) for part, dense in pairs if dense is not part]
 
-    def _initialized_state(self, param: Tensor, group: Group, specs: tuple[State, ...]) -> dict[str, Any]:
-        state = self._optimizer.state[param]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        for spec in specs:
-            if spec.name not in state:
-                dtype = validation.state_dtype(spec.name, param.dtype, group)
-                state[spec.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
-        return state
-
-    def collect(self) -> bool:
+    def collect(self, optimizer: LowPrecisionOptimizer) -> bool:
         """Give every work its gradient for the coming step.
 
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
             dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
         """
-        grads = self._gradients()
-        if self._look(grads) != self._fingerprint:
+        grads = _gradients(optimizer)
+        if self._look(optimizer, grads) != self._fingerprint:
             return False
         for work, grad in zip(self._works, grads, strict=True):
             part = local(grad) if self._sharded else grad
@@ -126,17 +110,13 @@ class Plan:
             dense.copy_(tensor)
         return True
 
-    def _gradients(self) -> list[Tensor]:
-        groups = self._optimizer.param_groups
-        return [param.grad for group in groups for param in group["params"] if param.grad is not None]
-
-    def _look(self, grads: list[Tensor]) -> tuple:
+    def _look(self, optimizer: LowPrecisionOptimizer, grads: list[Tensor]) -> tuple:
         """What decides whether the plan still holds; half a dozen calls per parameter, all from C."""
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        states = self._optimizer.state.values()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        states = optimizer.state.values()
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         return (
-            _settings(self._optimizer),
+            _settings(optimizer),
             list(map(id, params)),
             [param.grad is None for param in params],
             list(map(_KIND, params)),
@@ -166,6 +146,24 @@ class Plan:
         """Let go of what belongs to one step."""
         for batch in self.batches:
             batch.release()
+
+
+def _gradients(optimizer: LowPrecisionOptimizer) -> list[Tensor]:
+    groups = optimizer.param_groups
+    return [param.grad for group in groups for param in group["params"] if param.grad is not None]
+
+
+def _initialized_state(
+    optimizer: LowPrecisionOptimizer, param: Tensor, group: Group, specs: tuple[State, ...]
+) -> dict[str, Any]:
+    state = optimizer.state[param]
+    if "step" not in state:
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    for spec in specs:
+        if spec.name not in state:
+            dtype = validation.state_dtype(spec.name, param.dtype, group)
+            state[spec.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+    return state
 
 
 def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:

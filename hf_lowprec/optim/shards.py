@@ -90,7 +90,7 @@ def _shards(placement: Any) -> bool:
 
 def _held(tensor: Any, dim: int) -> Tensor:
     """Which indices of dimension `dim` this rank holds: DTensor's sharding, which is that of `torch.chunk`."""
-    indices = torch.arange(tensor.shape[dim])
+    indices = torch.arange(tensor.shape[dim], device="cpu")
     mesh = tensor.device_mesh
     for k, placement in enumerate(tensor.placements):
         if _shards(placement) and placement.dim == dim:

@@ -85,7 +85,7 @@ class Triton(Dialect):
         return f"{name} = {expression}"
 
     def number(self, value: float, floating: bool) -> str:
-        return repr(torch.tensor(value, dtype=torch.float32).item() if floating else int(value))
+        return repr(torch.tensor(value, dtype=torch.float32, device="cpu").item() if floating else int(value))
 
     def divide(self, left: str, right: str) -> str:
         return f"tl.div_rn({left}, {right})"

@@ -91,19 +91,19 @@ class Rows:
                 lengths.append(length)
                 start.append(global_first)
                 streams.append(keys)
-        index = torch.tensor(start, dtype=torch.int64)
+        index = torch.tensor(start, dtype=torch.int64, device="cpu")
         return cls(
-            torch.tensor(owner, dtype=torch.int64),
-            torch.tensor(first, dtype=torch.int64),
-            torch.tensor(lengths, dtype=torch.int64),
+            torch.tensor(owner, dtype=torch.int64, device="cpu"),
+            torch.tensor(first, dtype=torch.int64, device="cpu"),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
             index.to(torch.int32),
             (index >> 32).to(torch.int32),
-            torch.tensor(streams, dtype=torch.int32).reshape(len(owner), len(layout.words), 2),
+            torch.tensor(streams, dtype=torch.int32, device="cpu").reshape(len(owner), len(layout.words), 2),
         )
 
     def chunks(self, size: int) -> Tensor:
         """`(row, first element)` of pieces of at most `size` elements, int64 of shape (chunks, 2)."""
         pieces = (self.lengths + (size - 1)) // size
-        row = torch.repeat_interleave(torch.arange(len(self.owner)), pieces)
+        row = torch.repeat_interleave(torch.arange(len(self.owner), device="cpu"), pieces)
         begin = torch.cumsum(pieces, 0) - pieces
-        return torch.stack([row, (torch.arange(len(row)) - begin[row]) * size], dim=1).contiguous()
+        return torch.stack([row, (torch.arange(len(row), device="cpu") - begin[row]) * size], dim=1).contiguous()

@@ -1,5 +1,6 @@
 """What only a GPU can show of the fused step; its bits are compared with `eager`'s in tests/optim."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -83,7 +84,8 @@ def kernels(action) -> list[str]:
         action()
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    return [e.name for e in profile.events() if e.device_type == cuda and not e.name.startswith(("Mem", "mem"))]
+    found = [e for e in profile.events() if e.device_type == cuda and not e.is_user_annotation]
+    return [e.name for e in found if not e.name.startswith(("Mem", "mem"))]
 
 
 def test_one_kernel_for_a_layout_and_nothing_else():
@@ -116,6 +118,7 @@ def test_nothing_is_compiled_again():
 @pytest.mark.parametrize(("rounding", "per_parameter"), [("kahan", 6), ("stochastic", 4), ("nearest", 4)])
 def test_memory_is_what_the_accounting_says(rounding, per_parameter):
     """Nothing is kept but the states, and a step needs no more than its tables beside them."""
+    gc.collect()
     module = nn.Linear(4096, 8192, bias=False, device="cuda", dtype=BF16)
     module.weight.grad = torch.randn_like(module.weight)
     optimizer = AdamW(module.parameters(), rounding=rounding)
@@ -156,65 +159,6 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
         assert torch.equal(param.detach()[part].cpu().float(), new_weight), part
 
 
-@pytest.mark.parametrize("options", [mode for mode in MODES if mode.values[0].get("capturable")])
-def test_a_captured_step_is_the_step(options):
-    """Forward, backward and step in one CUDA graph, replayed; the learning rate changes between replays."""
-
-    def build():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)).to("cuda", BF16)
-        return module, torch.tensor(1e-2, device="cuda")
-
-    inputs = [torch.randn(32, 64, device="cuda", dtype=BF16) for _ in range(8)]
-    static = inputs[0].clone()
-
-    def iteration(module, optimizer):
-        optimizer.zero_grad(set_to_none=True)
-        module(static).square().mean().backward()
-        optimizer.step()
-
-    module, lr = build()
-    optimizer = AdamW(module.parameters(), lr=lr, **options)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        iteration(module, optimizer)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
-        module(static).square().mean().backward()
-        optimizer.step()
-
-    twin, rate = build()
-    other = AdamW(twin.parameters(), lr=rate, **options)
-    iteration(twin, other)
-    for k, batch in enumerate(inputs[1:]):
-        for value in (lr, rate):
-            value.fill_(1e-2 * 0.9**k)
-        static.copy_(batch)
-        graph.replay()
-        iteration(twin, other)
-        if k == 3:  # a step outside of the graph in between does not disturb it
-            junk = [torch.randn_like(p) for p in module.parameters()]
-            del junk
-    torch.cuda.synchronize()
-    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        for name, value in other.state[theirs].items():
-            assert torch.equal(optimizer.state[mine][name], value), name
-    if optimizer.max_grad_norm:
-        assert torch.equal(optimizer.grad_norm, other.grad_norm)
-
-
-def test_capturing_without_a_step_before_says_what_to_do():
-    (param,) = make([(100,)])
-    optimizer = AdamW([param], capturable=True)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="take one"), torch.cuda.graph(graph):
-        optimizer.step()
-
-
 def test_compute_sanitizer_finds_nothing():
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
@@ -235,7 +179,7 @@ print("stepped")
     # Without torch's allocator each tensor is an allocation of its own, and an access beyond it is seen.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
-        [tool, "--error-exitcode", "9", sys.executable, "-c", program],
+        [tool, "--error-exitcode", "9", "--report-api-errors", "no", sys.executable, "-c", program],
         env=environment,
         capture_output=True,
         text=True,

@@ -234,3 +234,37 @@ def test_a_gradient_that_cannot_be_used_changes_nothing(any_backend):
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True, "max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
+def test_the_default_device_and_dtype_do_not_matter(any_backend, options):
+    trained = []
+    for default in (False, True):
+        params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 300)]
+        for param in params:
+            param.grad = torch.linspace(-2, 1, param.numel(), device=param.device).bfloat16()
+        optimizer = AdamW(params, lr=1.1e-3, backend=any_backend, **options)
+        device = torch.get_default_device()
+        try:
+            if default:
+                torch.set_default_dtype(torch.bfloat16)
+                torch.set_default_device("meta")
+            for _ in range(3):
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(device)
+        trained.append([*params, *(value for state in optimizer.state.values() for value in state.values())])
+    assert all(map(torch.equal, *trained))
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True, "max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
+def test_an_optimizer_that_is_dropped_lets_go_of_everything(any_backend, options):
+    param, optimizer = stepped(backend=any_backend, **options)
+    gone = [weakref.ref(param), weakref.ref(optimizer.state[param]["exp_avg"])]
+    gc.disable()
+    try:
+        del param, optimizer
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
