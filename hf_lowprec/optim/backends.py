@@ -60,7 +60,13 @@ def _resolved(backend: str, batch: Batch) -> Backend:
     if name == "eager":
         return EAGER
     if name == "triton":
-        launch.prepare(batch)
+        try:
+            launch.prepare(batch)
+        except launch.TritonError as error:
+            if backend == "triton":
+                raise
+            _warn_once(str(batch.device), error)
+            return EAGER
         return TRITON
     if batch.device.type != "cpu":
         raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {batch.device}; use backend='auto'")

@@ -6,11 +6,12 @@
 import itertools
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim import SGD, AdamW, backends, launch
 from tests.triton_here import require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -255,3 +256,20 @@ def test_triton_without_triton_says_why_and_what_can(monkeypatch):
     with pytest.raises(RuntimeError, match="needs the package triton") as raised:
         AdamW(contiguous(BF16, [(3,)])(), backend="triton")
     assert all(word in str(raised.value) for word in ("pip install triton", "eager", "native"))
+
+
+def test_auto_on_a_gpu_without_a_working_triton_warns_and_is_eager(monkeypatch):
+    """As on an image without a C compiler, where Triton cannot build its launcher."""
+
+    def cannot(batch):
+        raise launch.TritonError("no compiler")
+
+    monkeypatch.setattr(launch, "supports_bfloat16", lambda device: True)
+    monkeypatch.setattr(launch, "require", lambda device=None: None)
+    monkeypatch.setattr(launch, "prepare", cannot)
+    monkeypatch.setattr(backends, "_warned", set())
+    gpu = torch.device("cuda", 0)
+    with pytest.warns(RuntimeWarning, match="'eager' backend on cuda:0, with the same results: no compiler"):
+        assert backends.resolve("auto", SimpleNamespace(device=gpu, kept={})) is backends.EAGER
+    with pytest.raises(launch.TritonError, match="no compiler"):
+        backends.resolve("triton", SimpleNamespace(device=gpu, kept={}))
