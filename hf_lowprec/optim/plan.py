@@ -117,6 +117,7 @@ class Plan:
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         return (
             _settings(optimizer),
+            list(map(id, optimizer.param_groups)),
             list(map(id, params)),
             [param.grad is None for param in params],
             list(map(_KIND, params)),

@@ -149,6 +149,10 @@ def change_limit(optimizer, params):
     optimizer.max_grad_norm = 0.1
 
 
+def replace_group(optimizer, params):
+    optimizer.param_groups[1] = {**optimizer.param_groups[1], "lr": 0.7}
+
+
 def add_group(optimizer, params):
     extra = nn.Parameter(torch.full((5,), 0.5, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [extra], "lr": 0.3})
@@ -158,6 +162,7 @@ def add_group(optimizer, params):
 CHANGES = [
     *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
     *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
+    replace_group,
 ]
 
 
