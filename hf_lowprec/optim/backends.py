@@ -80,14 +80,9 @@ def _resolved(backend: str, batch: Batch) -> Backend:
     return NATIVE
 
 
-def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def check_not_capturing() -> None:
     """Raise RuntimeError during a capture, when things would have to be made that must be there before."""
-    if capturing():
+    if launch.capturing():
         raise RuntimeError(
             "a step can be captured in a graph after one was taken outside of it, with parameters, gradients and "
             "settings of the same kind; take one (on a side stream), then capture"
@@ -99,7 +94,7 @@ def check_capture(batches: Sequence[Batch], capturable: bool) -> None:
     on_gpu = [batch for batch in batches if batch.device.type != "cpu"]
     if capturable and any(batch.kept["backend"] is EAGER for batch in on_gpu):
         raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
-    if capturing():
+    if launch.capturing():
         if not capturable:
             raise RuntimeError(
                 "this step would be captured in a graph with its step count and learning rate as they are now; build "

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, clipping, validation
+from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.step import Update
@@ -180,7 +180,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         with self.next_step(measure=True) as plan:
             assert plan.norm is not None
-            self._norm_ahead = (plan.norm, backends.capturing())
+            self._norm_ahead = (plan.norm, launch.capturing())
             return plan.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,7 +213,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 batch.prepare(self.scalars)
             plan.norm = None
             if measure or self.max_grad_norm is not None or self.skip_nonfinite:
-                if self._norm_ahead is not None and self._norm_ahead[1] == backends.capturing():
+                if self._norm_ahead is not None and self._norm_ahead[1] == launch.capturing():
                     plan.norm = self._norm_ahead[0]
                 else:
                     pairs = zip(resolved, plan.batches, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, statements, trace
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -146,10 +146,10 @@ def render(layout: Layout) -> str:
         pairs = _PAIRS.format(
             even_outputs=", ".join(f"new_{name}_even" for name in written),
             odd_outputs=", ".join(f"new_{name}_odd" for name in written),
-            loads=_lines(12, [f"const uint32_t two_{name} = ((const pair *)p_{name})[i];" for name in tensors]),
+            loads=indented(12, [f"const uint32_t two_{name} = ((const pair *)p_{name})[i];" for name in tensors]),
             evens=call([f"as_float(two_{name} << 16)" for name in tensors], suffix="_even"),
             odds=call([f"as_float(two_{name} & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"),
-            stores=_lines(
+            stores=indented(
                 12,
                 [
                     f"((pair *)p_{name})[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
@@ -164,18 +164,14 @@ def render(layout: Layout) -> str:
         n_words=len(layout.words),
         chunk=CHUNK,
         parameters=", ".join(parameters),
-        body=_lines(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
-        prologue=_lines(8, prologue),
+        body=indented(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
+        prologue=indented(8, prologue),
         pairs=pairs,
         outputs=", ".join(f"new_{name}" for name in written),
         singles=call([_TO_FLOAT[dtype].format(f"p_{name}[i]") for name, dtype in tensors.items()]),
-        stores=_lines(
+        stores=indented(
             12,
             [f"p_{name}[i] = {_FROM_FLOAT[tensors[name]].format('new_' + name)};" for name in written]
             + advance(_GOLDEN),
         ),
     )
-
-
-def _lines(indent: int, lines: list[str]) -> str:
-    return "\n".join(" " * indent + line for line in lines)

@@ -73,6 +73,11 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def capturing() -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def prepare(batch: Batch) -> None:
     """Build the kernel and the static tables of `batch`.
 
@@ -165,7 +170,7 @@ def _deferred_pointers(batch: Batch) -> Tensor:
     """The table of pointers: sent when an address has changed, and by every captured graph from memory of its own."""
     pointers = batch.pointers()
     reserve: list[Tensor] = batch.kept.setdefault("pinned", [])
-    if batch.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if batch.device.type == "cuda" and capturing():
         if not reserve:
             raise RuntimeError(
                 f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a graph "

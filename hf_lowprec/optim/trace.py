@@ -131,6 +131,11 @@ def statements(graph: fx.Graph, dialect: Dialect, integers: Collection[str]) -> 
     return lines, results
 
 
+def indented(by: int, lines: Sequence[str]) -> str:
+    """Lines of source, `by` spaces in."""
+    return "\n".join(" " * by + line for line in lines)
+
+
 def _expression(node: fx.Node, is_float: dict[fx.Node, bool], dialect: Dialect) -> tuple[str, bool]:
     """The expression of one node, and whether it is a float."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, statements, trace
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -135,29 +135,25 @@ def render(layout: Layout) -> str:
     def loads(mask: str) -> str:
         pointers = [pointer(name, aligned=not mask) for name in tensors]
         values = [f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}" for name, dtype in tensors.items()]
-        return _lines(8, pointers + values)
+        return indented(8, pointers + values)
 
     def stores(mask: str) -> str:
         values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
-        return _lines(8, [f"tl.store(p_{name}, {value}{mask})" for name, value in values.items()])
+        return indented(8, [f"tl.store(p_{name}, {value}{mask})" for name, value in values.items()])
 
     return _TEMPLATE.format(
         inputs=", ".join([*tensors, *scalars, "index", *keys]),
         operands=", ".join(["base", *addresses, *scalars, *keys]),
         addresses=" | ".join(addresses),
         outputs=", ".join(f"new_{name}" for name in written),
-        body=_lines(4, lines),
+        body=indented(4, lines),
         results=", ".join(results),
         n_tensors=len(tensors),
         n_scalars=len(scalars),
         n_keys=len(keys),
-        prologue=_lines(4, prologue),
+        prologue=indented(4, prologue),
         aligned_loads=loads(""),
         aligned_stores=stores(""),
         masked_loads=loads(", mask=mask, other=0"),
         masked_stores=stores(", mask=mask"),
     )
-
-
-def _lines(indent: int, lines: list[str]) -> str:
-    return "\n".join(" " * indent + line for line in lines)

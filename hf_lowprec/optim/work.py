@@ -42,9 +42,6 @@ class Work:
     written: list[Tensor]
     grad: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.shape = self.param.shape
-
     @property
     def tensors(self) -> list[Tensor]:
         """Parameter, gradient, then the states; of equal size."""
