@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model
+    from hf_lowprec.integrations.accelerator import prepare_accelerator
     from hf_lowprec.integrations.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, AdamW
     from hf_lowprec.optim.fp32 import fp32_state_dict
@@ -26,6 +27,7 @@ _HOME = {
     "cast_model": "casting",
     "fp32_state_dict": "optim.fp32",
     "LowPrecisionCallback": "integrations.callback",
+    "prepare_accelerator": "integrations.accelerator",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "cast_model",
     "fp32_state_dict",
     "optimizer_factory",
+    "prepare_accelerator",
     "register",
 ]
 

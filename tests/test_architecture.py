@@ -37,8 +37,8 @@ MAY_IMPORT = {
     "cli": {"cli", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-KERNELS = f"{PACKAGE}.optim.kernels"
-"""The one module that needs triton to be imported."""
+KERNELS = {f"{PACKAGE}.optim.kernels", f"{PACKAGE}.reduction.kernels"}
+"""The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 
 
@@ -135,8 +135,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
                 found.append(f"{where} imports {imported.target}, which only integrations may")
             elif any(_is_private(part) for part in imported.parts):
                 found.append(f"{where} imports {imported.target}, a private name")
-        needs_triton = library == "triton" or f"{imported.target}.".startswith(f"{KERNELS}.")
-        if needs_triton and imported.at_import_time and module != KERNELS:
+        needs_triton = library == "triton" or any(f"{imported.target}.".startswith(f"{name}.") for name in KERNELS)
+        if needs_triton and imported.at_import_time and module not in KERNELS:
             found.append(f"{where} imports {imported.target} at the top level, and with it triton")
     if unit == "cli":
         found += [

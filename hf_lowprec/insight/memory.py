@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.optim.shards import local
+
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes by purpose and dtype.
+    """Bytes by purpose and dtype, on this rank.
 
     Attributes:
-        parameters: number of parameters.
+        parameters: number of parameters; of sharded ones those that this rank holds.
         weights: bytes of the parameters, by dtype.
         gradients: bytes of the gradients there are, by dtype.
         state: bytes of the optimizer state there is, by dtype.
@@ -42,7 +44,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
     parameters = list(model.parameters())
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return MemoryUse(
-        sum(p.numel() for p in parameters),
+        sum(local(p).numel() for p in parameters),
         _bytes(parameters),
         _bytes(p.grad for p in parameters if p.grad is not None),
         _bytes(states),
@@ -51,6 +53,6 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
 
 def _bytes(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     count: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
+    for tensor in map(local, tensors):
         count[tensor.dtype] += tensor.numel() * tensor.element_size()
     return count

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_lowprec.casting import CastReport
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends import expected
+from hf_lowprec.optim.shards import local
 from hf_lowprec.optim.validation import state_dtype
 
 
@@ -47,7 +48,7 @@ def _states(optimizer: LowPrecisionOptimizer) -> list[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             for state in optimizer.stored_states(group, param.dtype):
-                rows[state.name][state_dtype(state.name, param.dtype, group)] += param.numel()
+                rows[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
     return [_row(name, count) for name, count in rows.items()]
 
 
@@ -67,7 +68,7 @@ def _backends(optimizer: LowPrecisionOptimizer) -> str:
 def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     count: Counter[torch.dtype] = Counter()
     for tensor in tensors:
-        count[tensor.dtype] += tensor.numel()
+        count[tensor.dtype] += local(tensor).numel()
     return count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hf_lowprec.optim.base import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import check_keywords, optimizer_factory
 from hf_lowprec.optim.validation import keywords
 
-CASTING_KEYS = ("keep_fp32",)
+CALLBACK_KEYS = ("keep_fp32", "grad_accumulation", "check_replicas_every")
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
@@ -30,8 +30,8 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     if "betas" in keywords(cls):
         kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     words = parse_optim_args(args.optim_args)
-    check_keywords(words, [*keywords(cls), *CASTING_KEYS], f"optim_args for optim={name!r}")
-    kwargs |= {key: _value(cls, key, word) for key, word in words.items() if key not in CASTING_KEYS}
+    check_keywords(words, [*keywords(cls), *CALLBACK_KEYS], f"optim_args for optim={name!r}")
+    kwargs |= {key: _value(cls, key, word) for key, word in words.items() if key not in CALLBACK_KEYS}
     return cls, kwargs
 
 
@@ -47,10 +47,11 @@ def checked_arguments(args: Any) -> dict[str, Any]:
     return kwargs
 
 
-def keep_fp32_patterns(args: Any) -> tuple[str, ...]:
-    """The `keep_fp32` patterns of `optim_args`, separated by `|`."""
-    patterns = parse_optim_args(args.optim_args).get("keep_fp32", "")
-    return tuple(pattern for pattern in patterns.split("|") if pattern)
+def callback_arguments(args: Any) -> dict[str, Any]:
+    """What `optim_args` says to `LowPrecisionCallback`; patterns of `keep_fp32` are separated by `|`."""
+    words = parse_optim_args(args.optim_args)
+    parsers: Iterable[tuple[str, Callable[[str], Any]]] = zip(CALLBACK_KEYS, (_patterns, str, int), strict=True)
+    return {key: _parsed(parse, key, words[key]) for key, parse in parsers if key in words}
 
 
 def parse_optim_args(text: str | None) -> dict[str, str]:
@@ -73,11 +74,18 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
 
 
 def _value(cls: type[LowPrecisionOptimizer], key: str, word: str) -> Any:
-    parse = _PARSERS.get(key) or _BY_TYPE[type(keywords(cls)[key])]
+    return _parsed(_PARSERS.get(key) or _BY_TYPE[type(keywords(cls)[key])], key, word)
+
+
+def _parsed(parse: Callable[[str], Any], key: str, word: str) -> Any:
     try:
         return parse(word)
     except (ValueError, KeyError):
         raise ValueError(f"optim_args: {key}={word!r} does not parse; {_EXPECTED[parse]}") from None
+
+
+def _patterns(word: str) -> tuple[str, ...]:
+    return tuple(pattern for pattern in word.split("|") if pattern)
 
 
 def _bool(word: str) -> bool:

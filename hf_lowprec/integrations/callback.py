@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -14,11 +15,14 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.casting import CastReport, cast_model
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
+from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction import check_replicas
+from hf_lowprec.reduction.micro_batches import check_mode
+from hf_lowprec.reduction.status import Reduction
 
 LOST_UPDATES = "lost_updates"
 SKIPPED_STEPS = "skipped_steps"
-AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
 _MEASURE_EVERY = 64
 """Steps between measurements where the step that will be logged is not known in advance."""
 
@@ -40,6 +44,11 @@ class LowPrecisionCallback(TrainerCallback):
         keep_fp32: patterns of modules to keep in FP32, beside norms and rotary embeddings (see `cast_model`).
         report: print the precision report when training begins.
         log_lost_updates: measure and log `lost_updates`.
+        grad_accumulation: how the gradients of micro-batches are added up (see `prepare_accelerator`).
+        check_replicas_every: compare the weights and states of replicas every so many steps (see `check_replicas`);
+            0 does not.
+
+    The last two and `keep_fp32` can be given in `optim_args` as well, which wins.
     """
 
     def __init__(
@@ -48,33 +57,56 @@ class LowPrecisionCallback(TrainerCallback):
         keep_fp32: Sequence[str | type[nn.Module]] = (),
         report: bool = True,
         log_lost_updates: bool = True,
+        grad_accumulation: str = "nearest",
+        check_replicas_every: int = 0,
     ) -> None:
         self.dtype = dtype
         self.keep_fp32 = keep_fp32
         self.report = report
         self.log_lost_updates = log_lost_updates
+        self.grad_accumulation = grad_accumulation
+        self.check_replicas_every = check_replicas_every
         self.begin()
 
-    def begin(self, keep_fp32: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
+    def begin(
+        self,
+        keep_fp32: Sequence[str] = (),
+        grad_accumulation: str | None = None,
+        check_replicas_every: int | None = None,
+    ) -> None:
         """Start over for a Trainer that is being built.
 
         Args:
             keep_fp32: patterns in addition to the callback's own.
-            notes: lines for the report, logged as warnings too.
+            grad_accumulation: instead of the callback's own.
+            check_replicas_every: instead of the callback's own.
         """
         own = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
         self._patterns = (*own, *keep_fp32)
-        self.notes = tuple(notes)
+        self._accumulation = check_mode(self.grad_accumulation if grad_accumulation is None else grad_accumulation)
+        self._check_every = self.check_replicas_every if check_replicas_every is None else check_replicas_every
+        if self._check_every < 0:
+            raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
+        self.reduction: Reduction | None = None
         self.cast_report: CastReport | None = None
         self._lost: float | None = None
-        for note in notes:
-            logger.warning("hf_lowprec: %s", note)
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
+
+    def prepare(self, accelerator: Accelerator, autocast_off: bool = False) -> None:
+        """Let `accelerator` sum gradients in FP32; called by the Trainer when it makes one.
+
+        Args:
+            accelerator: as `prepare_accelerator` takes it.
+            autocast_off: mixed precision was asked for and left out.
+        """
+        self.reduction = prepare_accelerator(accelerator, self._accumulation)
+        if autocast_off:
+            say_autocast_is_off(self.reduction)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -87,7 +119,8 @@ class LowPrecisionCallback(TrainerCallback):
             )
         self._lost = None
         if self.report and state.is_world_process_zero:
-            print(precision_report(kwargs["model"], _unwrapped(kwargs["optimizer"]), self.cast_report, self.notes))
+            lines = self.reduction.lines() if self.reduction else []
+            print(precision_report(kwargs["model"], _unwrapped(kwargs["optimizer"]), self.cast_report, lines))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -103,6 +136,13 @@ class LowPrecisionCallback(TrainerCallback):
             due = step % _MEASURE_EVERY == 0 or self._lost is None
         if due:
             self._lost = lost_updates(optimizer)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare replicas, if it is time to."""
+        if self._check_every and (state.global_step + 1) % self._check_every == 0:
+            check_replicas(kwargs["model"], kwargs["optimizer"])
 
     def on_log(
         self,

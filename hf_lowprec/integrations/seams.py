@@ -1,11 +1,13 @@
-"""The one module that touches private names of transformers; `tests/integrations/test_seams.py` fails when one goes
-away."""
+"""The one module that touches private names of transformers and accelerate, or replaces names in other libraries;
+`tests/integrations/test_seams.py` fails when one goes away."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed.fsdp
 import transformers
 from transformers import trainer_optimizer
 from transformers.training_args import OptimizerNames
@@ -45,3 +47,46 @@ def _add_member(name: str) -> None:
     OptimizerNames._member_map_[member._name_] = member
     OptimizerNames._value2member_map_[name] = member
     type.__setattr__(OptimizerNames, member._name_, member)
+
+
+@contextmanager
+def before_fully_shard(first: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Call `first` with the options of the first `fully_shard` that runs inside, before it runs.
+
+    Accelerate chooses the options, and the moment: its model may have been moved to the meta device by then. It looks
+    the function up in `torch.distributed.fsdp` when it shards a model.
+    """
+    original = torch.distributed.fsdp.fully_shard
+    called = False
+
+    def fully_shard(module: Any, **options: Any) -> Any:
+        nonlocal called
+        if not called:
+            called = True
+            first(options)
+        return original(module, **options)
+
+    torch.distributed.fsdp.fully_shard = fully_shard
+    try:
+        yield
+    finally:
+        torch.distributed.fsdp.fully_shard = original
+    if not called:
+        raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
+
+
+def switch_autocast_off(accelerator: Any) -> bool:
+    """Let `accelerator` run with mixed precision "no"; True if it was set up otherwise."""
+    if accelerator.mixed_precision == "no":
+        return False
+    accelerator.state._mixed_precision = "no"
+    accelerator.native_amp = False
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.mixed_precision_policy = None
+    return True
+
+
+def prepared_optimizers(accelerator: Any) -> list[Any]:
+    """The optimizers that `accelerator` has wrapped, unwrapped."""
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]

@@ -17,20 +17,23 @@ from transformers import Trainer, TrainingArguments
 from hf_lowprec.casting import cast_model
 from hf_lowprec.integrations import checkpoints, seams
 from hf_lowprec.integrations.arguments import (
+    callback_arguments,
     checked_arguments,
-    keep_fp32_patterns,
     optimizer_arguments,
     optimizer_name,
 )
-from hf_lowprec.integrations.callback import AUTOCAST_OFF, LowPrecisionCallback
-from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.integrations.callback import LowPrecisionCallback
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+
+_CALLBACK = "_hf_lowprec_callback"
+"""Where a Trainer keeps the callback it is built with."""
 
 
 def register() -> None:
     """Add our optimizer names to transformers; calling it again changes nothing."""
     seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer)
     _wrap_once("__init__", _build)
+    _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)
 
 
@@ -72,24 +75,15 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
 
     if ours:
         _move_to_fields(training_args, checked_arguments(training_args))
-    patterns = keep_fp32_patterns(training_args) if ours else ()
-    mixed_precision = _check_precision(training_args)
-    callback.begin(patterns, [AUTOCAST_OFF] if mixed_precision == "bf16" else [])
+    _check_precision(training_args)
+    callback.begin(**(callback_arguments(training_args) if ours else {}))
+    setattr(trainer, _CALLBACK, callback)
     if given.get("model") is not None:
         callback.cast(given["model"])
     if given.get("model_init") is not None:
         given["model_init"] = _casting(given["model_init"], callback)
     given["callbacks"] = [*(cb for cb in callbacks if not _is_ours(cb)), callback]
-    try:
-        if mixed_precision != "no":
-            # Read once, for the accelerator. Pure BF16 needs no autocast, and under FSDP2 accelerate's would upcast
-            # every parameter to FP32.
-            training_args.mixed_precision = "no"
-        original(*bound.args, **bound.kwargs)
-    finally:
-        if mixed_precision != "no":
-            training_args.mixed_precision = mixed_precision
-    _leave_clipping_to_the_optimizer(trainer)
+    original(*bound.args, **bound.kwargs)
     # First, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
@@ -107,10 +101,10 @@ def _callback(callbacks: list, ours: bool) -> LowPrecisionCallback | None:
     return given if isinstance(given, LowPrecisionCallback) else given()
 
 
-def _check_precision(args: Any) -> str:
-    """The mixed precision asked for; raise ValueError if it, or an evaluation dtype, cannot go with a 16-bit model."""
+def _check_precision(args: Any) -> None:
+    """Raise ValueError if the mixed precision, or an evaluation dtype, cannot go with a 16-bit model."""
     if args is None:
-        return "no"
+        return
     if args.fp16 or args.mixed_precision not in ("no", "bf16"):
         asked = "fp16=True" if args.fp16 else f"mixed_precision={args.mixed_precision!r}"
         raise ValueError(f"{asked} does not go with pure BF16 training, which replaces autocast and scaling; remove it")
@@ -119,7 +113,6 @@ def _check_precision(args: Any) -> str:
             raise ValueError(
                 f"{name}=True would cast the model again, FP32 norms included; it is in 16 bits: remove it"
             )
-    return str(args.mixed_precision)
 
 
 def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
@@ -137,18 +130,22 @@ def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
         args.max_grad_norm = kwargs["max_grad_norm"]
 
 
-def _leave_clipping_to_the_optimizer(trainer: Trainer) -> None:
-    """Where the optimizer clips inside its step, Trainer's clipping only asks it for the norm, and reports that."""
-    clip = trainer.accelerator.clip_grad_norm_
-
-    @functools.wraps(clip)
-    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.max_grad_norm is not None:
-            return optimizer.global_grad_norm()
-        return clip(parameters, max_norm, norm_type)
-
-    trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
+def _create_accelerator(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    callback: LowPrecisionCallback | None = getattr(trainer, _CALLBACK, None)
+    if callback is None:
+        return original(trainer, *args, **kwargs)
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start a process per "
+            "GPU: accelerate launch, torchrun --nproc-per-node, or CUDA_VISIBLE_DEVICES=0 for one GPU"
+        )
+    mixed_precision = trainer.args.mixed_precision
+    try:
+        trainer.args.mixed_precision = "no"  # where accelerate has made its state, it does not take another one
+        original(trainer, *args, **kwargs)
+    finally:
+        trainer.args.mixed_precision = mixed_precision
+    callback.prepare(trainer.accelerator, autocast_off=mixed_precision == "bf16")
 
 
 def _casting(model_init: Callable, callback: LowPrecisionCallback) -> Callable:

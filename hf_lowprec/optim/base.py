@@ -7,6 +7,7 @@ backends and checkpoints live here and below, once.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypedDict
@@ -114,6 +115,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._plan: Plan | None = None
         self._norm_ahead: tuple[Tensor, bool] | None = None
+        self._limit_ahead: float | None = None
         self._skipped: Tensor | None = None
 
     # What an algorithm defines.
@@ -161,7 +163,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 batch.count()
             plan.copy_back()
-            self.grad_norm, self._norm_ahead = plan.norm, None
+            self.grad_norm, self._norm_ahead, self._limit_ahead = plan.norm, None, None
             if plan.norm is not None and self.skip_nonfinite:
                 if self._skipped is None:
                     self._skipped = torch.zeros((), dtype=torch.int64, device=plan.norm.device)
@@ -178,14 +180,31 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
         The step does not compute it again, so gradients must be final; `zero_grad` forgets it.
         """
+        self._norm_ahead = None
         with self.next_step(measure=True) as plan:
             assert plan.norm is not None
             self._norm_ahead = (plan.norm, launch.capturing())
             return plan.norm
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the coming step, and only that, by the global norm of all gradients.
+
+        `max_norm` wins over `max_grad_norm`; infinity does not clip. Returns the norm before, as `global_grad_norm`.
+        """
+        if max_norm != math.inf:
+            validation.check_execution(self.capturable, max_norm, self.skip_nonfinite)
+        self._limit_ahead = max_norm
+        return self.global_grad_norm()
+
+    @property
+    def limit(self) -> float | None:
+        """What the coming step clips by; None if it does not."""
+        limit = self.max_grad_norm if self._limit_ahead is None else self._limit_ahead
+        return None if limit == math.inf else limit
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
-        self._norm_ahead = None
+        self._norm_ahead = self._limit_ahead = None
         super().zero_grad(set_to_none)
 
     @contextmanager
@@ -212,14 +231,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 batch.prepare(self.scalars)
             plan.norm = None
-            if measure or self.max_grad_norm is not None or self.skip_nonfinite:
+            if measure or self.limit is not None or self.skip_nonfinite:
                 if self._norm_ahead is not None and self._norm_ahead[1] == launch.capturing():
                     plan.norm = self._norm_ahead[0]
                 else:
                     pairs = zip(resolved, plan.batches, strict=True)
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
-                plan.limit(self.max_grad_norm, self.skip_nonfinite)
+                plan.limit(self.limit, self.skip_nonfinite)
             yield plan
         finally:
             if plan is not None:

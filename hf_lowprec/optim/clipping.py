@@ -1,7 +1,8 @@
 """Clipping by the global gradient norm, inside the step: the norm takes one pass over the gradients, the factor none.
 
-The norm is FP32: squares of FP32 values, summed in FP32 within pieces of a tensor and in FP64 between them. (Summed in
-one FP32 variable, as `torch.linalg.vector_norm` does on a CPU, the norm of 2²⁴ numbers is off by 6e-4.)
+Squares are summed in FP64, so the norm, rounded to FP32 at the end, does not depend on how tensors are cut: a sharded
+run clips by the same factor as an unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a
+CPU, the norm of 2²⁴ numbers is off by 6e-4.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim.batch import Batch
 
 PIECE = 1 << 16
-"""Elements summed in FP32."""
+"""Elements that are widened at a time; they stay in a core's cache."""
 
 
 def square_sum(batch: Batch) -> Tensor:
@@ -23,7 +24,7 @@ def square_sum(batch: Batch) -> Tensor:
     for work in batch.works:
         assert work.grad is not None
         for piece in work.grad.view(-1).split(PIECE):
-            values = piece.float()
+            values = piece.double()
             total += torch.dot(values, values)
     return total
 

@@ -14,7 +14,7 @@ def _block_square_sum(address, count, lanes, DTYPE: tl.constexpr, WHOLE: tl.cons
         values = tl.load(tl.multiple_of(pointers, 16) + lanes)
     else:
         values = tl.load(pointers + lanes, mask=lanes < count, other=0)
-    values = values.to(tl.float32)
+    values = values.to(tl.float64)
     return values * values
 
 
@@ -22,7 +22,7 @@ def _block_square_sum(address, count, lanes, DTYPE: tl.constexpr, WHOLE: tl.cons
 def square_sum(
     chunks, lengths, pointers, sums, WIDTH: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum of squares of each chunk's gradients, in FP32; chunks: (row, first element), pointers: (rows, WIDTH)."""
+    """The sum of squares of each chunk's gradients, in FP64; chunks: (row, first element), pointers: (rows, WIDTH)."""
     chunk = tl.program_id(0).to(tl.int64)
     row = tl.load(chunks + 2 * chunk)
     start = tl.load(chunks + 2 * chunk + 1)
@@ -30,7 +30,7 @@ def square_sum(
     size: tl.constexpr = DTYPE.primitive_bitwidth // 8
     address = tl.load(pointers + row * WIDTH + 1) + start * size
     lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float64)
     if (left >= CHUNK) & ((address & 15) == 0):
         for offset in range(0, CHUNK, BLOCK):
             total += _block_square_sum(address + offset * size, BLOCK, lanes, DTYPE, True)

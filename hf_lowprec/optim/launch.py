@@ -121,13 +121,13 @@ def has_run(batch: Batch) -> bool:
 
 
 def square_sum(batch: Batch) -> Tensor:
-    """The sum of the squares of a batch's gradients: FP32 within a chunk, FP64 between; FP64 scalar on its device."""
+    """The sum of the squares of a batch's gradients; FP64 scalar on its device."""
     import triton.language as tl
 
     from hf_lowprec.optim.kernels import square_sum
 
     chunks, lengths, *_ = batch.kept["static"]
-    sums = torch.empty(len(chunks), dtype=torch.float32, device=batch.device)
+    sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
     if len(chunks) > 0:
         pointers, *_ = _dynamic(batch)
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -137,7 +137,7 @@ def square_sum(batch: Batch) -> Tensor:
                 **{"WIDTH": len(batch.layout.tensors), "DTYPE": dtype[batch.layout.grad_dtype]},
                 **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(batch.device)},
             )
-    return sums.sum(dtype=torch.float64)
+    return sums.sum()
 
 
 def _warps(device: torch.device) -> int:

@@ -173,7 +173,7 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
         (
             optimizer.backend,
             optimizer.capturable,
-            optimizer.max_grad_norm is None,
+            optimizer.limit is None,
             optimizer.skip_nonfinite,
             len(group["params"]),
             group["rounding"],
@@ -202,5 +202,5 @@ def _layout(
             Stored.of(spec, dtype, group["state_rounding"]) for spec, dtype in zip(specs, state_dtypes, strict=True)
         ),
         maximize=bool(group["maximize"]),
-        clipped=optimizer.max_grad_norm is not None,
+        clipped=optimizer.limit is not None,
     )

@@ -1,9 +1,5 @@
 """Shards of DTensors: their global indices, and steps on them in real processes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, shards
+from tests.ranks import run_ranks
 from tests.triton_here import require_triton
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sharded_steps.py"
 
 
 @pytest.mark.slow
@@ -27,13 +22,7 @@ def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
         require_triton()
         if torch.cuda.is_available():
             pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), backend], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "10 shardings agree" in done.stdout
+    assert "10 shardings agree" in run_ranks("sharded_steps.py", 4, backend)
 
 
 class Placed(SimpleNamespace):

@@ -4,9 +4,7 @@ torchrun --nproc-per-node 4 sharded_steps.py eager|native|triton
 """
 
 import copy
-import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.optim import AdamW
+from tests.ranks import leave
 
 CASES = {
     "rows": ("line", [(10, 6), (4, 3), (2, 5), (1,), (7,), (0, 3)], [Shard(0)]),
@@ -76,11 +75,7 @@ def main(backend: str) -> None:
         check(name, mesh, shapes, placements, backend, max_grad_norm=1e6, skip_nonfinite=True)
     if dist.get_rank() == 0:
         print(f"{len(CASES)} shardings agree", flush=True)
-    # Taking gloo's groups down, here or at the interpreter's end, aborts now and then: a thread of a group that is
-    # still joinable ends the process. So all ranks wait for each other, and end without it.
-    dist.barrier()
-    time.sleep(1)
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

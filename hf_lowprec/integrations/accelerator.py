@@ -1,0 +1,137 @@
+"""`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, whatever wraps the model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.integrations import seams
+from hf_lowprec.integrations.refusals import refuse_unsupported
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.ddp import reduce_in_fp32
+from hf_lowprec.reduction.fsdp2 import reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
+from hf_lowprec.reduction.status import Reduction, Wrapped
+
+AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
+_PREPARED = "_hf_lowprec_prepared"
+"""Marks models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> Reduction:
+    """Let `accelerator` reduce gradients with FP32 sums, under DDP, FSDP2 and HSDP; call it before `prepare`.
+
+    Gradients travel in the parameters' dtype; the mean over ranks is summed in FP32 in rank order and rounded once.
+    Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
+    `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
+    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only that and
+    `grad_accumulation` have an effect. Calling it again changes nothing.
+
+    Args:
+        accelerator: not yet used to prepare a model.
+        grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
+            `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
+
+    Returns:
+        What is done; fills as models are prepared. `print` it to see whether it is active.
+
+    Raises:
+        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32.
+    """
+    check_mode(grad_accumulation)
+    done: Reduction | None = getattr(accelerator, "_hf_lowprec", None)
+    if done is not None:
+        if done.grad_accumulation != grad_accumulation:
+            raise ValueError(f"the accelerator was prepared with grad_accumulation={done.grad_accumulation!r}")
+        return done
+    refuse_unsupported(accelerator, grad_accumulation)
+    reduction = Reduction(grad_accumulation)
+    if seams.switch_autocast_off(accelerator):
+        say_autocast_is_off(reduction)
+    accelerator._hf_lowprec = reduction
+    _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction))
+    _wrap(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction))
+    _wrap(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
+    return reduction
+
+
+def say_autocast_is_off(reduction: Reduction) -> None:
+    """Note that mixed precision was asked for and is off, and log it."""
+    reduction.notes.append(AUTOCAST_OFF)
+    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
+
+
+def _wrap(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
+    original = getattr(accelerator, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(accelerator, name, method)
+
+
+def _prepare(accelerator: Accelerator, reduction: Reduction, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare`, which is where FSDP2 is applied."""
+    models = [arg for arg in args if isinstance(arg, nn.Module)]
+    if not accelerator.is_fsdp2 or not models:
+        return original(*args, **kwargs)
+    model = models[0]
+    plugin = accelerator.state.fsdp_plugin
+    halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
+    replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
+    if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    def first(options: dict[str, Any]) -> None:
+        reduction.fp32_modules = shard_fp32_parameters(model, **options)
+
+    with seams.before_fully_shard(first):
+        prepared = original(*args, **kwargs)
+    scratch = reduce_scatter_in_fp32(model)
+    reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+    return prepared
+
+
+def _prepare_model(
+    accelerator: Accelerator, reduction: Reduction, original: Callable, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """`Accelerator.prepare_model`, which is where DDP wraps a model."""
+    if getattr(model, _PREPARED, False):
+        return original(model, *args, **kwargs)
+    sums = None
+    if reduction.grad_accumulation != "nearest":
+        sums = MicroBatches(model, reduction.grad_accumulation)
+        reduction.sums.append(sums)
+    prepared = original(model, *args, **kwargs)
+    setattr(model, _PREPARED, True)
+    for module in prepared.modules():
+        if isinstance(module, DistributedDataParallel):
+            means = reduce_in_fp32(module)
+            means.finished = None if sums is None else sums.restart
+            reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
+    setattr(prepared, _PREPARED, True)
+    return prepared
+
+
+def _clip_grad_norm_(
+    accelerator: Accelerator, original: Callable, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wanted = {id(param) for param in parameters if param.grad is not None}
+    for optimizer in seams.prepared_optimizers(accelerator):
+        if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
+            groups = optimizer.param_groups
+            if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+                return optimizer.clip_grad_norm_(max_norm)
+    return original(parameters, max_norm, norm_type)

@@ -1,0 +1,133 @@
+"""DistributedDataParallel: a communication hook that averages each gradient bucket in FP32.
+
+A reduce-scatter by all-to-all, then an all-gather: the bytes on the wire are those of a native all-reduce of the same
+dtype. (NVIDIA's Megatron-LM reduces so too, by `reduce_scatter_with_fp32_accumulation`.)
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.reduction.mean import mean_in_rank_order
+from hf_lowprec.reduction.scratch import Scratch
+
+
+@dataclass
+class _Bucket:
+    """A bucket on its way."""
+
+    gradient: Tensor
+    padded: Tensor
+    received: Tensor
+    work: Any
+    future: torch.futures.Future
+
+
+class BucketMeans:
+    """The state of the hook: buckets on their way, and the memory they use.
+
+    A bucket's all-to-all runs while backward computes the next one; its sum and its all-gather follow when the next
+    bucket starts. So all ranks issue their collectives in the same order, whatever their timing, and two buckets need
+    scratch memory at a time.
+
+    Args:
+        group: the process group to average over.
+        finished: called when the last bucket of a backward pass is done.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, finished: Callable[[], None] | None = None) -> None:
+        self.group = group
+        self.finished = finished
+        self.scratch = Scratch()
+        self._on_way: list[_Bucket] = []
+        self._slot = 0
+        self._streams: dict[torch.device, Any] = {}
+
+    def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
+        """Average one bucket, a flat tensor, in place; buckets come in the order that all ranks share."""
+        if is_first:
+            self._on_way = []  # an interrupted pass may have left some
+        with self._lane(gradient.device):
+            if len(self._on_way) > 1:
+                self._finish(self._on_way.pop(0))
+            self._slot = 1 - self._slot
+            bucket = self._start(gradient)
+            for earlier in self._on_way:
+                self._gather(earlier)
+            self._on_way.append(bucket)
+            if is_last:
+                self._gather(bucket)
+                while self._on_way:
+                    self._finish(self._on_way.pop(0))
+        if is_last and self.finished is not None:
+            self.finished()
+        return bucket.future
+
+    def _start(self, gradient: Tensor) -> _Bucket:
+        """Send each rank its part."""
+        ranks = self.group.size()
+        count, part = gradient.numel(), -(-gradient.numel() // ranks)
+        padded = gradient
+        if part * ranks > count:
+            padded = self.scratch(f"padded {self._slot}", part * ranks, gradient)
+            padded[:count] = gradient
+            padded[count:] = 0
+        received = self.scratch(f"received {self._slot}", part * ranks, gradient)
+        work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
+        devices: Any = None if gradient.device.type == "cpu" else [gradient.device]
+        return _Bucket(gradient, padded, received, work, torch.futures.Future(devices=devices))
+
+    def _gather(self, bucket: _Bucket) -> None:
+        """Average the part that this rank received and send it to all."""
+        bucket.work.wait()
+        ranks, rank = self.group.size(), self.group.rank()
+        own = bucket.padded.view(ranks, -1)[rank]
+        mean_in_rank_order(bucket.received.view(ranks, -1), ranks, own)
+        bucket.work = _all_gather(bucket.padded, own, group=self.group, async_op=True)
+
+    def _finish(self, bucket: _Bucket) -> None:
+        """Hand the result to DDP."""
+        bucket.work.wait()
+        if bucket.padded is not bucket.gradient:
+            bucket.gradient.copy_(bucket.padded[: bucket.gradient.numel()])
+        bucket.future.set_result(bucket.gradient)
+
+    def _lane(self, device: torch.device) -> Any:
+        """A stream of our own behind the current one, so that backward does not wait for sums."""
+        if device.type == "cpu":
+            return nullcontext()
+        module = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device)
+        self._streams[device].wait_stream(module.current_stream(device))
+        return module.stream(self._streams[device])
+
+
+def fp32_mean_hook(state: BucketMeans, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook that `DistributedDataParallel.register_comm_hook` takes."""
+    return state(bucket.buffer(), bucket.index() == 0, bucket.is_last())
+
+
+def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
+    """Let `model` average its gradients in FP32.
+
+    Raises:
+        RuntimeError: the model has a communication hook already.
+    """
+    state = BucketMeans(model.process_group)
+    model.register_comm_hook(state, fp32_mean_hook)
+    return state
+
+
+def _all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:
+    # Torch 2.13 renamed it.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, **options)

@@ -1,0 +1,129 @@
+"""FSDP2 (`fully_shard`): reduce-scatter that sums in FP32, and groups of one dtype each.
+
+FSDP2 lays out a group's gradients so that part `r` belongs to rank `r`; an all-to-all brings every rank all versions of
+its part. With `MixedPrecisionPolicy(reduce_dtype=torch.float32)` FSDP2 hands over and takes FP32 values: it uses that
+for sums over micro-batches, and here also for replicas of shards (HSDP), whose all-reduce is FSDP2's own. They are
+rounded to the parameters' dtype before the wire, and nowhere else until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hf_lowprec.reduction.mean import mean_in_rank_order
+from hf_lowprec.reduction.scratch import Scratch
+
+
+class FP32ReduceScatter:
+    """What `FSDPModule.set_custom_reduce_scatter` takes.
+
+    Args:
+        wire: dtype in which gradients travel: that of the parameters.
+        scratch: memory to receive in; modules share it.
+        native_follows: FSDP2 goes on computing with the result, so it must be FP32.
+    """
+
+    def __init__(self, wire: torch.dtype, scratch: Scratch, native_follows: bool) -> None:
+        self.wire = wire
+        self.scratch = scratch
+        self.native_follows = native_follows
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what FSDP2 sends and receives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor = Σ_ranks fp32(part of input_tensor)`, divided by their number if `op` is `AVG`.
+
+        Raises:
+            RuntimeError: FSDP2 would round again what it gets, or asks for another operation.
+        """
+        ranks = group.size()
+        if self.native_follows and input_tensor.dtype != torch.float32:
+            raise RuntimeError(
+                "FP16 gradients and shards with replicas (HSDP) need "
+                "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise RuntimeError(
+                f"the reduce operation {op} (of set_gradient_divide_factor) is not supported: use SUM or AVG"
+            )
+        sent = input_tensor.to(self.wire)
+        received = self.scratch("received", sent.numel(), sent)
+        dist.all_to_all_single(received, sent, group=group)
+        mean_in_rank_order(received.view(ranks, -1), ranks if op == dist.ReduceOp.AVG else 1, output_tensor)
+
+
+def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
+    """Let every FSDP2 module in `model` sum its gradients in FP32.
+
+    Args:
+        model: a model to which `fully_shard` was applied. Where there are replicas of shards, or FP16 parameters, with
+            `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)`.
+
+    Returns:
+        The memory it receives in, as large as the largest group of modules.
+    """
+    scratch = Scratch()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own = [param for param in _own_parameters(module) if param.requires_grad]
+            if not own:
+                continue
+            replicated = own[0].device_mesh.ndim > 1  # type: ignore[attr-defined]
+            wire = own[0].dtype
+            comm = FP32ReduceScatter(wire, scratch, replicated or wire == torch.float16)
+            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+            # One division, after the sum over replicas.
+            module.set_force_sum_reduction_for_comms(replicated)
+    return scratch
+
+
+def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
+    """Shard the FP32 modules of a model in 16 bits as one group, before anything else is sharded.
+
+    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two. FP32 modules are
+    small, so they stay gathered between forward and backward.
+
+    Args:
+        model: a model that is not sharded yet.
+        options: what `fully_shard` takes.
+
+    Returns:
+        The names of the modules; empty if all trainable parameters have one dtype.
+
+    Raises:
+        ValueError: a module holds trainable parameters of both kinds itself.
+    """
+    if len({param.dtype for param in model.parameters() if param.requires_grad}) < 2:
+        return []
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        own = {n: param.dtype for n, param in module.named_parameters(recurse=False) if param.requires_grad}
+        if torch.float32 not in own.values():
+            continue
+        if set(own.values()) != {torch.float32}:
+            raise ValueError(
+                f"FSDP2 needs one dtype per module, and {name or type(model).__name__} has "
+                + ", ".join(f"{n} in {str(dtype).removeprefix('torch.')}" for n, dtype in own.items())
+                + "; use DDP for this model"
+            )
+        found[name] = module
+    fully_shard(list(found.values()), **{**options, "reshard_after_forward": False})
+    return list(found)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters below `module` that no FSDP2 module below it has."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)

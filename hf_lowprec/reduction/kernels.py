@@ -1,0 +1,47 @@
+"""The mean in rank order in one kernel: every version is read once, the result is written once.
+
+Imported on first use only: it needs Triton.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def mean(versions, out, ranks, count, divisor, WIDE: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):
+    """`out[i] = round((versions[0, i] + versions[1, i] + …) / divisor)`; versions: (ranks, count), sums in WIDE."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = place < count
+    total = tl.load(versions + place, mask=held, other=0).to(WIDE)
+    for rank in range(1, ranks):
+        total += tl.load(versions + rank * count.to(tl.int64) + place, mask=held, other=0).to(WIDE)
+    by = tl.full((BLOCK,), divisor, WIDE)
+    total = tl.div_rn(total, by) if tl.float32 == WIDE else total / by
+    if NARROW:
+        # On the bit pattern, because a cast truncates in Triton's interpreter.
+        pattern = total.to(tl.float32).to(tl.int32, bitcast=True)
+        pattern = (pattern + ((pattern >> 16) & 1) + 0x7FFF) >> 16
+        pattern = tl.where(total != total, 0x7FC0, pattern)
+        tl.store(out + place, pattern.to(tl.int16), mask=held)
+    else:
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=held)
+
+
+def launch_mean(versions: Tensor, divisor: int, out: Tensor) -> Tensor:
+    """`mean_in_rank_order` on a GPU, on its current stream."""
+    narrow = out.dtype == torch.bfloat16
+    wide = tl.float32 if versions.dtype.itemsize == 2 else tl.float64
+    ranks, count = versions.shape
+    if count:
+        with nullcontext() if versions.device.type == "cpu" else torch.get_device_module().device(versions.device):
+            mean[(triton.cdiv(count, _BLOCK),)](
+                *(versions, out.view(torch.int16) if narrow else out, ranks, count, float(divisor)),
+                **{"WIDE": wide, "NARROW": narrow, "BLOCK": _BLOCK, "enable_fp_fusion": False},
+            )
+    return out

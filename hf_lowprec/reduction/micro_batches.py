@@ -1,0 +1,97 @@
+"""Gradients of micro-batches added up without rounding every time.
+
+`p.grad` accumulates in the parameter's dtype, and rounds at each micro-batch: the same loss as in a sum over ranks,
+one axis over. A hook on each parameter keeps what rounding leaves out; `p.grad` is the rounded sum at any time, so
+clipping, DDP and the optimizer find what they expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MODES = ("nearest", "kahan", "fp32")
+
+
+def check_mode(grad_accumulation: str) -> str:
+    """`grad_accumulation`, if it is one of `MODES`; else raise ValueError."""
+    if grad_accumulation not in MODES:
+        raise ValueError(f"grad_accumulation={grad_accumulation!r} is none of {', '.join(map(repr, MODES))}")
+    return grad_accumulation
+
+
+@dataclass
+class _Sum:
+    """What `p.grad` does not hold: the FP32 sum, or the residual in the gradient's dtype."""
+
+    kept: Tensor
+    version: int
+
+
+class MicroBatches:
+    """Sums of gradients in FP32, or in 16 bits with a 16-bit residual, over the micro-batches of a step.
+
+    A sum begins when `p.grad` is None, and anew when `p.grad` was changed from outside (`zero_grad(set_to_none=False)`,
+    clipping). FP32 parameters are left alone.
+
+    Args:
+        model: its trainable parameters get hooks.
+        mode: `"fp32"` or `"kahan"`.
+    """
+
+    def __init__(self, model: nn.Module, mode: str) -> None:
+        self.mode = mode
+        self._sums: dict[nn.Parameter, _Sum] = {}
+        self._handles = [
+            param.register_hook(self._hook(param))
+            for param in model.parameters()
+            if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beside the gradients."""
+        return sum(held.kept.nbytes for held in self._sums.values())
+
+    def restart(self) -> None:
+        """Begin a new sum: what is in `p.grad` is final."""
+        self._sums.clear()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self.restart()
+
+    def _hook(self, param: nn.Parameter) -> Callable[[Tensor], Tensor]:
+        def add(gradient: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self._add(param, gradient)
+
+        return add
+
+    def _add(self, param: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Bring `p.grad` up to date, and return what autograd shall add to it."""
+        total = param.grad
+        if total is None:
+            self._sums.pop(param, None)
+            return gradient
+        held = self._sums.get(param)
+        # Views of a bucket share the version of the whole bucket.
+        if held is None or (not total._is_view() and held.version != total._version):
+            kept = total.float() if self.mode == "fp32" else torch.zeros_like(total)
+            held = self._sums[param] = _Sum(kept, 0)
+        if self.mode == "fp32":
+            held.kept += gradient
+            total.copy_(held.kept)
+        else:
+            exact = held.kept.float().add_(gradient).add_(total)
+            total.copy_(exact)
+            left = exact.sub_(total)
+            held.kept.copy_(torch.where(left.isfinite(), left, 0))
+        held.version = total._version + 1
+        # Autograd adds minus zero, which changes nothing; not even the sign of a zero.
+        return gradient.new_full((), -0.0).expand_as(gradient)

@@ -1,0 +1,37 @@
+"""Real processes on gloo: starting them from a test, and ending them in a script."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+
+def run_ranks(script: str, ranks: int, *arguments: str, timeout: float = 280) -> str:
+    """What rank 0 to n - 1 of `tests/scripts/SCRIPT` print; fails the test if one of them fails."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1])}
+    done = subprocess.run(
+        [*launcher, str(SCRIPTS / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def leave() -> None:
+    """End this rank without taking gloo down, which aborts now and then: a thread of a group that is still joinable
+    ends the process. All ranks wait for each other first."""
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.barrier()
+        time.sleep(1)
+    os._exit(0)
