@@ -61,6 +61,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     accelerator._hf_lowprec = reduction
     _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction))
     _wrap(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction))
+    _wrap(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
     _wrap(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
     return reduction
 
@@ -122,6 +123,13 @@ def _prepare_model(
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
     setattr(prepared, _PREPARED, True)
     return prepared
+
+
+def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
+    """`Accelerator.no_sync`, which leaves DDP over a single process to synchronize every micro-batch."""
+    if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return original(model)
 
 
 def _clip_grad_norm_(

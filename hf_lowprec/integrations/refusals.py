@@ -35,6 +35,11 @@ def refuse_unsupported(accelerator: Any, grad_accumulation: str) -> None:
             f"DistributedDataParallelKwargs(comm_hook={str(getattr(handler.comm_hook, 'value', handler.comm_hook))!r}) "
             "takes the place of the FP32 sums; remove it"
         )
+    if grad_accumulation != "nearest" and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        raise ValueError(
+            f"GradientAccumulationPlugin(sync_each_batch=True) rounds micro-batches at each synchronization, which "
+            f"grad_accumulation={grad_accumulation!r} would prevent; remove one of the two"
+        )
     _refuse_parallelism(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
         _refuse_fsdp(accelerator, grad_accumulation)

@@ -40,7 +40,7 @@ class BucketMeans:
 
     Args:
         group: the process group to average over.
-        finished: called when the last bucket of a backward pass is done.
+        finished: called when the last bucket of a backward pass is done, if there is more than one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, finished: Callable[[], None] | None = None) -> None:
@@ -53,6 +53,10 @@ class BucketMeans:
 
     def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
         """Average one bucket, a flat tensor, in place; buckets come in the order that all ranks share."""
+        if self.group.size() == 1:
+            done = _future(gradient.device)
+            done.set_result(gradient)
+            return done
         if is_first:
             self._on_way = []  # an interrupted pass may have left some
         with self._lane(gradient.device):
@@ -82,8 +86,7 @@ class BucketMeans:
             padded[count:] = 0
         received = self.scratch(f"received {self._slot}", part * ranks, gradient)
         work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
-        devices: Any = None if gradient.device.type == "cpu" else [gradient.device]
-        return _Bucket(gradient, padded, received, work, torch.futures.Future(devices=devices))
+        return _Bucket(gradient, padded, received, work, _future(gradient.device))
 
     def _gather(self, bucket: _Bucket) -> None:
         """Average the part that this rank received and send it to all."""
@@ -125,6 +128,10 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
     state = BucketMeans(model.process_group)
     model.register_comm_hook(state, fp32_mean_hook)
     return state
+
+
+def _future(device: torch.device) -> torch.futures.Future:
+    return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
 
 
 def _all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 MODES = ("nearest", "kahan", "fp32")
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_mode(grad_accumulation: str) -> str:
@@ -25,21 +26,23 @@ def check_mode(grad_accumulation: str) -> str:
 
 @dataclass
 class _Sum:
-    """What `p.grad` does not hold: the FP32 sum, or the residual in the gradient's dtype."""
+    """What `p.grad` does not hold: the wide sum, or the residual in the gradient's dtype."""
 
     kept: Tensor
     version: int
 
 
 class MicroBatches:
-    """Sums of gradients in FP32, or in 16 bits with a 16-bit residual, over the micro-batches of a step.
+    """Sums of gradients over the micro-batches of a step, in FP32 or in 16 bits with a 16-bit residual.
 
     A sum begins when `p.grad` is None, and anew when `p.grad` was changed from outside (`zero_grad(set_to_none=False)`,
-    clipping). FP32 parameters are left alone.
+    clipping). Where gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is one rank only, the
+    latter is not seen; set them to None there, as `zero_grad` does by default.
 
     Args:
         model: its trainable parameters get hooks.
-        mode: `"fp32"` or `"kahan"`.
+        mode: `"fp32"`, which sums gradients of FP32 parameters (norms) in FP64, as the reduction over ranks does; or
+            `"kahan"`, which leaves FP32 parameters alone.
     """
 
     def __init__(self, model: nn.Module, mode: str) -> None:
@@ -48,7 +51,7 @@ class MicroBatches:
         self._handles = [
             param.register_hook(self._hook(param))
             for param in model.parameters()
-            if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+            if param.requires_grad and (param.dtype in _HALVES or (mode == "fp32" and param.dtype == torch.float32))
         ]
 
     @property
@@ -82,7 +85,8 @@ class MicroBatches:
         held = self._sums.get(param)
         # Views of a bucket share the version of the whole bucket.
         if held is None or (not total._is_view() and held.version != total._version):
-            kept = total.float() if self.mode == "fp32" else torch.zeros_like(total)
+            wide = torch.float32 if total.dtype in _HALVES else torch.float64
+            kept = total.to(wide) if self.mode == "fp32" else torch.zeros_like(total)
             held = self._sums[param] = _Sum(kept, 0)
         if self.mode == "fp32":
             held.kept += gradient

@@ -1,0 +1,280 @@
+"""Error of the mean of BF16 gradients over N ranks: BF16 sums, FP32 sums on the wire, and ours.
+
+Real processes on gloo for few ranks, and the same additions in one process for many. Gradients are normal noise, one
+per rank, plus a common signal whose standard deviation is 0 or 1 times that of the noise; all are rounded to BF16, and
+that is what is averaged. With the exact mean m (FP64) and a result x, errors are
+
+    relative: ‖x − m‖ / ‖m‖            mean, max: |x − m| of the elements, by the root mean square of m
+
+N is a power of two, so dividing is exact wherever it is done. Ours is in the table twice: the FP32 sum, and what is left
+in BF16 after the one rounding at the end. No BF16 result is better than the exact mean rounded to BF16, the table's
+floor: 1.5e-3, which is 2⁻⁷/√12 by the root mean square of a significand. FP32 results have no such floor, so BF16
+results are to be compared with it and FP32 ones with each other.
+
+    python benchmarks/reduction_error.py [--signals 0,1] [--elements 16384] [--output benchmarks/results/…json]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hf_lowprec import __version__
+from hf_lowprec.reduction import BucketMeans, mean_in_rank_order
+from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
+from hf_lowprec.reduction.scratch import Scratch
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+Errors = dict[str, dict[int, dict[str, float]]]
+"""By way and number of ranks."""
+
+OURS, OURS_FP32 = "ours", "ours, before the rounding to BF16"
+FLOOR = "the exact mean, rounded to BF16 (floor)"
+
+CIRCULATED = {
+    "16-bit sums, circulated": {8: 1e-5, 64: 8e-5, 512: 6e-4},
+    "FP32 sums, circulated": {8: 1e-7, 64: 8e-7, 512: 6e-6},
+}
+"""From a third party's description of Megatron-LM's reduce-scatter with FP32 accumulation."""
+ABOUT_CIRCULATED = """\
+The circulated figures come from a third party's description of Megatron-LM's reduce-scatter with FP32 accumulation, which
+gives them for FP16 without saying what was measured, or relative to what; NVIDIA's code and its pull request #1967 have
+none. So their size is not comparable: a 16-bit result that is rounded once is off by more than 1e-5 (floor). Comparable
+are the growth with N and the ratio of the two rows. They grow as N, where independent roundings grow as √N (the same
+description says √N elsewhere); and their ratio is 100, where those of the formats are 2¹³ (FP16) and 2¹⁶ (BF16)."""
+
+
+def gradient(rank: int, elements: int, signal: float, seed: int) -> Tensor:
+    """What `rank` has."""
+    common = torch.randn(elements, generator=torch.Generator().manual_seed(1_000_000 * (seed + 1)))
+    noise = torch.randn(elements, generator=torch.Generator().manual_seed(1_000_000 * (seed + 1) + 1 + rank))
+    return noise.add_(common, alpha=signal).to(BF16)
+
+
+def gradients(ranks: int, elements: int, signal: float, seed: int) -> Tensor:
+    """What all ranks have, (ranks, elements)."""
+    return torch.stack([gradient(rank, elements, signal, seed) for rank in range(ranks)])
+
+
+def added(one: Tensor, other: Tensor) -> Tensor:
+    """The sum, rounded to the tensors' dtype."""
+    return (one.float() + other.float()).to(one.dtype)
+
+
+def ring(versions: Tensor) -> Tensor:
+    """The sum as a ring's reduce-scatter adds it up: piece p starts at rank p + 1 and ends at p, rounding at each hop."""
+    ranks = len(versions)
+    pieces = versions.view(ranks, ranks, -1)
+    piece = torch.arange(ranks)
+    total = pieces[(piece + 1) % ranks, piece]
+    for hop in range(2, ranks + 1):
+        total = added(total, pieces[(piece + hop) % ranks, piece])
+    return total.view(-1)
+
+
+def tree(versions: Tensor) -> Tensor:
+    """The sum in a binary tree over a power of two of ranks, rounding at each node."""
+    while len(versions) > 1:
+        versions = added(versions[0::2], versions[1::2])
+    return versions[0]
+
+
+def ours(versions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean as this package computes it, rounded to `dtype` once."""
+    return mean_in_rank_order(versions, len(versions), torch.empty(versions.shape[1], dtype=dtype))
+
+
+def exact_mean(versions: Tensor) -> Tensor:
+    """In FP64, which holds sums of BF16 values of similar size without rounding."""
+    return versions.sum(dim=0, dtype=FP64) / len(versions)
+
+
+def simulated(versions: Tensor) -> dict[str, Tensor]:
+    """Means by way."""
+    ranks = len(versions)
+    return {
+        "BF16 ring": ring(versions).double() / ranks,
+        "BF16 tree": tree(versions).double() / ranks,
+        "FP32 ring (twice the bytes)": ring(versions.float()).double() / ranks,
+        OURS_FP32: ours(versions, FP32),
+        OURS: ours(versions, BF16),
+        FLOOR: exact_mean(versions).to(BF16),
+    }
+
+
+def real(own: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Means by way over the processes of `group`, all of which call this with what they have."""
+    ranks = group.size()
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
+
+    def whole(part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(ranks)]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts)
+
+    def reduced(gradient: Tensor) -> Tensor:
+        dist.all_reduce(gradient, group=group)
+        return gradient.double() / ranks
+
+    part = torch.empty(own.numel() // ranks, dtype=BF16)
+    scatter(part, own.clone(), group=group)
+    wide_part = torch.empty(part.shape, dtype=FP32)
+    FP32ReduceScatter(BF16, Scratch(), False)(wide_part, own.float(), group, dist.ReduceOp.AVG)
+    mean = own.clone()
+    BucketMeans(group)(mean, True, True).wait()
+    return {
+        "BF16 all-reduce": reduced(own.clone()),
+        "BF16 reduce-scatter": whole(part).double() / ranks,
+        "FP32 all-reduce (twice the bytes)": reduced(own.float()),
+        OURS_FP32: whole(wide_part),
+        OURS: mean,
+    }
+
+
+def error(mean: Tensor, exact: Tensor) -> dict[str, float]:
+    """As the module's docstring defines them."""
+    difference, size = mean.double() - exact, float(exact.square().mean().sqrt())
+    return {
+        "relative": float(difference.norm() / exact.norm()),
+        "mean": float(difference.abs().mean()) / size,
+        "max": float(difference.abs().max()) / size,
+    }
+
+
+def _rank(rank: int, sizes: list[int], signals: list[float], elements: int, seed: int, folder: str) -> None:
+    """One real process; rank 0 writes what it finds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=max(sizes))
+    found: dict[float, Errors] = {}
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    for signal in signals:
+        found[signal] = defaultdict(dict)
+        for size, group in groups.items():
+            if rank >= size:
+                continue
+            means = real(gradient(rank, elements, signal, seed), group)
+            if rank:
+                continue
+            versions = gradients(size, elements, signal, seed)
+            if not torch.equal(means[OURS], ours(versions, BF16)):
+                raise RuntimeError(f"over {size} processes ours is not the mean in rank order")
+            for way, mean in means.items():
+                found[signal][way][size] = error(mean, exact_mean(versions))
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(list(found.values())))
+    # Without taking gloo down, which aborts now and then; all wait for each other first.
+    dist.barrier()
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def over_processes(sizes: list[int], signals: list[float], elements: int, seed: int) -> list[Errors]:
+    """Errors by signal, over groups of as many real processes as `sizes` says."""
+    if not sizes:
+        return [{} for _ in signals]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (sizes, signals, elements, seed, folder)
+        torch.multiprocessing.spawn(_rank, arguments, nprocs=max(sizes))  # type: ignore[attr-defined]
+        by_signal = json.loads(Path(folder, "found.json").read_text())
+    return [
+        {way: {int(size): value for size, value in row.items()} for way, row in errors.items()} for errors in by_signal
+    ]
+
+
+def in_one_process(sizes: list[int], signal: float, elements: int, seed: int) -> Errors:
+    """Errors of the simulated reductions."""
+    versions = gradients(max(sizes), elements, signal, seed)
+    found: Errors = defaultdict(dict)
+    for size in sizes:
+        exact = exact_mean(versions[:size])
+        for way, mean in simulated(versions[:size]).items():
+            found[way][size] = error(mean, exact)
+    return found
+
+
+def growth(errors: dict[int, float]) -> float:
+    """The exponent of N of the law that fits best."""
+    if len(errors) < 2:
+        return math.nan
+    logs = [[math.log(number) for number in numbers] for numbers in (errors.keys(), errors.values())]
+    return statistics.linear_regression(*logs).slope
+
+
+def table(title: str, sections: dict[str, Errors], sizes: list[int]) -> Table:
+    """Relative errors by N, their growth, and what single elements have at the largest N."""
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("relative error of the mean")
+    for heading in (*(f"N = {size}" for size in sizes), "growth", "mean, max element"):
+        shown.add_column(heading, justify="right")
+    for where, errors in sections.items():
+        for way, row in errors.items():
+            last = row[max(row)]
+            single = f"{last['mean']:.1e}, {last['max']:.1e}" if "mean" in last else ""
+            cells = (f"{row[size]['relative']:.2e}" if size in row else "" for size in sizes)
+            exponent = growth({size: value["relative"] for size, value in row.items()})
+            shown.add_row(f"{way}, {where}" if where else way, *cells, f"N^{exponent:.2f}", single)
+        shown.add_section()
+    return shown
+
+
+def _numbers(text: str, kind: Any) -> list[Any]:
+    return [kind(number) for number in text.split(",") if number]
+
+
+def main(
+    ranks: Annotated[str, typer.Option(help="Numbers of simulated ranks, powers of two.")] = "2,4,8,64,512",
+    processes: Annotated[str, typer.Option(help="Numbers of real processes, powers of two.")] = "2,4,8",
+    signals: Annotated[str, typer.Option(help="Sizes of the common signal, by that of the noise.")] = "0,1",
+    elements: Annotated[int, typer.Option(help="Elements of a gradient, a multiple of all numbers of ranks.")] = 16384,
+    seed: int = 0,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
+) -> None:
+    """Error of the mean of BF16 gradients over N ranks."""
+    torch.set_num_threads(1)
+    sizes, real_sizes, strengths = _numbers(ranks, int), _numbers(processes, int), _numbers(signals, float)
+    if any(size < 2 or size & (size - 1) or elements % size for size in [*sizes, *real_sizes]):
+        raise typer.BadParameter("numbers of ranks are powers of two, 2 or more, that divide --elements")
+    output = output or Path(f"benchmarks/results/reduction-error-{date.today()}.json")
+    console = Console(width=140)
+    result: dict[str, Any] = {
+        "machine": f"{platform.machine()}, 1 thread per process, gloo",
+        "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
+        "options": {"elements": elements, "seed": seed},
+        "signals": {},
+        "circulated": {"figures": CIRCULATED, "about": ABOUT_CIRCULATED},
+    }
+    circulated: Errors = {way: {n: {"relative": value} for n, value in row.items()} for way, row in CIRCULATED.items()}
+    for signal, measured in zip(strengths, over_processes(real_sizes, strengths, elements, seed), strict=True):
+        errors = {"gloo": measured, "simulated": in_one_process(sizes, signal, elements, seed)}
+        console.print(table(f"signal {signal:g} × noise", {**errors, "": circulated}, sorted({*sizes, *real_sizes})))
+        result["signals"][f"{signal:g}"] = {
+            where: [
+                {"way": way, "growth": growth({n: e["relative"] for n, e in row.items()}), "errors": row}
+                for way, row in found.items()
+            ]
+            for where, found in errors.items()
+        }
+    console.print(ABOUT_CIRCULATED)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

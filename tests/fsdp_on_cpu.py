@@ -1,0 +1,23 @@
+"""FSDP2 and HSDP through accelerate on a CPU, where accelerate itself takes that path on GPUs only."""
+
+import functools
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Let every `Accelerator` that is given an FSDP plugin use it."""
+    original = Accelerator.__init__
+
+    @functools.wraps(original)
+    def build(self, *args, fsdp_plugin=None, parallelism_config=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.state.distributed_type = DistributedType.FSDP
+            self.state.fsdp_plugin = fsdp_plugin
+        if parallelism_config is not None:
+            self.state.parallelism_config = parallelism_config
+            self.state.device_mesh = parallelism_config.get_device_mesh(self.device.type)
+
+    Accelerator.__init__ = build

@@ -1,0 +1,68 @@
+"""The stock Trainer on real text in however many processes there are; rank 0 prints what it trained.
+
+trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+
+import torch
+from accelerate.utils import ParallelismConfig
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import hf_lowprec  # noqa: F401
+from hf_lowprec.reduction import check_replicas
+from tests.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ranks import leave
+
+LENGTH = 32
+
+
+def text(rows: int) -> list[dict[str, torch.Tensor]]:
+    """The source of a module of the standard library, in bytes."""
+    with open(argparse.__file__, "rb") as file:
+        tokens = torch.frombuffer(bytearray(file.read(rows * LENGTH)), dtype=torch.uint8).long()
+    return [{"input_ids": row, "labels": row} for row in tokens.view(-1, LENGTH)]
+
+
+def llama(**settings) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    size = {"hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **size, **settings))
+
+
+def digest(trainer: Trainer) -> str:
+    """Of every weight and every state, gathered if it is sharded."""
+    total = hashlib.sha256()
+    optimizer = trainer.optimizer.optimizer
+    for param in trainer.model.parameters():
+        for tensor in (param, *optimizer.state[param].values()):
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            total.update(str(full.dtype).encode())
+            total.update(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def main(kind: str, *words: str) -> None:
+    allow_fsdp_on_cpu()
+    sharded = ["--fsdp", "--fsdp_config", json.dumps({"version": 2})] if kind != "ddp" else []
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        ["--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", *sharded, *words]
+    )
+    if kind == "hsdp":
+        args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    trainer = Trainer(model=llama(), args=args, train_dataset=text(256))
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    check_replicas(trainer.model, trainer.optimizer)
+    found = digest(trainer)
+    if trainer.accelerator.is_main_process:
+        print(f"digest={found}")
+        print("losses=", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        print("norms=", [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
