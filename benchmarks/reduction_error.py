@@ -6,10 +6,11 @@ that is what is averaged. With the exact mean m (FP64) and a result x, errors ar
 
     relative: ‖x − m‖ / ‖m‖            mean, max: |x − m| of the elements, by the root mean square of m
 
-N is a power of two, so dividing is exact wherever it is done. Ours is in the table twice: the FP32 sum, and what is left
-in BF16 after the one rounding at the end. No BF16 result is better than the exact mean rounded to BF16, the table's
-floor: 1.5e-3, which is 2⁻⁷/√12 by the root mean square of a significand. FP32 results have no such floor, so BF16
-results are to be compared with it and FP32 ones with each other.
+N is a power of two, so dividing is exact wherever it is done. Ours is in the table twice: the FP32 sum, and what is
+left in BF16 after the one rounding at the end. No BF16 result is better than the exact mean rounded to BF16, the
+table's floor: about 1.6e-3, which is 2⁻⁷/√12 by the root mean square of a significand. So BF16 results are to be
+compared with the floor, and FP32 results with each other. The growth is the exponent of N in the power law that fits
+best; FP32's is above that of its law, because sums of few BF16 values are exact in FP32.
 
     python benchmarks/reduction_error.py [--signals 0,1] [--elements 16384] [--output benchmarks/results/…json]
 """
@@ -53,11 +54,12 @@ CIRCULATED = {
 }
 """From a third party's description of Megatron-LM's reduce-scatter with FP32 accumulation."""
 ABOUT_CIRCULATED = """\
-The circulated figures come from a third party's description of Megatron-LM's reduce-scatter with FP32 accumulation, which
-gives them for FP16 without saying what was measured, or relative to what; NVIDIA's code and its pull request #1967 have
-none. So their size is not comparable: a 16-bit result that is rounded once is off by more than 1e-5 (floor). Comparable
-are the growth with N and the ratio of the two rows. They grow as N, where independent roundings grow as √N (the same
-description says √N elsewhere); and their ratio is 100, where those of the formats are 2¹³ (FP16) and 2¹⁶ (BF16)."""
+The circulated figures come from a third party's description of Megatron-LM's reduce-scatter with FP32 accumulation,
+which gives them for FP16 and does not say what was measured, or relative to what. None were found in NVIDIA's code or
+in the description of its pull request #1967. Their size is not comparable: a 16-bit result, rounded once, is off by
+more than 1e-5 (see the floor; FP16's is an eighth of it). Comparable are the growth with N and the ratio of the two
+rows. Growth as N is what a strong common signal gives (--signals 10), √N is what noise gives. The ratio is 100 there,
+where one rounding to BF16 is 2¹⁶ times one to FP32 (FP16: 2¹³)."""
 
 
 def gradient(rank: int, elements: int, signal: float, seed: int) -> Tensor:
@@ -78,7 +80,10 @@ def added(one: Tensor, other: Tensor) -> Tensor:
 
 
 def ring(versions: Tensor) -> Tensor:
-    """The sum as a ring's reduce-scatter adds it up: piece p starts at rank p + 1 and ends at p, rounding at each hop."""
+    """The sum as a ring's reduce-scatter adds it up: piece p starts at rank p + 1 and ends at rank p.
+
+    It is rounded at each hop, because what travels has the gradients' dtype.
+    """
     ranks = len(versions)
     pieces = versions.view(ranks, ranks, -1)
     piece = torch.arange(ranks)
@@ -208,12 +213,10 @@ def in_one_process(sizes: list[int], signal: float, elements: int, seed: int) ->
     return found
 
 
-def growth(errors: dict[int, float]) -> float:
-    """The exponent of N of the law that fits best."""
-    if len(errors) < 2:
-        return math.nan
-    logs = [[math.log(number) for number in numbers] for numbers in (errors.keys(), errors.values())]
-    return statistics.linear_regression(*logs).slope
+def growth(row: dict[int, dict[str, float]]) -> float | None:
+    """The exponent of N of the law that fits the relative errors best; those that are zero are left out."""
+    logs = [(math.log(size), math.log(found["relative"])) for size, found in row.items() if found["relative"] > 0]
+    return statistics.linear_regression(*zip(*logs, strict=True)).slope if len(logs) > 1 else None
 
 
 def table(title: str, sections: dict[str, Errors], sizes: list[int]) -> Table:
@@ -227,8 +230,9 @@ def table(title: str, sections: dict[str, Errors], sizes: list[int]) -> Table:
             last = row[max(row)]
             single = f"{last['mean']:.1e}, {last['max']:.1e}" if "mean" in last else ""
             cells = (f"{row[size]['relative']:.2e}" if size in row else "" for size in sizes)
-            exponent = growth({size: value["relative"] for size, value in row.items()})
-            shown.add_row(f"{way}, {where}" if where else way, *cells, f"N^{exponent:.2f}", single)
+            exponent = growth(row)
+            law = "" if exponent is None else f"N^{exponent:.2f}"
+            shown.add_row(f"{way}, {where}" if where else way, *cells, law, single)
         shown.add_section()
     return shown
 
@@ -248,7 +252,7 @@ def main(
     """Error of the mean of BF16 gradients over N ranks."""
     torch.set_num_threads(1)
     sizes, real_sizes, strengths = _numbers(ranks, int), _numbers(processes, int), _numbers(signals, float)
-    if any(size < 2 or size & (size - 1) or elements % size for size in [*sizes, *real_sizes]):
+    if not sizes or any(size < 2 or size & (size - 1) or elements % size for size in [*sizes, *real_sizes]):
         raise typer.BadParameter("numbers of ranks are powers of two, 2 or more, that divide --elements")
     output = output or Path(f"benchmarks/results/reduction-error-{date.today()}.json")
     console = Console(width=140)
@@ -264,10 +268,7 @@ def main(
         errors = {"gloo": measured, "simulated": in_one_process(sizes, signal, elements, seed)}
         console.print(table(f"signal {signal:g} × noise", {**errors, "": circulated}, sorted({*sizes, *real_sizes})))
         result["signals"][f"{signal:g}"] = {
-            where: [
-                {"way": way, "growth": growth({n: e["relative"] for n, e in row.items()}), "errors": row}
-                for way, row in found.items()
-            ]
+            where: [{"way": way, "growth": growth(row), "errors": row} for way, row in found.items()]
             for where, found in errors.items()
         }
     console.print(ABOUT_CIRCULATED)

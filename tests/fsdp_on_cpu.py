@@ -2,7 +2,7 @@
 
 import functools
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 
 
@@ -14,10 +14,20 @@ def allow_fsdp_on_cpu() -> None:
     def build(self, *args, fsdp_plugin=None, parallelism_config=None, **kwargs):
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
-            self.state.distributed_type = DistributedType.FSDP
+            # Every new AcceleratorState takes it from there, as accelerate leaves it there itself.
+            self.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.state.fsdp_plugin = fsdp_plugin
         if parallelism_config is not None:
             self.state.parallelism_config = parallelism_config
             self.state.device_mesh = parallelism_config.get_device_mesh(self.device.type)
 
+    gather = Accelerator.get_state_dict
+
+    @functools.wraps(gather)
+    def get_state_dict(self, *args, **kwargs):
+        # Moving to the CPU waits for a gathered tensor; one that is there already is still on its way.
+        state = gather(self, *args, **kwargs)
+        return {name: value.wait() if hasattr(value, "wait") else value for name, value in state.items()}
+
     Accelerator.__init__ = build
+    Accelerator.get_state_dict = get_state_dict

@@ -6,11 +6,10 @@ backends and checkpoints live here and below, once.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,22 +17,10 @@ from torch import Tensor
 from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
+from hf_lowprec.optim.signature import signature
 from hf_lowprec.optim.step import Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
-
-
-class Shared(TypedDict, total=False):
-    """The keyword arguments that every algorithm hands on to `LowPrecisionOptimizer`."""
-
-    rounding: str
-    state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
-    state_rounding: str
-    seed: int
-    backend: str
-    capturable: bool
-    max_grad_norm: float | None
-    skip_nonfinite: bool
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -73,12 +60,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        shared = inspect.signature(LowPrecisionOptimizer.__init__).parameters
-        parameters = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-        if any(p.kind is p.VAR_KEYWORD for p in own):
-            parameters += [shared[name] for name in Shared.__annotations__]
-        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        cls.__signature__ = signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -266,6 +248,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`; dtypes in it are words, which every checkpoint format can hold."""
+        return checkpoint.with_words(super().state_dict())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
         dtype.
@@ -282,7 +268,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         # Torch's loader casts states to the parameter's dtype; registered last, this sees what it will load.
         handle = self.register_load_state_dict_pre_hook(check)
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(checkpoint.with_dtypes(state_dict))
         finally:
             handle.remove()
         checkpoint.restore_dtypes(self, final[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,33 @@ from hf_lowprec.rounding import MODES
 if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
     from hf_lowprec.optim.work import Group
+
+
+def with_words(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` with the groups' `state_dtype` as words; distributed checkpoints gather no `torch.dtype`."""
+
+    def word(value: Any) -> Any:
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+    return _map_state_dtype(state_dict, word)
+
+
+def with_dtypes(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `with_words`."""
+
+    def dtype(value: Any) -> Any:
+        return next((known for known in STATE_DTYPES if value == str(known).removeprefix("torch.")), value)
+
+    return _map_state_dtype(state_dict, dtype)
+
+
+def _map_state_dtype(state_dict: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    def changed(group: Group) -> Group:
+        value = group.get("state_dtype")
+        value = {k: change(v) for k, v in value.items()} if isinstance(value, Mapping) else change(value)
+        return {**group, "state_dtype": value} if "state_dtype" in group else group
+
+    return {**state_dict, "param_groups": [changed(group) for group in state_dict["param_groups"]]}
 
 
 def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def mean_in_16_bits(versions: Sequence[np.ndarray]) -> np.ndarray:
 
 def as_tensor(array: np.ndarray) -> Tensor:
     """The tensor of these values."""
-    tensor = torch.from_numpy(array.copy())
+    tensor = torch.from_numpy(np.array(array))  # NumPy makes scalars of arrays without dimensions
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 

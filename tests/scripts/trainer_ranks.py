@@ -33,11 +33,10 @@ def llama(**settings) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **size, **settings))
 
 
-def digest(trainer: Trainer) -> str:
+def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of every weight and every state, gathered if it is sharded."""
     total = hashlib.sha256()
-    optimizer = trainer.optimizer.optimizer
-    for param in trainer.model.parameters():
+    for param in model.parameters():
         for tensor in (param, *optimizer.state[param].values()):
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             total.update(str(full.dtype).encode())
@@ -56,7 +55,7 @@ def main(kind: str, *words: str) -> None:
     trainer = Trainer(model=llama(), args=args, train_dataset=text(256))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     check_replicas(trainer.model, trainer.optimizer)
-    found = digest(trainer)
+    found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")
         print("losses=", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

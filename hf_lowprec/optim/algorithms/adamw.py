@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer, Shared
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.signature import Shared
 from hf_lowprec.optim.validation import check_range
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn

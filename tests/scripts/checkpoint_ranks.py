@@ -1,0 +1,85 @@
+"""Train on the same batches in every process, save half-way, and print a digest of weights and states at the end.
+
+checkpoint_ranks.py save|resume ddp|fsdp2|hsdp full|sharded|dcp FOLDER ROUNDING
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import hf_lowprec
+from tests.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ranks import leave
+from tests.scripts.trainer_ranks import digest, llama, text
+
+HALF = 3
+
+
+def build(kind: str, format: str, rounding: str):
+    plugin = mesh = None
+    if kind != "ddp":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="FULL_STATE_DICT" if format == "full" else "SHARDED_STATE_DICT",
+        )
+    if kind == "hsdp":
+        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    model = llama()
+    hf_lowprec.cast_model(model)
+    state_dtype = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}  # one of each
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype)
+    hf_lowprec.prepare_accelerator(accelerator)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def train(accelerator, model, optimizer, steps: range) -> None:
+    rows = text(64)
+    for step in steps:
+        tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(accelerator, model, optimizer, format: str, folder: Path) -> None:
+    if format == "dcp":
+        weights, states = get_state_dict(model, optimizer.optimizer)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    else:
+        accelerator.save_state(str(folder))
+
+
+def load(accelerator, model, optimizer, format: str, folder: Path) -> None:
+    if format == "dcp":
+        weights, states = get_state_dict(model, optimizer.optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+        set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=states)
+    else:
+        accelerator.load_state(str(folder))
+
+
+def main(task: str, kind: str, format: str, folder: str, rounding: str) -> None:
+    allow_fsdp_on_cpu()
+    accelerator, model, optimizer = build(kind, format, rounding)
+    if task == "save":
+        train(accelerator, model, optimizer, range(HALF))
+        save(accelerator, model, optimizer, format, Path(folder))
+    else:
+        load(accelerator, model, optimizer, format, Path(folder))
+    train(accelerator, model, optimizer, range(HALF, 2 * HALF))
+    found = digest(model, optimizer.optimizer)
+    if accelerator.is_main_process:
+        print(f"digest={found}")
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""`BucketMeans` on flat buckets of every size and dtype, as many ranks as there are; a part of `reduction_ddp.py`."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from hf_lowprec.reduction import BucketMeans
+from tests.reduction.definition import agrees, as_tensor, gradients, mean
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PASSES = {
+    "one element": [(1, BF16)],
+    "seven": [(7, BF16)],
+    "odd": [(1001, BF16)],
+    "divisible": [(24 * 8, BF16)],
+    "FP16": [(333, FP16), (8, FP16)],
+    "FP32": [(1000, FP32), (17, FP32)],
+    "nothing": [(0, BF16)],
+    "two": [(100, BF16), (5001, BF16)],
+    "three": [(5001, BF16), (2, BF16), (64, BF16)],
+    "many": [(size, BF16) for size in (3, 1, 1001, 2, 64, 5, 5000, 24, 1, 1, 30)],
+    "both dtypes": [(40, BF16), (7, FP32), (1001, BF16), (64, BF16), (3, FP32), (1, FP32), (25, BF16)],
+    "over a block of the mean": [(8 * 65536 + 9, BF16), (1, BF16)],
+}
+
+
+def run_pass(means: BucketMeans, buckets: list[torch.Tensor], sizes: list, seed: int, late: int = 0) -> None:
+    """Fill the buckets with this rank's gradients, average, compare; rank r dawdles in `late` ways."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    every = [gradients(dtype, (size,), ranks, 100 * seed + k) for k, (size, dtype) in enumerate(sizes)]
+    futures = []
+    for k, bucket in enumerate(buckets):
+        bucket.copy_(as_tensor(every[k][rank]))
+        if late:
+            time.sleep(0.004 * ((rank * late + k) % 3))
+        futures.append(means(bucket, k == 0, k == len(buckets) - 1))
+    for k, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
+        assert future.done(), k
+        assert future.value() is bucket, k
+        assert agrees(bucket, mean(every[k])), f"rank {rank} of {ranks}: pass {seed}, bucket {k} of {sizes}"
+
+
+def make(sizes: list) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=dtype) for size, dtype in sizes]
+
+
+def check_scratch(means: BucketMeans, sizes: list) -> None:
+    """Two times what is received, and two times what is padded, of the largest bucket of each dtype."""
+    ranks = dist.get_world_size()
+    largest: dict[torch.dtype, int] = {}
+    for size, dtype in sizes:
+        largest[dtype] = max(largest.get(dtype, 0), -(-size // ranks) * ranks * dtype.itemsize)
+    assert means.scratch.nbytes <= 4 * sum(largest.values()), (sizes, means.scratch.nbytes)
+
+
+def check_sizes() -> None:
+    shared = BucketMeans(dist.group.WORLD)
+    for number, (name, sizes) in enumerate(PASSES.items()):
+        means = BucketMeans(dist.group.WORLD)
+        buckets = make(sizes)
+        held = []
+        for turn in range(3 if name != "over a block of the mean" else 1):
+            run_pass(means, buckets, sizes, 10 * number + turn, late=turn)
+            held.append(means.scratch.nbytes)
+            check_scratch(means, sizes)
+        assert len(set(held)) == 1, f"{name}: scratch memory grows after the first pass, {held}"
+        run_pass(shared, buckets, sizes, 10 * number + 9)  # after buckets of other sizes
+    check_scratch(shared, [one for sizes in PASSES.values() for one in sizes])
+
+
+def check_finished() -> None:
+    """Called once per pass, when results are there."""
+    ranks, seen = dist.get_world_size(), []
+    buckets = make([(10, BF16), (11, BF16), (12, BF16)])
+    means = BucketMeans(dist.group.WORLD, lambda: seen.append([bucket[0].item() for bucket in buckets]))
+    for turn in range(2):
+        for k, bucket in enumerate(buckets):
+            bucket.fill_(2.0 * dist.get_rank() + turn)
+            means(bucket, k == 0, k == 2)
+    assert ranks == 1 or seen == [[ranks - 1.0] * 3, [ranks + 0.0] * 3], seen
+
+
+def check_interrupted(buckets_before: int, late: float) -> None:
+    """Some buckets of a pass came and the last never did; all ranks go on with a good pass, one of them late.
+
+    If more than one came, the first is on its way back into its memory, and ranks wait for each other before they put
+    new gradients there. (DDP does not go on at all with the buckets of an interrupted pass.)
+    """
+    ranks = dist.get_world_size()
+    sizes = [(ranks * 100, BF16), (ranks * 200, BF16), (ranks * 50 + 1, BF16), (7, BF16)]
+    buckets = make(sizes)
+    means = BucketMeans(dist.group.WORLD)
+    for turn in range(3):
+        for k in range(buckets_before):
+            buckets[k].fill_(1000.0)
+            if dist.get_rank() == 1 and k == buckets_before - 1:
+                time.sleep(late)
+            means(buckets[k], k == 0, False)
+        if buckets_before > 1:
+            dist.barrier()
+            time.sleep(0.02)
+        run_pass(means, buckets, sizes, 70 + turn)
+        run_pass(means, buckets, sizes, 80 + turn)
+    check_scratch(means, sizes)
+
+
+def check_group() -> None:
+    """A group of some of the ranks averages over those alone."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(list(range(1, ranks)))
+    if rank:
+        every = gradients(BF16, (77,), ranks, seed=1)
+        bucket = as_tensor(every[rank])
+        BucketMeans(group)(bucket, True, True)
+        assert agrees(bucket, mean(every[1:]))
+
+
+def check_buckets() -> None:
+    check_sizes()
+    check_finished()
+    check_interrupted(1, late=0.05)
+    check_interrupted(3, late=0)
+    if dist.get_world_size() > 1:
+        check_group()
