@@ -3,6 +3,7 @@
 import functools
 
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 
@@ -12,6 +13,10 @@ def allow_fsdp_on_cpu() -> None:
 
     @functools.wraps(original)
     def build(self, *args, fsdp_plugin=None, parallelism_config=None, **kwargs):
+        # Several of them in one process, one after the other.
+        AcceleratorState._reset_state()
+        if PartialState(cpu=True).distributed_type == DistributedType.FSDP:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             # Every new AcceleratorState takes it from there, as accelerate leaves it there itself.

@@ -1,9 +1,10 @@
-"""Train on the same batches in every process, save half-way, and print a digest of weights and states at the end.
+"""Train on the same batches in every process, and print a digest of weights and states at the end.
 
-checkpoint_ranks.py save|resume ddp|fsdp2|hsdp full|sharded|dcp FOLDER ROUNDING
+same_batches.py ddp|fsdp2|hsdp[,…] ROUNDING[,…] [save|resume full|sharded|dcp FOLDER]   (saves half-way)
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_lowprec
+from hf_lowprec.reduction import check_replicas
 from tests.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.ranks import leave
 from tests.scripts.trainer_ranks import digest, llama, text
@@ -66,18 +68,25 @@ def load(accelerator, model, optimizer, format: str, folder: Path) -> None:
         accelerator.load_state(str(folder))
 
 
-def main(task: str, kind: str, format: str, folder: str, rounding: str) -> None:
-    allow_fsdp_on_cpu()
+def run(kind: str, rounding: str, task: str, format: str, folder: str) -> None:
     accelerator, model, optimizer = build(kind, format, rounding)
-    if task == "save":
-        train(accelerator, model, optimizer, range(HALF))
-        save(accelerator, model, optimizer, format, Path(folder))
-    else:
+    if task == "resume":
         load(accelerator, model, optimizer, format, Path(folder))
+    else:
+        train(accelerator, model, optimizer, range(HALF))
+    if task == "save":
+        save(accelerator, model, optimizer, format, Path(folder))
     train(accelerator, model, optimizer, range(HALF, 2 * HALF))
     found = digest(model, optimizer.optimizer)
+    check_replicas(model, optimizer)
     if accelerator.is_main_process:
-        print(f"digest={found}")
+        print(f"{kind} {rounding} {found}")
+
+
+def main(kinds: str, roundings: str, task: str = "", format: str = "full", folder: str = "") -> None:
+    allow_fsdp_on_cpu()
+    for kind, rounding in product(kinds.split(","), roundings.split(",")):
+        run(kind, rounding, task, format, folder)
     leave()
 
 

@@ -1,0 +1,41 @@
+"""Checkpoints of sharded and replicated training go on bit for bit, also with another number of processes."""
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def digest(ranks: int, kind: str, rounding: str, *task: str) -> str:
+    printed = run_ranks("same_batches.py", ranks, kind, rounding, *task)
+    return next(line.split()[2] for line in printed.splitlines() if line.startswith(f"{kind} {rounding} "))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of checkpoints that four ranks wrote half-way, with the digest at their end."""
+    folders: dict[str, tuple[str, str]] = {}
+
+    def save(format: str) -> tuple[str, str]:
+        if format not in folders:
+            folder = str(tmp_path_factory.mktemp(format))
+            folders[format] = (folder, digest(4, "fsdp2", "kahan", "save", format, folder))
+        return folders[format]
+
+    return save
+
+
+# "dcp" is torch.distributed.checkpoint by itself, "sharded" and "full" are accelerator.save_state.
+@pytest.mark.parametrize(
+    ("format", "ranks", "kind"),
+    [("dcp", 2, "fsdp2"), ("dcp", 3, "fsdp2"), ("dcp", 1, "ddp"), ("sharded", 3, "fsdp2"), ("full", 2, "fsdp2")],
+)
+def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind):
+    folder, expected = saved(format)
+    assert digest(ranks, kind, "kahan", "resume", format, folder) == expected
+
+
+def test_ddp_saves_and_goes_on(tmp_path):
+    expected = digest(2, "ddp", "stochastic", "save", "full", str(tmp_path))
+    assert digest(2, "ddp", "stochastic", "resume", "full", str(tmp_path)) == expected

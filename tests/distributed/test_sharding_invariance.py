@@ -1,0 +1,25 @@
+"""Given equal gradients, training gives the same bits however it is distributed."""
+
+import functools
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+ROUNDINGS = ("stochastic", "kahan")
+
+
+@functools.cache
+def digests(ranks: int, kinds: str) -> dict[str, str]:
+    """Of weights and states after six steps on the same batches in every process, by kind and rounding."""
+    lines = run_ranks("same_batches.py", ranks, kinds, ",".join(ROUNDINGS)).splitlines()
+    return {line.rpartition(" ")[0]: line.split()[2] for line in lines if len(line.split()) == 3}
+
+
+# Stochastic rounding draws for elements of the full tensor; Kahan's compensation is rounded so as well.
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "fsdp2"), (4, "ddp,fsdp2,hsdp")])
+def test_weights_and_states_are_those_of_one_process(ranks, kinds):
+    alone = digests(1, "ddp")
+    assert len(set(alone.values())) == 2  # the digest sees what is trained
+    assert digests(ranks, kinds) == {f"{k} {r}": alone[f"ddp {r}"] for k in kinds.split(",") for r in ROUNDINGS}

@@ -1,0 +1,147 @@
+"""Two machines with two ranks each: the same weights as one machine with four, also after the network was lost."""
+
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lowprec.integrations.checkpoints import last_complete
+from tests.distributed.machines import CABLE, LOOPBACK, Machine, two_machines
+from tests.distributed.processes import Process, Processes
+from tests.ranks import SCRIPTS
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+
+RANKS, STEPS, SAVE_EVERY, CUT_IN, TIMEOUT = 4, 9, 3, 8, 6
+TRAINED, SLACK = 250, 60
+"""Seconds within which a training ends, and within which it ends after the network's timeout, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def machines():
+    with ExitStack() as stack:
+        try:
+            pair = stack.enter_context(two_machines())
+        except OSError as error:
+            pytest.skip(f"two machines need network namespaces, and root's rights on Linux: {error}")
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(machines, tmp_path_factory):
+    """The output folder of a training by four ranks on the first machine, and what they print."""
+    folder = tmp_path_factory.mktemp("one machine")
+    with Processes(folder) as processes:
+        launched = launch(processes, machines[:1], *hf_lowprec(folder / "out"))
+        return folder / "out", result(processes, launched)
+
+
+def hf_lowprec(out: Path, *more: object) -> list[object]:
+    """The unmodified script, through `hf-lowprec run`, as `accelerate launch` takes it."""
+    return ["-m", "hf_lowprec", *run_script(out, *more)]
+
+
+def run_script(out: Path, *more: object) -> list[object]:
+    settings = {
+        "output_dir": out,
+        "optim": "adamw_bf16_kahan",
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": SAVE_EVERY,
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 2,
+        "warmup_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    return ["run", SCRIPTS / "train_tiny.py", *words, *more]
+
+
+def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) -> list[Process]:
+    """`accelerate launch` on every machine.
+
+    Not with `--cpu`, which starts one process per machine unless there is MPI; `use_cpu` is the script's own argument.
+    """
+    return [
+        processes.start(
+            f"machine {number} of launch {len(processes.started)}",
+            machine.command(
+                *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
+                *("--num_machines", len(machines), "--machine_rank", number, "--num_processes", RANKS),
+                *("--main_process_ip", machines[0].address, "--main_process_port", 29500),
+                *("--mixed_precision", "no", "--dynamo_backend", "no"),
+                *words,
+            ),
+            GLOO_SOCKET_IFNAME=CABLE if len(machines) > 1 else LOOPBACK,
+            TMPDIR=processes.folder,
+        )
+        for number, machine in enumerate(machines)
+    ]
+
+
+def result(processes: Processes, launched: list[Process]) -> str:
+    """What every rank prints at its end: steps, dtype and a digest of all weights."""
+    processes.wait_for_end(launched, TRAINED)
+    stories = "\n".join(process.story() for process in launched)
+    assert all(process.code == 0 for process in launched), stories
+    lines = re.findall(r"^steps=.*$", "".join(process.out for process in launched), re.MULTILINE)
+    assert len(lines) == RANKS, stories
+    assert len(set(lines)) == 1, lines
+    return lines[0]
+
+
+def assert_same_states(ours: Path, theirs: Path) -> None:
+    one, other = (
+        torch.load(out / f"checkpoint-{STEPS}/optimizer.pt", weights_only=True)["state"] for out in (ours, theirs)
+    )
+    for key, states in one.items():
+        for name, tensor in states.items():
+            assert torch.equal(tensor, other[key][name]), (key, name)
+
+
+def test_two_machines_train_what_one_does(machines, on_one_machine, processes, tmp_path):
+    out, expected = on_one_machine
+    launched = launch(processes, machines, *hf_lowprec(tmp_path / "out"))
+    assert result(processes, launched) == expected
+    assert f"steps={STEPS} dtype=torch.bfloat16" in expected
+    assert f"DDP: FP32 sums over {RANKS} ranks" in launched[0].out
+    assert_same_states(tmp_path / "out", out)
+
+
+def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, processes, tmp_path):
+    whole, expected = on_one_machine
+    out = tmp_path / "out"  # both machines see it
+    script = SCRIPTS / "distributed_link_cut.py"
+    launched = launch(processes, machines, script, CUT_IN, TIMEOUT, tmp_path, *run_script(out))
+    in_step = tmp_path / "in step"
+    processes.wait("not in the step", lambda: in_step.exists() or any(p.code is not None for p in launched), TRAINED)
+    machines[0].switch(CABLE, "down")
+    (tmp_path / "cut").touch()
+    processes.wait_for_end(launched, TIMEOUT + SLACK)
+    for process in launched:
+        assert process.code not in (0, None), process.story()
+        # Nothing crosses the cable, so each side must have noticed by itself, in the exchange of gradients.
+        assert re.search(rf"reduction/ddp\.py(.|\n)*Timed out waiting {TIMEOUT}000ms", process.err), process.story()
+
+    saved = {path.name: stamp(path) for path in out.iterdir()}
+    assert sorted(saved) == ["checkpoint-3", "checkpoint-6"]
+    (out / "checkpoint-8").mkdir()  # as if the cut had come while one was written
+    (out / "checkpoint-8/model.safetensors").write_bytes((out / "checkpoint-6/model.safetensors").read_bytes()[:1000])
+    assert last_complete(out) == out / "checkpoint-6"
+
+    machines[0].switch(CABLE, "up")
+    launched = launch(processes, machines, *hf_lowprec(out, "--resume", True))
+    assert result(processes, launched) == expected
+    assert {name: stamp(out / name) for name in saved} == saved, "it began again"
+    assert "checkpoint-8 was not finished; resuming from" in launched[0].err
+    assert_same_states(out, whole)
+
+
+def stamp(checkpoint: Path) -> int:
+    """When the checkpoint was written."""
+    return (checkpoint / "trainer_state.json").stat().st_mtime_ns
