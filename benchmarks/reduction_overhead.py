@@ -4,12 +4,13 @@ A Llama, cast to BF16, is trained by two processes on gloo, each with one thread
 FSDP2 (a group per layer, norms in FP32 as a group of their own), once with torch's own reduction and once with ours.
 All four live in the same processes and take turns in blocks of a few steps, in an order that is reversed each round, so
 that the machine's moods fall on all of them alike. Per round the mean step times of a pair give one ratio; reported are
-the median and the quartiles of the ratios. A step is timed on rank 0 with and without the optimizer.
+the median and the quartiles of the ratios. A step is timed on rank 0 with and without the optimizer. Processor time is
+that of all threads of both processes, gloo's included: it leaves out waiting, and what else runs on the machine.
 
 Then the reductions alone: one bucket of 25 MB with nothing else to do, where no computation hides anything, what ours
 consists of, and native FP32, which moves twice the bytes.
 
-    python benchmarks/reduction_overhead.py [--rounds 12] [--tokens 256] [--output benchmarks/results/…json]
+    python benchmarks/reduction_overhead.py [--rounds 16] [--tokens 256] [--output benchmarks/results/…json]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +53,8 @@ RANKS = 2
 BUCKET = 25 * 2**20
 KINDS = ("DDP", "FSDP2")
 AIM = 1.05
+NATIVE = "native BF16"
+WITHOUT, WITH, PROCESSOR = "forward and backward", "with the optimizer", "the same, processor time"
 
 
 def llama(layers: int, width: int, vocabulary: int) -> nn.Module:
@@ -72,11 +75,27 @@ def llama(layers: int, width: int, vocabulary: int) -> nn.Module:
     return model
 
 
+class Watch:
+    """Time from when all ranks are there, and processor time of all of them."""
+
+    def __init__(self) -> None:
+        dist.barrier()
+        self.start, self.used = time.perf_counter(), time.process_time()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds until all are done."""
+        dist.barrier()
+        passed = time.perf_counter() - self.start
+        used = torch.tensor(time.process_time() - self.used, dtype=torch.float64)
+        dist.all_reduce(used)
+        return passed, float(used)
+
+
 class Training:
     """One model under `kind`, with our reduction or the native one."""
 
     def __init__(self, kind: str, ours: bool, model: nn.Module) -> None:
-        self.times: dict[str, list[list[float]]] = {"forward and backward": [], "with the optimizer": []}
+        self.times: dict[str, list[float]] = {WITHOUT: [], WITH: [], PROCESSOR: []}
         if kind == "DDP":
             self.model: nn.Module = DistributedDataParallel(model)
             if ours:
@@ -92,18 +111,16 @@ class Training:
         self.optimizer = AdamW(self.model.parameters(), lr=1e-4)
 
     def block(self, tokens: Tensor, steps: int) -> None:
-        """Time some steps."""
-        dist.barrier()
-        reduced, stepped = [], []
+        """Time some steps; what is kept is their mean."""
+        watch, reduced = Watch(), 0.0
         for _ in range(steps):
             start = time.perf_counter()
             self.model(input_ids=tokens, labels=tokens).loss.backward()
-            reduced.append(time.perf_counter() - start)
+            reduced += time.perf_counter() - start
             self.optimizer.step()
             self.optimizer.zero_grad()
-            stepped.append(time.perf_counter() - start)
-        for series, found in zip(self.times.values(), (reduced, stepped), strict=True):
-            series.append(found)
+        for series, total in zip(self.times.values(), (reduced, *watch.stop()), strict=True):
+            series.append(total / steps)
 
     def forget(self) -> None:
         """Leave out what was timed so far."""
@@ -111,7 +128,7 @@ class Training:
             series.clear()
 
 
-def ratios(ours: list[float], native: list[float]) -> dict[str, float]:
+def ratios(ours: Sequence[float], native: Sequence[float]) -> dict[str, float]:
     """Median and quartiles of the ratios, of times that were taken in turns."""
     low, middle, high = statistics.quantiles([o / n for o, n in zip(ours, native, strict=True)], n=4)
     return {"ratio": middle, "low": low, "high": high}
@@ -133,7 +150,7 @@ def steps(options: dict[str, int]) -> list[dict[str, Any]]:
     rows = []
     for kind in KINDS:
         for what in trainings[kind, True].times:
-            native, ours = ([statistics.mean(b) for b in trainings[kind, o].times[what]] for o in (False, True))
+            native, ours = (trainings[kind, o].times[what] for o in (False, True))
             medians = {"native_ms": 1e3 * statistics.median(native), "ours_ms": 1e3 * statistics.median(ours)}
             rows.append({"kind": kind, "what": what, **medians, **ratios(ours, native)})
     return rows
@@ -156,12 +173,12 @@ def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
 
     return {
         "all-reduce (DDP)": {
-            "native BF16": lambda: native_mean(own),
+            NATIVE: lambda: native_mean(own),
             "ours": lambda: means(own, True, True).wait(),
             "native FP32, twice the bytes": lambda: native_mean(wide),
         },
         "reduce-scatter (FSDP2)": {
-            "native BF16": lambda: scatter(part, own, op=average, group=group),
+            NATIVE: lambda: scatter(part, own, op=average, group=group),
             "ours": lambda: scattering(part, own, group, average),
             "native FP32, twice the bytes": lambda: scatter(wide_part, wide, op=average, group=group),
         },
@@ -176,20 +193,21 @@ def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
 def buckets(rounds: int) -> list[dict[str, Any]]:
     """Rows of times of the reductions alone."""
     actions = bucket_actions()
-    times: dict[tuple[str, str], list[float]] = {(group, way): [] for group in actions for way in actions[group]}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {(g, way): [] for g in actions for way in actions[g]}
     for turn in range(rounds + 2):
         for group, way in list(times)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            start = time.perf_counter()
+            watch = Watch()
             actions[group][way]()
-            dist.barrier()  # until all are done
-            if turn > 1:
-                times[group, way].append(time.perf_counter() - start)
+            times[group, way].append(watch.stop())
     rows = []
     for (group, way), series in times.items():
-        row: dict[str, Any] = {"kind": group, "what": way, "ms": 1e3 * statistics.median(series)}
-        if "native BF16" in actions[group] and way != "native BF16":
-            row |= ratios(series, times[group, "native BF16"])
+        passed, used = zip(*series[2:], strict=True)
+        medians = {"ms": 1e3 * statistics.median(passed), "processor_ms": 1e3 * statistics.median(used)}
+        row: dict[str, Any] = {"kind": group, "what": way, **medians}
+        if NATIVE in actions[group] and way != NATIVE:
+            native, native_used = zip(*times[group, NATIVE][2:], strict=True)
+            row |= ratios(passed, native)
+            row["processor_ratio"] = ratios(used, native_used)["ratio"]
         rows.append(row)
     return rows
 
@@ -222,16 +240,18 @@ def tables(found: dict[str, list[dict[str, Any]]]) -> list[Table]:
         times = f"{row['native_ms']:.1f}", f"{row['ours_ms']:.1f}"
         by_step.add_row(row["kind"], row["what"], *times, spread(row), met)
     by_bucket = Table(title=f"a bucket of {BUCKET >> 20} MiB alone", title_justify="left")
-    for heading in ("reduction", "way", "ms", "ratio to native BF16 (quartiles)"):
+    for heading in ("reduction", "way", "ms", "ratio to native BF16 (quartiles)", "processor ms", "ratio"):
         by_bucket.add_column(heading, justify="left" if heading in ("reduction", "way") else "right")
     for row in found["buckets"]:
-        by_bucket.add_row(row["kind"], row["what"], f"{row['ms']:.1f}", spread(row))
+        ratio = f"{row['processor_ratio']:.2f}" if "processor_ratio" in row else ""
+        times = f"{row['ms']:.1f}", spread(row), f"{row['processor_ms']:.1f}", ratio
+        by_bucket.add_row(row["kind"], row["what"], *times)
     return [by_step, by_bucket]
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each of the four takes its turn.")] = 12,
-    block: Annotated[int, typer.Option(help="Steps in a turn.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each of the four takes its turn.")] = 16,
+    block: Annotated[int, typer.Option(help="Steps in a turn.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens in a step of one process.")] = 256,
     layers: int = 10,
     width: Annotated[int, typer.Option(help="Of the hidden states, a multiple of 64.")] = 384,

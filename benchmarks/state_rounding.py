@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hf_lowprec import AdamW
+from hf_lowprec.optim import plan
 from hf_lowprec.optim.step import Layout
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
@@ -33,12 +34,17 @@ class MixedRounding(AdamW):
 
     stochastic: tuple[str, ...] = ()
 
-    def _layout(self, *args: Any) -> Layout:
-        layout = super()._layout(*args)
-        states = (
-            dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in self.stochastic) for s in layout.states
-        )
-        return dataclasses.replace(layout, states=tuple(states))
+
+def _mixed_layout(optimizer: MixedRounding, *args: Any) -> Layout:
+    layout = _plain_layout(optimizer, *args)
+    states = (
+        dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in optimizer.stochastic) for s in layout.states
+    )
+    return dataclasses.replace(layout, states=tuple(states))
+
+
+# No user needs this choice, so the package has no word for it.
+_plain_layout, plan._layout = plan._layout, _mixed_layout  # type: ignore[assignment]
 
 
 ALL = ("exp_avg", "exp_avg_sq", "compensation")
