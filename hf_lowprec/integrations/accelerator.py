@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.integrations import seams
@@ -22,8 +24,8 @@ from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
-_PREPARED = "_hf_lowprec_prepared"
-"""Marks models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
+Models = weakref.WeakSet[nn.Module]
+"""Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)
     accelerator._hf_lowprec = reduction
-    _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction))
-    _wrap(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction))
+    known: Models = weakref.WeakSet()
+    _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
+    _wrap(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
     _wrap(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
     _wrap(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
     return reduction
@@ -82,46 +85,55 @@ def _wrap(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
     setattr(accelerator, name, method)
 
 
-def _prepare(accelerator: Accelerator, reduction: Reduction, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _prepare(
+    accelerator: Accelerator, reduction: Reduction, known: Models, original: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """`Accelerator.prepare`, which is where FSDP2 is applied."""
-    models = [arg for arg in args if isinstance(arg, nn.Module)]
-    if not accelerator.is_fsdp2 or not models:
+    model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if not accelerator.is_fsdp2 or model is None or model in known:
         return original(*args, **kwargs)
-    model = models[0]
-    plugin = accelerator.state.fsdp_plugin
     halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
     if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     def first(options: dict[str, Any]) -> None:
         reduction.fp32_modules = shard_fp32_parameters(model, **options)
 
-    with seams.before_fully_shard(first):
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    with nullcontext() if sharded else seams.before_fully_shard(first):
         prepared = original(*args, **kwargs)
     scratch = reduce_scatter_in_fp32(model)
+    known.add(model)
     reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
 
 
 def _prepare_model(
-    accelerator: Accelerator, reduction: Reduction, original: Callable, model: nn.Module, *args: Any, **kwargs: Any
+    accelerator: Accelerator,
+    reduction: Reduction,
+    known: Models,
+    original: Callable,
+    model: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`Accelerator.prepare_model`, which is where DDP wraps a model."""
-    if getattr(model, _PREPARED, False):
+    if model in known:
         return original(model, *args, **kwargs)
     sums = None
     if reduction.grad_accumulation != "nearest":
         sums = MicroBatches(model, reduction.grad_accumulation)
         reduction.sums.append(sums)
+    wrapped = {id(module) for module in model.modules()}
     prepared = original(model, *args, **kwargs)
-    setattr(model, _PREPARED, True)
     for module in prepared.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
             means = reduce_in_fp32(module)
             means.finished = None if sums is None else sums.restart
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
-    setattr(prepared, _PREPARED, True)
+    known.update((model, prepared))
     return prepared
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +41,16 @@ class MicroBatches:
     latter is not seen; set them to None there, as `zero_grad` does by default.
 
     Args:
-        model: its trainable parameters get hooks.
+        model: its trainable parameters get hooks, in the place of those of an earlier instance.
         mode: `"fp32"`, which sums gradients of FP32 parameters (norms) in FP64, as the reduction over ranks does; or
             `"kahan"`, which leaves FP32 parameters alone.
     """
 
     def __init__(self, model: nn.Module, mode: str) -> None:
         self.mode = mode
+        if model in _active:
+            _active[model].remove()
+        _active[model] = self
         self._sums: dict[nn.Parameter, _Sum] = {}
         self._handles = [
             param.register_hook(self._hook(param))
@@ -99,3 +103,6 @@ class MicroBatches:
         held.version = total._version + 1
         # Autograd adds minus zero, which changes nothing; not even the sign of a zero.
         return gradient.new_full((), -0.0).expand_as(gradient)
+
+
+_active: WeakKeyDictionary[nn.Module, MicroBatches] = WeakKeyDictionary()

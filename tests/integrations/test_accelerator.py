@@ -1,0 +1,213 @@
+"""`prepare_accelerator` in one process: what it refuses, what it changes, what it says. Several processes are in
+`tests/distributed`."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
+from transformers import Trainer
+
+import hf_lowprec
+from hf_lowprec.integrations import seams
+from tests.integrations.tiny_training import arguments, counting_data, llama
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def accelerator(kind: DistributedType = DistributedType.NO, **settings) -> Accelerator:
+    built = Accelerator(cpu=True, **settings)
+    built.state.distributed_type = kind
+    return built
+
+
+def fsdp(**settings) -> Accelerator:
+    built = accelerator(DistributedType.FSDP)
+    built.state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+    return built
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_NPU"])
+def test_what_reduces_by_itself_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"distributed_type={kind}.*use DDP .*or FSDP2 .*--fsdp_version 2"):
+        hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]))
+
+
+def test_fsdp1_is_refused_with_the_flag_to_change():
+    with pytest.raises(ValueError, match=r"FSDP1.*fsdp_version: 2.*--fsdp_version 2"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=1))
+
+
+def test_a_policy_of_the_users_is_refused():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="mixed_precision_policy"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2, mixed_precision_policy=policy))
+
+
+def test_a_residual_is_refused_under_fsdp2():
+    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' does not go with FSDP2.*'fp32'"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2), grad_accumulation="kahan")
+
+
+@pytest.mark.parametrize("size", ["tp_size", "cp_size", "sp_size"])
+def test_other_parallelism_is_refused(size):
+    built = accelerator(DistributedType.MULTI_GPU)
+    built.state.parallelism_config = SimpleNamespace(**{size: 2})
+    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*dp_shard_size"):
+        hf_lowprec.prepare_accelerator(built)
+    assert hasattr(ParallelismConfig(), size)
+
+
+@pytest.mark.parametrize("hook", ["BF16", "POWER_SGD"])
+def test_another_communication_hook_is_refused(hook):
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
+    with pytest.raises(ValueError, match=f"comm_hook='{hook.lower()}'.*remove it"):
+        hf_lowprec.prepare_accelerator(accelerator(kwargs_handlers=[handler]))
+
+
+def test_fp16_autocast_is_refused():
+    built = accelerator()
+    built.state._mixed_precision = "fp16"
+    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
+        hf_lowprec.prepare_accelerator(built)
+
+
+def test_synchronizing_every_micro_batch_is_refused_where_it_would_round():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    with pytest.raises(ValueError, match=r"sync_each_batch=True"):
+        hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin), grad_accumulation="fp32")
+    hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin))
+
+
+def test_an_unknown_mode_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="grad_accumulation='exact' is none of 'nearest', 'kahan', 'fp32'"):
+        hf_lowprec.prepare_accelerator(accelerator(), grad_accumulation="exact")
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path, optim="adamw_bf16_kahan")
+    args._n_gpu = 2
+    assert args.n_gpu == 2
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES"):
+        Trainer(model=llama(), args=args, train_dataset=counting_data())
+
+
+def test_preparing_twice_changes_nothing():
+    built = accelerator()
+    first = hf_lowprec.prepare_accelerator(built)
+    methods = (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    assert hf_lowprec.prepare_accelerator(built) is first
+    assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    with pytest.raises(ValueError, match="was prepared with grad_accumulation='nearest'"):
+        hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+
+
+def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
+    built = accelerator(mixed_precision="bf16")
+    reduction = hf_lowprec.prepare_accelerator(built)
+    assert built.mixed_precision == "no"
+    assert not built.native_amp
+    assert str(reduction).count("'bf16' was asked for and is off") == 1
+    assert [record.message for record in caplog.records].count(f"hf_lowprec: {reduction.notes[0]}") == 1
+    seen = []
+
+    class Look(torch.nn.Linear):
+        def forward(self, inputs):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(inputs)
+
+    built.prepare(Look(2, 2))(torch.ones(1, 2))
+    assert seen == [False]
+
+
+def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:
+    """The gradients of a batch in `steps` micro-batches, and the model."""
+    built = accelerator()
+    reduction = hf_lowprec.prepare_accelerator(built, grad_accumulation=accumulation)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = built.prepare(model, optimizer)
+    model = built.prepare_model(model)  # a second Trainer.train() does so
+    inputs = torch.randn(steps, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    each = []
+    for part in inputs:
+        built.backward(model(part).square().sum())
+    gradients = [param.grad for param in model.parameters()]
+    assert len(reduction.sums) == (accumulation != "nearest")
+    fresh = torch.nn.Linear(32, 32).bfloat16()
+    fresh.load_state_dict(model.state_dict())
+    for part in inputs:
+        fresh.zero_grad()
+        fresh(part).square().sum().backward()
+        each.append(fresh.weight.grad.double())
+    return gradients, torch.stack(each)
+
+
+def test_micro_batches_add_up_in_fp32():
+    (weight, _), each = trained("fp32", 8)
+    total = each[0].float()
+    for gradient in each[1:]:
+        total = total + gradient.float()
+    assert torch.equal(weight, total.bfloat16())
+    (native, _), _ = trained("nearest", 8)
+    assert not torch.equal(native, weight)
+
+
+def clipped(parameters_of, max_norm: float):
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built)
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = built.prepare(model, optimizer)
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    norm = built.clip_grad_norm_(parameters_of(model), max_norm)
+    return model, optimizer.optimizer, before, float(norm)
+
+
+def test_all_parameters_are_clipped_in_the_step_by_an_exact_norm():
+    model, optimizer, before, norm = clipped(lambda model: model.parameters(), 0.5)
+    exact = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in before))
+    assert norm == pytest.approx(exact, rel=2**-24)  # FP64 sums, one rounding to FP32
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
+    assert optimizer.limit == 0.5
+    optimizer.step()
+    assert optimizer.limit is None
+
+
+def test_a_part_of_them_is_clipped_as_accelerate_does():
+    model, optimizer, before, _ = clipped(lambda model: [model.weight], 0.5)
+    assert optimizer.limit is None
+    assert float(model.weight.grad.norm()) == pytest.approx(0.5, rel=2**-6)
+    assert torch.equal(model.bias.grad, before[1])
+
+
+def test_the_seams_are_where_they_were():
+    import accelerate
+    import torch.distributed.fsdp as torch_fsdp
+
+    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/seams.py"
+    built = accelerator()
+    assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
+    assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
+    optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    assert seams.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
+    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: None)
+    with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
+        assert torch_fsdp.fully_shard is not original
+    assert torch_fsdp.fully_shard is original
