@@ -1,18 +1,24 @@
 """FSDP2 and HSDP through accelerate on a CPU, where accelerate itself takes that path on GPUs only."""
 
 import functools
+import os
 
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 
 
 def allow_fsdp_on_cpu() -> None:
-    """Let every `Accelerator` that is given an FSDP plugin use it."""
+    """Let every `Accelerator` that is given an FSDP plugin, or is launched for FSDP, use it."""
     original = Accelerator.__init__
 
     @functools.wraps(original)
     def build(self, *args, fsdp_plugin=None, parallelism_config=None, **kwargs):
+        if fsdp_plugin is None and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            fsdp_plugin = FullyShardedDataParallelPlugin()
+        if parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            parallelism_config = ParallelismConfig()
+            os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
         # Several of them in one process, one after the other.
         AcceleratorState._reset_state()
         if PartialState(cpu=True).distributed_type == DistributedType.FSDP:

@@ -41,10 +41,15 @@ class BucketMeans:
     Args:
         group: the process group to average over.
         finished: called when the last bucket of a backward pass is done, if there is more than one rank.
+        first_alone: wait for what looks like the first bucket. DDP with `static_graph=True` reduces all buckets of its
+            first pass at the end, and calls each of them the first.
     """
 
-    def __init__(self, group: dist.ProcessGroup, finished: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, finished: Callable[[], None] | None = None, first_alone: bool = False
+    ) -> None:
         self.group = group
+        self.first_alone = first_alone
         self.finished = finished
         self.scratch = Scratch()
         self._on_way: list[_Bucket] = []
@@ -67,7 +72,7 @@ class BucketMeans:
             for earlier in self._on_way:
                 self._gather(earlier)
             self._on_way.append(bucket)
-            if is_last:
+            if is_last or (is_first and self.first_alone):
                 self._gather(bucket)
                 while self._on_way:
                     self._finish(self._on_way.pop(0))
@@ -125,7 +130,7 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
     Raises:
         RuntimeError: the model has a communication hook already.
     """
-    state = BucketMeans(model.process_group)
+    state = BucketMeans(model.process_group, first_alone=model.static_graph)
     model.register_comm_hook(state, fp32_mean_hook)
     return state
 

@@ -23,3 +23,16 @@ def test_weights_and_states_are_those_of_one_process(ranks, kinds):
     alone = digests(1, "ddp")
     assert len(set(alone.values())) == 2  # the digest sees what is trained
     assert digests(ranks, kinds) == {f"{k} {r}": alone[f"ddp {r}"] for k in kinds.split(",") for r in ROUNDINGS}
+
+
+DDP = ["static_graph", "find_unused_parameters", "gradient_as_bucket_view", "gradient_checkpointing", "compiled"]
+FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta", "compiled"]
+
+
+@pytest.mark.parametrize(("kind", "variants"), [("ddp", DDP), ("fsdp2", FSDP2)])
+def test_what_else_is_switched_on_changes_nothing(kind, variants):
+    kinds = [f"{kind}-{variant}" for variant in variants]
+    alone = digests(1, "ddp")["ddp kahan"]
+    lines = run_ranks("same_batches.py", 2, ",".join(kinds), "kahan").splitlines()
+    found = dict(line.split(" kahan ") for line in lines if " kahan " in line and line.split()[0] in kinds)
+    assert found == dict.fromkeys(kinds, alone)

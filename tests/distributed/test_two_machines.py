@@ -59,7 +59,7 @@ def run_script(out: Path, *more: object) -> list[object]:
         "report_to": "none",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    return ["run", SCRIPTS / "train_tiny.py", *words, *more]
+    return ["run", SCRIPTS / "distributed_train_tiny.py", *words, *more]
 
 
 def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) -> list[Process]:
@@ -120,9 +120,9 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
     launched = launch(processes, machines, script, CUT_IN, TIMEOUT, tmp_path, *run_script(out))
     in_step = tmp_path / "in step"
     processes.wait("not in the step", lambda: in_step.exists() or any(p.code is not None for p in launched), TRAINED)
-    machines[0].switch(CABLE, "down")
-    (tmp_path / "cut").touch()
-    processes.wait_for_end(launched, TIMEOUT + SLACK)
+    with machines[0].unplugged():
+        (tmp_path / "cut").touch()
+        processes.wait_for_end(launched, TIMEOUT + SLACK)
     for process in launched:
         assert process.code not in (0, None), process.story()
         # Nothing crosses the cable, so each side must have noticed by itself, in the exchange of gradients.
@@ -134,7 +134,6 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
     (out / "checkpoint-8/model.safetensors").write_bytes((out / "checkpoint-6/model.safetensors").read_bytes()[:1000])
     assert last_complete(out) == out / "checkpoint-6"
 
-    machines[0].switch(CABLE, "up")
     launched = launch(processes, machines, *hf_lowprec(out, "--resume", True))
     assert result(processes, launched) == expected
     assert {name: stamp(out / name) for name in saved} == saved, "it began again"

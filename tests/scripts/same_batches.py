@@ -1,6 +1,6 @@
 """Train on the same batches in every process, and print a digest of weights and states at the end.
 
-same_batches.py ddp|fsdp2|hsdp[,…] ROUNDING[,…] [save|resume full|sharded|dcp FOLDER]   (saves half-way)
+same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[,…] [save|resume full|sharded|dcp FOLDER]   (saves half-way)
 """
 
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, TorchDynamoPlugin
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_lowprec
@@ -20,20 +20,33 @@ from tests.ranks import leave
 from tests.scripts.trainer_ranks import digest, llama, text
 
 HALF = 3
+DDP = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
 
 def build(kind: str, format: str, rounding: str):
+    kind, _, variant = kind.partition("-")
     plugin = mesh = None
     if kind != "ddp":
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             state_dict_type="FULL_STATE_DICT" if format == "full" else "SHARDED_STATE_DICT",
+            activation_checkpointing=variant == "checkpointing",
+            reshard_after_forward=variant != "gathered",
+            cpu_ram_efficient_loading=variant == "meta",
         )
     if kind == "hsdp":
         mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin,
+        parallelism_config=mesh,
+        kwargs_handlers=[DistributedDataParallelKwargs(**{variant: True})] if variant in DDP else [],
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager") if variant == "compiled" else None,
+    )
     model = llama()
+    if variant == "gradient_checkpointing":
+        model.gradient_checkpointing_enable()
     hf_lowprec.cast_model(model)
     state_dtype = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}  # one of each
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype)

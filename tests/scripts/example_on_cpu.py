@@ -1,0 +1,14 @@
+"""Run the script named first as `accelerate launch` would on GPUs, FSDP included, on a CPU."""
+
+import os
+import runpy
+import sys
+
+from tests.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ranks import leave
+
+os.environ["ACCELERATE_USE_CPU"] = "true"
+allow_fsdp_on_cpu()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+leave()
