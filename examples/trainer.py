@@ -63,7 +63,9 @@ def main() -> None:
     held_out = max(1, len(data) // 10)
     trainer = Trainer(model=model, args=args, train_dataset=data[:-held_out], eval_dataset=data[-held_out:])
     trainer.train()
-    print(f"validation loss {trainer.evaluate()['eval_loss']:.4f}, weights stored as {trainer.model.dtype}")
+    loss = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        print(f"validation loss {loss:.4f}, weights stored as {trainer.model.dtype}")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ import torch.distributed as dist
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
-def run_ranks(script: str, ranks: int, *arguments: str, timeout: float = 280) -> str:
-    """What rank 0 to n - 1 of `tests/scripts/SCRIPT` print; fails the test if one of them fails."""
+def run_ranks(
+    script: str, ranks: int, *arguments: str, timeout: float = 280, fails: bool = False, **environment
+) -> str:
+    """What the ranks of `tests/scripts/SCRIPT` print; fails the test if one of them fails, or if `fails` and none does."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), **environment}
     done = subprocess.run(
         [*launcher, str(SCRIPTS / script), *arguments],
         env=environment,
@@ -23,7 +25,7 @@ def run_ranks(script: str, ranks: int, *arguments: str, timeout: float = 280) ->
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 

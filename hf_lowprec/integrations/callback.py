@@ -23,6 +23,8 @@ from hf_lowprec.reduction.status import Reduction
 
 LOST_UPDATES = "lost_updates"
 SKIPPED_STEPS = "skipped_steps"
+MANY_MICRO_BATCHES = 128
+"""From here on rounding at each of them costs percents of the gradient (`benchmarks/micro_batches.py`)."""
 _MEASURE_EVERY = 64
 """Steps between measurements where the step that will be logged is not known in advance."""
 
@@ -120,6 +122,11 @@ class LowPrecisionCallback(TrainerCallback):
         self._lost = None
         if self.report and state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
+            if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
+                lines.append(
+                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds as often; "
+                    "grad_accumulation='kahan' does not, for 2 bytes per parameter"
+                )
             print(precision_report(kwargs["model"], _unwrapped(kwargs["optimizer"]), self.cast_report, lines))
 
     def on_pre_optimizer_step(

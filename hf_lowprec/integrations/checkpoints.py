@@ -2,6 +2,7 @@
 
 Trainer writes `trainer_state.json` last, so a folder in which it is missing or unreadable was not finished; nor was one
 of this run's own folder in which it is older than the optimizer's file: a second run was writing over a first one's.
+Sharded states are a folder each, whose `.metadata` is written when every process has written its part.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import logging
 import re
 from pathlib import Path
 
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE_NAME = "trainer_state.json"
+_SHARDED = (f"{OPTIMIZER_NAME}_[0-9]*", f"{FSDP_MODEL_NAME}_[0-9]*")
+_OPTIMIZER_FILES = ("optimizer.pt", f"{OPTIMIZER_NAME}.bin", f"{OPTIMIZER_NAME}_0/.metadata")
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
@@ -38,8 +42,10 @@ def _finished_here(checkpoint: Path) -> bool:
     if not is_complete(checkpoint):
         return False
     written = (checkpoint / TRAINER_STATE_NAME).stat().st_mtime_ns
-    optimizer = checkpoint / "optimizer.pt"
-    return not optimizer.exists() or optimizer.stat().st_mtime_ns <= written
+    if any(not (shards / ".metadata").exists() for name in _SHARDED for shards in checkpoint.glob(name)):
+        return False
+    files = [checkpoint / name for name in _OPTIMIZER_FILES]
+    return all(not file.exists() or file.stat().st_mtime_ns <= written for file in files)
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:

@@ -1,6 +1,7 @@
 """The stock Trainer on real text, in several processes."""
 
 import functools
+import json
 import shutil
 
 import pytest
@@ -10,9 +11,9 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def trained(ranks: int, kind: str, *words: str, folder: str = "unused") -> dict[str, str]:
+def trained(ranks: int, kind: str, *words: str, folder: str = "unused", **options) -> dict[str, str]:
     fixed = "--max_steps 6 --learning_rate 1e-2 --per_device_train_batch_size 2"
-    printed = run_ranks("trainer_ranks.py", ranks, kind, "--output_dir", folder, *fixed.split(), *words)
+    printed = run_ranks("trainer_ranks.py", ranks, kind, "--output_dir", folder, *fixed.split(), *words, **options)
     return {"report": printed} | dict(line.split("=", 1) for line in printed.splitlines() if line.startswith("digest="))
 
 
@@ -38,6 +39,16 @@ def test_sharded_is_replicated():
 
 def test_the_report_says_that_it_is_active():
     assert "DDP: FP32 sums over 4 ranks, 16-bit gradients on the wire" in four_ranks("adamw_bf16_sr")["report"]
+
+
+def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tmp_path):
+    """Each of the two checkpoints has a shard of the weights and one of the states per rank; the fourth is torn."""
+    sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
+    words = ["--optim", "adamw_bf16_sr", "--save_strategy", "steps", "--save_steps", "3", "--fsdp_config", sharded]
+    trained(2, "fsdp2", *words, folder=str(tmp_path), KILLED_IN_SHARD="4", fails=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    resumed = trained(2, "fsdp2", *words, "--resume_from_checkpoint", "True", folder=str(tmp_path))
+    assert resumed["digest"] == trained(2, "fsdp2", *words, folder=str(tmp_path / "whole"))["digest"]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

@@ -48,3 +48,38 @@ def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys):
     # |w| is about 0.02 (initializer_range), where half an ulp is 2^-14 ≈ 6e-5 and the update is at most 1e-6: only
     # the weights below 1e-6 · 2^8 = 2.6e-4, one in a hundred, can take it.
     assert all(0.97 < share <= 1 for share in lost)
+
+
+def test_many_micro_batches_in_16_bits_are_pointed_out(tmp_path, capsys):
+    settings = {"optim": "adamw_bf16_kahan", "max_steps": 1, "per_device_train_batch_size": 1}
+    trained(tmp_path, gradient_accumulation_steps=127, **settings)
+    assert "grad_accumulation" not in capsys.readouterr().out
+    trained(tmp_path, gradient_accumulation_steps=128, **settings)
+    assert "gradient_accumulation_steps=128 rounds as often; grad_accumulation='kahan'" in capsys.readouterr().out
+    trained(tmp_path, gradient_accumulation_steps=128, optim_args="grad_accumulation=kahan", **settings)
+    assert "micro-batches: a 16-bit residual, 2 bytes per parameter" in capsys.readouterr().out
+
+
+def test_optim_args_win_over_the_callback(tmp_path, capsys):
+    callback = hf_lowprec.LowPrecisionCallback(grad_accumulation="kahan", check_replicas_every=3)
+    trained(tmp_path, optim="adamw_bf16_sr", callbacks=[callback], max_steps=1)
+    assert callback.reduction.grad_accumulation == "kahan"
+    words = "grad_accumulation=fp32,check_replicas_every=2"
+    trained(tmp_path, optim="adamw_bf16_sr", optim_args=words, callbacks=[callback], max_steps=1)
+    assert callback.reduction.grad_accumulation == "fp32"
+    assert "an FP32 sum, 4 bytes per parameter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("grad_accumulation=fp64", "grad_accumulation='fp64' is none of 'nearest', 'kahan', 'fp32'"),
+        ("check_replicas_every=often", "check_replicas_every='often' does not parse; give an integer"),
+        ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
+    ],
+)
+def test_bad_words_for_the_callback_are_named_before_the_model_is_touched(tmp_path, words, message):
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, model=model, optim="adamw_bf16_sr", optim_args=words)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerState
 
-from hf_lowprec.integrations.checkpoints import resolve
+from hf_lowprec.integrations.checkpoints import last_complete, resolve
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
@@ -155,3 +156,15 @@ def test_a_save_over_an_older_one_of_the_same_step_is_seen(tmp_path):
     os.utime(torn / "trainer_state.json", (1, 1))
     assert resolve(True, str(tmp_path)) == str(earlier)
     assert resolve(str(torn), str(tmp_path)) == str(earlier)
+
+
+def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
+    for step in (3, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        for shards in ("pytorch_model_fsdp_0", "optimizer_0"):
+            (folder / shards).mkdir(parents=True)
+            (folder / shards / ".metadata").write_bytes(b"")
+        TrainerState().save_to_json(str(folder / "trainer_state.json"))
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
+    (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-3"

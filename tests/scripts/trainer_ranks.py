@@ -1,15 +1,21 @@
 """The stock Trainer on real text in however many processes there are; rank 0 prints what it trained.
 
 trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
+
+With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
 import argparse
 import hashlib
 import json
+import os
+import signal
 import sys
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import ParallelismConfig
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_lowprec  # noqa: F401
@@ -44,8 +50,22 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return total.hexdigest()[:16]
 
 
+def die_in_shard(number: int) -> None:
+    original, written = FileSystemWriter.write_data, 0
+
+    def write_data(self, *args, **kwargs):
+        nonlocal written
+        written += 1
+        if written == number and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *args, **kwargs)
+
+    FileSystemWriter.write_data = write_data
+
+
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
+    die_in_shard(int(os.environ.get("KILLED_IN_SHARD", 0)))
     sharded = ["--fsdp", "--fsdp_config", json.dumps({"version": 2})] if kind != "ddp" else []
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         ["--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", *sharded, *words]
@@ -53,7 +73,8 @@ def main(kind: str, *words: str) -> None:
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     trainer = Trainer(model=llama(), args=args, train_dataset=text(256))
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resume = args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     check_replicas(trainer.model, trainer.optimizer)
     found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
