@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 def run_ranks(
     script: str, ranks: int, *arguments: str, timeout: float = 280, fails: bool = False, **environment
 ) -> str:
-    """What the ranks of `tests/scripts/SCRIPT` print; fails the test if one of them fails, or if `fails` and none does."""
+    """What the ranks of `tests/scripts/SCRIPT` print; fails the test if one fails, or if `fails` and none does."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), **environment}
     done = subprocess.run(

@@ -65,7 +65,7 @@ def die_in_shard(number: int) -> None:
 
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
-    die_in_shard(int(os.environ.get("KILLED_IN_SHARD", 0)))
+    die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
     sharded = ["--fsdp", "--fsdp_config", json.dumps({"version": 2})] if kind != "ddp" else []
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         ["--use_cpu", "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1", *sharded, *words]
