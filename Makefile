@@ -11,7 +11,7 @@ CODE  := hf_lowprec tests $(wildcard examples benchmarks)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-fast test-gpu pytest lint format format-check typecheck bench bench-gpu clean
+.PHONY: help .venv demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: lint format-check typecheck pytest ## everything CI checks
 
 pytest: $(STAMP) ## the tests alone, all of them
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-distributed: $(STAMP) ## the tests that start processes, with more ranks than `make test` takes time for
+	$(TEST_ENV) HF_LOWPREC_MANY_RANKS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m distributed $(ARGS)
 
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \

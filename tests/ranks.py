@@ -6,8 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+many_ranks = pytest.mark.skipif(not os.environ.get("HF_LOWPREC_MANY_RANKS"), reason="runs with make test-distributed")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 

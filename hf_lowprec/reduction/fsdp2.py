@@ -82,8 +82,6 @@ def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
             wire = own[0].dtype
             comm = FP32ReduceScatter(wire, scratch, replicated or wire == torch.float16)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
-            # One division, after the sum over replicas.
-            module.set_force_sum_reduction_for_comms(replicated)
     return scratch
 
 

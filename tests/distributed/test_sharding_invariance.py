@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROUNDINGS = ("stochastic", "kahan")
@@ -17,9 +17,12 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
     return {line.rpartition(" ")[0]: line.split()[2] for line in lines if len(line.split()) == 3}
 
 
-# Stochastic rounding draws for elements of the full tensor; Kahan's compensation is rounded so as well.
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "fsdp2"), (4, "ddp,fsdp2,hsdp")])
+MORE = [pytest.param(6, "fsdp2,hsdp", marks=many_ranks), pytest.param(8, "ddp,fsdp2,hsdp", marks=many_ranks)]
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "fsdp2"), (4, "ddp,fsdp2,hsdp"), *MORE])
 def test_weights_and_states_are_those_of_one_process(ranks, kinds):
+    """Stochastic rounding draws for elements of the full tensor; Kahan's compensation is rounded so as well."""
     alone = digests(1, "ddp")
     assert len(set(alone.values())) == 2  # the digest sees what is trained
     assert digests(ranks, kinds) == {f"{k} {r}": alone[f"ddp {r}"] for k in kinds.split(",") for r in ROUNDINGS}

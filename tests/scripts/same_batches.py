@@ -3,6 +3,7 @@
 same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[,…] [save|resume full|sharded|dcp FOLDER]   (saves half-way)
 """
 
+import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,7 @@ def build(kind: str, format: str, rounding: str):
             cpu_ram_efficient_loading=variant == "meta",
         )
     if kind == "hsdp":
-        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=int(os.environ["WORLD_SIZE"]) // 2)
     accelerator = Accelerator(
         cpu=True,
         fsdp_plugin=plugin,
