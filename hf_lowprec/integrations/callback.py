@@ -17,6 +17,7 @@ from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.shards import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.micro_batches import check_mode
 from hf_lowprec.reduction.status import Reduction
@@ -178,7 +179,8 @@ class LowPrecisionCallback(TrainerCallback):
         """Where the best weights were loaded, what the last ones were still owed is void, and adapters may be FP32."""
         if not args.load_best_model_at_end:
             return
-        cast_model(kwargs["model"], self.dtype, self._patterns)
+        if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included
+            cast_model(kwargs["model"], self.dtype, self._patterns)
         optimizer = _unwrapped(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             for values in optimizer.state.values():

@@ -37,6 +37,23 @@ def test_sharded_is_replicated():
     assert sharded["digest"] == four_ranks("adamw_bf16_sr")["digest"]
 
 
+def test_the_last_batches_of_an_epoch_may_be_uneven():
+    """13 sequences in batches of 2 on 2 ranks, two micro-batches a step: the fourth step of an epoch has but one."""
+    words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--gradient_accumulation_steps", "2"]
+    found = [trained(2, kind, *words, ROWS="13")["digest"] for kind in ("ddp", "fsdp2")]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_best_weights_are_loaded_at_the_end(tmp_path, kind):
+    words = ["--optim", "adamw_bf16_kahan", "--save_strategy", "steps", "--save_steps", "3"]
+    words += ["--eval_strategy", "steps", "--eval_steps", "3", "--load_best_model_at_end", "True"]
+    words += ["--metric_for_best_model", "loss", "--greater_is_better", "True"]  # so the earlier one is the "best"
+    best = trained(2, kind, *words, folder=str(tmp_path))
+    assert "bfloat16" in best["report"]
+    assert best["digest"] != trained(2, kind, *words[:6], folder=str(tmp_path / "last"))["digest"]
+
+
 def test_the_report_says_that_it_is_active():
     assert "DDP: FP32 sums over 4 ranks, 16-bit gradients on the wire" in four_ranks("adamw_bf16_sr")["report"]
 

@@ -2,6 +2,7 @@
 
 trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
 
+With ROWS=n in the environment there are n sequences to train on.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -72,7 +73,9 @@ def main(kind: str, *words: str) -> None:
     )
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    trainer = Trainer(model=llama(), args=args, train_dataset=text(256))
+    trainer = Trainer(
+        model=llama(), args=args, train_dataset=text(int(os.environ.get("ROWS", "256"))), eval_dataset=text(8)
+    )
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     check_replicas(trainer.model, trainer.optimizer)
