@@ -263,19 +263,23 @@ def main(
     output = output or Path(f"benchmarks/results/reduction-overhead-{date.today()}.json")
     options = {"rounds": rounds, "block": block, "tokens": tokens, "bucket_rounds": bucket_rounds}
     options |= {"layers": layers, "width": width, "vocabulary": vocabulary}
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (options, folder), nprocs=RANKS)  # type: ignore[attr-defined]
         found = json.loads(Path(folder, "found.json").read_text())
+    load.append(os.getloadavg()[0])
     parameters = sum(param.numel() for param in llama(layers, width, vocabulary).parameters())
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hf_lowprec": __version__}
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {RANKS} processes with 1 thread each, gloo",
         "versions": {**versions, "python": platform.python_version()},
         "options": {**options, "parameters": parameters},
+        "load_before_and_after": load,  # about two after a run on a machine that does nothing else
         **found,
     }
     console = Console(width=120)
-    console.print(f"{parameters / 1e6:.1f} M parameters, {tokens} tokens per process and step")
+    size = f"{parameters / 1e6:.1f} M parameters, {tokens} tokens per process and step"
+    console.print(f"{size}; load of the machine {load[0]:.1f} before, {load[1]:.1f} after (2 are our own)")
     console.print(*tables(found), sep="\n")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16
-"""Elements that are summed while they stay in a core's cache."""
+_BLOCK = 1 << 18
+"""Elements that are summed while they stay in a core's cache; fewer cost more calls than they save."""
 
 
 def mean_in_rank_order(versions: Tensor, divisor: int, out: Tensor) -> Tensor:
