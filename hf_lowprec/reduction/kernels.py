@@ -18,9 +18,10 @@ def mean(versions, out, ranks, count, divisor, WIDE: tl.constexpr, NARROW: tl.co
     """`out[i] = round((versions[0, i] + versions[1, i] + …) / divisor)`; versions: (ranks, count), sums in WIDE."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = place < count
+    stride = tl.zeros_like(place) + count  # 64 bits; Triton makes a count of 1 a constant, which has no `.to`
     total = tl.load(versions + place, mask=held, other=0).to(WIDE)
     for rank in range(1, ranks):
-        total += tl.load(versions + rank * count.to(tl.int64) + place, mask=held, other=0).to(WIDE)
+        total += tl.load(versions + rank * stride + place, mask=held, other=0).to(WIDE)
     by = tl.full((BLOCK,), divisor, WIDE)
     total = tl.div_rn(total, by) if tl.float32 == WIDE else total / by
     if NARROW:
