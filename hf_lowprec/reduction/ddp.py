@@ -5,6 +5,7 @@ dtype. (NVIDIA's Megatron-LM reduces so too, by `reduce_scatter_with_fp32_accumu
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,23 +20,26 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.reduction.mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch import Scratch
 
+PIECE = 64 * 2**20
+"""Bytes that are reduced at once. DDP's buckets are smaller by default, but one is all of its first pass."""
+
 
 @dataclass
-class _Bucket:
-    """A bucket on its way."""
+class _Piece:
+    """Part of a bucket on its way."""
 
     gradient: Tensor
     padded: Tensor
     received: Tensor
     work: Any
-    future: torch.futures.Future
+    finished: Callable[[], None] | None
 
 
 class BucketMeans:
-    """The state of the hook: buckets on their way, and the memory they use.
+    """The state of the hook: pieces of buckets on their way, and the memory they use.
 
-    A bucket's all-to-all runs while backward computes the next one; its sum and its all-gather follow when the next
-    bucket starts. So all ranks issue their collectives in the same order, whatever their timing, and two buckets need
+    A piece's all-to-all runs while backward computes the next one; its sum and its all-gather follow when the next
+    piece starts. So all ranks issue their collectives in the same order, whatever their timing, and two pieces need
     scratch memory at a time.
 
     Args:
@@ -52,35 +56,48 @@ class BucketMeans:
         self.first_alone = first_alone
         self.finished = finished
         self.scratch = Scratch()
-        self._on_way: list[_Bucket] = []
+        self._on_way: list[_Piece] = []
         self._slot = 0
         self._streams: dict[torch.device, Any] = {}
 
     def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
         """Average one bucket, a flat tensor, in place; buckets come in the order that all ranks share."""
+        future = _future(gradient.device)
+        done = functools.partial(future.set_result, gradient)
         if self.group.size() == 1:
-            done = _future(gradient.device)
-            done.set_result(gradient)
-            return done
+            done()
+            return future
         if is_first:
-            self._on_way = []  # an interrupted pass may have left some
+            self._on_way, self._slot = [], 0  # an interrupted pass may have left some
         with self._lane(gradient.device):
-            if len(self._on_way) > 1:
-                self._finish(self._on_way.pop(0))
-            self._slot = 1 - self._slot
-            bucket = self._start(gradient)
-            for earlier in self._on_way:
-                self._gather(earlier)
-            self._on_way.append(bucket)
+            *pieces, last = gradient.split(self._piece(gradient))
+            for piece in pieces:
+                self._advance(piece, None)
+            self._advance(last, done)
             if is_last or (is_first and self.first_alone):
-                self._gather(bucket)
+                self._gather(self._on_way[-1])
                 while self._on_way:
                     self._finish(self._on_way.pop(0))
         if is_last and self.finished is not None:
             self.finished()
-        return bucket.future
+        return future
 
-    def _start(self, gradient: Tensor) -> _Bucket:
+    def _piece(self, gradient: Tensor) -> int:
+        """Elements of a piece, a multiple of the number of ranks."""
+        ranks = self.group.size()
+        return max(PIECE // gradient.element_size() // ranks, 1) * ranks
+
+    def _advance(self, gradient: Tensor, finished: Callable[[], None] | None) -> None:
+        """Start a piece, and take the two before it one step further."""
+        if len(self._on_way) > 1:
+            self._finish(self._on_way.pop(0))
+        piece = self._start(gradient, finished)
+        for earlier in self._on_way:
+            self._gather(earlier)
+        self._on_way.append(piece)
+        self._slot = 1 - self._slot
+
+    def _start(self, gradient: Tensor, finished: Callable[[], None] | None) -> _Piece:
         """Send each rank its part."""
         ranks = self.group.size()
         count, part = gradient.numel(), -(-gradient.numel() // ranks)
@@ -91,22 +108,23 @@ class BucketMeans:
             padded[count:] = 0
         received = self.scratch(f"received {self._slot}", part * ranks, gradient)
         work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
-        return _Bucket(gradient, padded, received, work, _future(gradient.device))
+        return _Piece(gradient, padded, received, work, finished)
 
-    def _gather(self, bucket: _Bucket) -> None:
+    def _gather(self, piece: _Piece) -> None:
         """Average the part that this rank received and send it to all."""
-        bucket.work.wait()
+        piece.work.wait()
         ranks, rank = self.group.size(), self.group.rank()
-        own = bucket.padded.view(ranks, -1)[rank]
-        mean_in_rank_order(bucket.received.view(ranks, -1), ranks, own)
-        bucket.work = _all_gather(bucket.padded, own, group=self.group, async_op=True)
+        own = piece.padded.view(ranks, -1)[rank]
+        mean_in_rank_order(piece.received.view(ranks, -1), ranks, own)
+        piece.work = _all_gather(piece.padded, own, group=self.group, async_op=True)
 
-    def _finish(self, bucket: _Bucket) -> None:
-        """Hand the result to DDP."""
-        bucket.work.wait()
-        if bucket.padded is not bucket.gradient:
-            bucket.gradient.copy_(bucket.padded[: bucket.gradient.numel()])
-        bucket.future.set_result(bucket.gradient)
+    def _finish(self, piece: _Piece) -> None:
+        """Leave the result where the gradient was; hand the bucket to DDP if this is its last piece."""
+        piece.work.wait()
+        if piece.padded is not piece.gradient:
+            piece.gradient.copy_(piece.padded[: piece.gradient.numel()])
+        if piece.finished is not None:
+            piece.finished()
 
     def _lane(self, device: torch.device) -> Any:
         """A stream of our own behind the current one, so that backward does not wait for sums."""

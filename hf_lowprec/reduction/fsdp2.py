@@ -99,7 +99,7 @@ def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
         The names of the modules; empty if all trainable parameters have one dtype.
 
     Raises:
-        ValueError: a module holds trainable parameters of both kinds itself.
+        ValueError: a module holds trainable FP32 parameters itself and others in 16 bits, itself or below.
     """
     if len({param.dtype for param in model.parameters() if param.requires_grad}) < 2:
         return []
@@ -108,6 +108,7 @@ def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
         own = {n: param.dtype for n, param in module.named_parameters(recurse=False) if param.requires_grad}
         if torch.float32 not in own.values():
             continue
+        own = {n: param.dtype for n, param in module.named_parameters() if param.requires_grad}  # below it as well
         if set(own.values()) != {torch.float32}:
             raise ValueError(
                 f"FSDP2 needs one dtype per module, and {name or type(model).__name__} has "

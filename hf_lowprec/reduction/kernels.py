@@ -14,18 +14,39 @@ _BLOCK = 1024
 
 
 @triton.jit
-def mean(versions, out, ranks, count, divisor, WIDE: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):
-    """`out[i] = round((versions[0, i] + versions[1, i] + …) / divisor)`; versions: (ranks, count), sums in WIDE."""
+def _widened(values, BITS: tl.constexpr, WIDE: tl.constexpr):
+    if BITS:
+        return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return values.to(WIDE)
+
+
+@triton.jit
+def mean(
+    versions,
+    out,
+    ranks,
+    count,
+    divisor,
+    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out[i] = round((versions[0, i] + versions[1, i] + …) / divisor)`; versions: (ranks, count), sums in WIDE.
+
+    BF16 comes as 16-bit patterns (BITS) and goes as such (NARROW): casts of Triton's interpreter truncate, and lose
+    subnormals.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = place < count
     stride = tl.zeros_like(place) + count  # 64 bits; Triton makes a count of 1 a constant, which has no `.to`
-    total = tl.load(versions + place, mask=held, other=0).to(WIDE)
+    total = _widened(tl.load(versions + place, mask=held, other=0), BITS, WIDE)
     for rank in range(1, ranks):
-        total += tl.load(versions + rank * stride + place, mask=held, other=0).to(WIDE)
+        total += _widened(tl.load(versions + rank * stride + place, mask=held, other=0), BITS, WIDE)
     by = tl.full((BLOCK,), divisor, WIDE)
     total = tl.div_rn(total, by) if tl.float32 == WIDE else total / by
     if NARROW:
-        # On the bit pattern, because a cast truncates in Triton's interpreter.
         pattern = total.to(tl.float32).to(tl.int32, bitcast=True)
         pattern = (pattern + ((pattern >> 16) & 1) + 0x7FFF) >> 16
         pattern = tl.where(total != total, 0x7FC0, pattern)
@@ -36,13 +57,18 @@ def mean(versions, out, ranks, count, divisor, WIDE: tl.constexpr, NARROW: tl.co
 
 def launch_mean(versions: Tensor, divisor: int, out: Tensor) -> Tensor:
     """`mean_in_rank_order` on a GPU, on its current stream."""
-    narrow = out.dtype == torch.bfloat16
     wide = tl.float32 if versions.dtype.itemsize == 2 else tl.float64
     ranks, count = versions.shape
     if count:
-        with nullcontext() if versions.device.type == "cpu" else torch.get_device_module().device(versions.device):
+        on_cpu = versions.device.type == "cpu"
+        with nullcontext() if on_cpu else torch.get_device_module(versions.device).device(versions.device):
             mean[(triton.cdiv(count, _BLOCK),)](
-                *(versions, out.view(torch.int16) if narrow else out, ranks, count, float(divisor)),
-                **{"WIDE": wide, "NARROW": narrow, "BLOCK": _BLOCK, "enable_fp_fusion": False},
+                *(_patterns(versions), _patterns(out), ranks, count, float(divisor)),
+                **{"BITS": versions.dtype == torch.bfloat16, "WIDE": wide, "NARROW": out.dtype == torch.bfloat16},
+                **{"BLOCK": _BLOCK, "enable_fp_fusion": False},
             )
     return out
+
+
+def _patterns(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 """Elements that are summed while they stay in a core's cache; fewer cost more calls than they save."""
 
 
@@ -35,10 +35,10 @@ def mean_in_rank_order(versions: Tensor, divisor: int, out: Tensor) -> Tensor:
     dtype = torch.float32 if versions.dtype.itemsize == 2 else torch.float64
     # A tensor, because torch multiplies by the reciprocal of a number on some devices.
     by = torch.full((), divisor, dtype=dtype, device=versions.device)
-    for begin in range(0, out.numel(), _BLOCK):
-        first, *others = versions[:, begin : begin + _BLOCK]
+    for begin in range(0, out.numel(), BLOCK):
+        first, *others = versions[:, begin : begin + BLOCK]
         total = first.to(dtype, copy=True)
         for other in others:
             total += other
-        out[begin : begin + _BLOCK] = total.div_(by)
+        out[begin : begin + BLOCK] = total.div_(by)
     return out

@@ -39,7 +39,14 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 def _compare(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> None:
-    own = torch.stack([checksum(tensor) for _, tensor in tensors])
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, [name for name, _ in tensors], group=group)
+    if any(names != every[0] for names in every):
+        held = list(map(set, every))
+        missing = sorted(set.union(*held) - set.intersection(*held))
+        raise RuntimeError(f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank")
+    device = tensors[0][1].device
+    own = torch.stack([checksum(tensor).to(device) for _, tensor in tensors])
     gathered = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(gathered, own, group=group)
     others = torch.stack(gathered).cpu()
@@ -60,7 +67,8 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = local.detach().contiguous().view(-1)
     # 8 bytes per element are needed for a piece at a time only.
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    pattern = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    # At most 32 bits, which an odd factor keeps apart modulo 2^64.
+    pattern = {1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32)
     for number, piece in enumerate(flat.view(pattern).split(_PIECE)):
         place = torch.arange(piece.numel(), device=piece.device) + number * _PIECE
         total += (piece.to(torch.int64) * (place * _ODD * 2 + 1)).sum()

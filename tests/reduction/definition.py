@@ -40,6 +40,7 @@ def mean(versions: Sequence[np.ndarray], divisor: int | None = None) -> np.ndarr
     return narrow(total) if versions[0].dtype == np.uint16 else total.astype(versions[0].dtype)
 
 
+@np.errstate(all="ignore")
 def mean_in_16_bits(versions: Sequence[np.ndarray]) -> np.ndarray:
     """What the mean must not be: BF16 sums that are rounded at every addition."""
     total = versions[0]

@@ -31,12 +31,15 @@ CASES = {
     ),
     "FP16": ([FP16], {"bucket_cap_mb": SMALL}),
     "static graph": ([BF16], {"bucket_cap_mb": SMALL, "static_graph": True}),
+    "static graph, both dtypes": ([BF16, FP32], {"bucket_cap_mb": SMALL, "static_graph": True}),
     "static graph, unused": ([BF16], {"bucket_cap_mb": TINY, "static_graph": True, "unused": "everywhere"}),
     "unused": ([BF16, FP32], {"bucket_cap_mb": SMALL, "find_unused_parameters": True, "unused": "everywhere"}),
     "unused on one rank": ([BF16], {"bucket_cap_mb": SMALL, "find_unused_parameters": True, "unused": "on rank 0"}),
 }
 seen: list[tuple[int, torch.dtype]] = []
 """Size and dtype of the buckets since it was cleared."""
+ends: list[tuple[bool, bool]] = []
+"""Which of them were said to be the first, and the last."""
 
 
 class Linear(nn.Module):
@@ -58,6 +61,7 @@ def record_buckets() -> None:
 
     def call(self, gradient, is_first, is_last):
         seen.append((gradient.numel(), gradient.dtype))
+        ends.append((is_first, is_last))
         return original(self, gradient, is_first, is_last)
 
     BucketMeans.__call__ = call
@@ -94,9 +98,12 @@ def check_case(name: str, dtypes: list[torch.dtype], unused: str = "", **options
             if unused == "everywhere" or (unused and rank == 0):
                 factors[2] = None
             seen.clear()
+            ends.clear()
             with ddp.no_sync() if micro_batch < micro_batches - 1 else nullcontext():
                 ddp(factors).backward()
             largest += seen
+            if not (options.get("static_graph") and step == 0):  # DDP calls each the first there
+                assert ends == [(k == 0, k == len(seen) - 1) for k in range(len(seen))], (name, ends)
             assert bool(seen) == (micro_batch == micro_batches - 1)
         held.append(state.scratch.nbytes)
         for k, (weight, every) in enumerate(zip(model.weights, totals, strict=True)):

@@ -3,6 +3,7 @@
 reduction_fsdp2.py RANKS …
 """
 
+import math
 import sys
 from functools import partial
 
@@ -10,13 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
 from tests.reduction.definition import agrees, as_tensor, gradients, mean, narrow, widen
-from tests.scripts.reduction_refusals import check_refusals
 from tests.scripts.reduction_worlds import run_worlds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,11 +28,12 @@ class Linear(nn.Module):
 
     def __init__(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.ones(shape, dtype=dtype) for shape in shapes)
+        for k, shape in enumerate(shapes):
+            self.register_parameter(f"weight{k}", nn.Parameter(torch.ones(shape, dtype=dtype)))
         self.factors: list[torch.Tensor] = []
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for weight, factor in zip(self.weights, self.factors, strict=True):
+        for weight, factor in zip(self.parameters(recurse=False), self.factors, strict=True):
             value = value + (weight * factor).sum().float()
         return value
 
@@ -64,9 +65,6 @@ class Layers(nn.Module):
             value = checkpoint(layer, value, use_reentrant=False) if self.checkpointed else layer(value)
         return self.head(self.norm(value))
 
-    def names(self) -> list[str]:
-        return [name for name, module in self.named_modules() if isinstance(module, Linear)]
-
 
 class InFunction(Block):
     """A layer that checkpoints itself, below FSDP2's hooks."""
@@ -81,14 +79,16 @@ def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return narrow(widen(first) + widen(second)) if first.dtype == np.uint16 else first + second
 
 
-def mean_of_replicas(versions: list[np.ndarray]) -> np.ndarray:
-    """Two replicas of shards over two ranks: an FP32 sum over each, their FP32 sum, one division, one rounding."""
+def mean_of_replicas(versions: list[np.ndarray], replicas: int = 2) -> np.ndarray:
+    """Replicas of shards over two ranks: an FP32 mean over each, the mean of those in FP32, one rounding."""
     with np.errstate(all="ignore"):
+        wide = [widen(v) if v.dtype == np.uint16 else v.astype(np.float32) for v in versions]
         if versions[0].dtype == np.float32:
             wide = [version.astype(np.float64) for version in versions]
-            return ((wide[0] + wide[1]).astype(np.float32) + (wide[2] + wide[3]).astype(np.float32)) / np.float32(4)
-        wide = [widen(v) if v.dtype == np.uint16 else v.astype(np.float32) for v in versions]
-        total = ((wide[0] + wide[1]) + (wide[2] + wide[3])) / np.float32(4)
+        means = [((one + other) / 2).astype(np.float32) for one, other in zip(wide[::2], wide[1::2], strict=True)]
+        total = (means[0] + means[1]) / np.float32(replicas)
+        if versions[0].dtype == np.float32:
+            return total
         return narrow(total) if versions[0].dtype == np.uint16 else total.astype(np.float16)
 
 
@@ -97,7 +97,8 @@ def draw(model: Layers, seed: int) -> list[list[np.ndarray]]:
     rank, ranks, every = dist.get_rank(), dist.get_world_size(), []
     for module in model.modules():
         if isinstance(module, Linear):
-            drawn = [gradients(w.dtype, w.shape, ranks, 100 * seed + len(every) + k) for k, w in enumerate(module.weights)]
+            params = enumerate(module.parameters(), len(every))
+            drawn = [gradients(param.dtype, param.shape, ranks, 100 * seed + k) for k, param in params]
             module.factors = [as_tensor(one[rank]) for one in drawn]
             every += drawn
     return every
@@ -114,14 +115,19 @@ def compare(model: Layers, expected: list[np.ndarray], where: str) -> None:
         assert agrees(param.grad.full_tensor(), wanted), f"{where}: {name} on rank {dist.get_rank()}"
 
 
-def check_case(name: str, model: Layers, definition=mean, mesh=None, policy: MixedPrecisionPolicy | None = None) -> None:
+def fp32_names(model: Layers) -> list[str]:
+    return [*(f"layers.{k}.{side}" for k in range(len(model.layers)) for side in ("before", "after")), "norm"]
+
+
+def check_case(
+    name: str, model: Layers, definition=mean, mesh=None, policy: MixedPrecisionPolicy | None = None
+) -> None:
     """Steps of one backward; two micro-batches summed before, or after the reduction; one more step."""
     options = {"mesh": mesh or init_device_mesh("cpu", (dist.get_world_size(),))}
     options |= {"mp_policy": policy} if policy else {}
     grouped = shard_fp32_parameters(model, **options)
-    wanted = [f"{n}.weights" for n in model.names() if "before" in n or "after" in n or n == "norm"]
     dtypes = {param.dtype for param in model.parameters()}
-    assert grouped == (wanted if len(dtypes) == 2 else []), grouped
+    assert grouped == (fp32_names(model) if len(dtypes) == 2 else []), grouped
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
@@ -148,15 +154,21 @@ def check_case(name: str, model: Layers, definition=mean, mesh=None, policy: Mix
 
 def largest_groups(model: Layers, ranks: int) -> int:
     """Bytes of the largest group of modules of each dtype, with shards padded to one size."""
-    kinds: dict[torch.dtype, list[int]] = {}
-    groups = [layer.main for layer in model.layers] + [model.head]
-    rest = [module for name, module in model.named_modules() if name in model.names() and module not in groups]
-    mixed = len({param.dtype for param in model.parameters()}) == 2
-    for group in [[one] for one in groups] + [rest] if mixed else [[model]]:
+    one_dtype = len({param.dtype for param in model.parameters()}) == 1
+    norms = [module for name, module in model.named_modules() if name in fp32_names(model)]
+    groups = [*([layer] if one_dtype else [layer.main] for layer in model.layers), [model.head], norms]
+    groups += [[model.norm, model.head]] if one_dtype else []
+    largest: dict[torch.dtype, int] = {}
+    for group in groups:
         params = [param for module in group for param in module.parameters()]
-        size = sum(-(-p.shape[0] // ranks) * ranks * p[0].numel() if p.dim() else 0 for p in map(torch.empty_like, params))
-        kinds.setdefault(params[0].dtype, []).append(size * params[0].dtype.itemsize)
-    return sum(map(max, kinds.values()))
+        size = sum(-(-param.shape[0] // ranks) * ranks * math.prod(param.shape[1:]) for param in params)
+        dtype = params[0].dtype
+        largest[dtype] = max(largest.get(dtype, 0), size * dtype.itemsize)
+    return sum(largest.values())
+
+
+def replicated() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
 
 def check() -> None:
@@ -170,11 +182,10 @@ def check() -> None:
     check_case("checkpointed inside layers", model)
     check_case("FP16", Layers(FP16, FP32), policy=WIDE)
     if dist.get_world_size() == 4:
-        square = partial(check_case, definition=mean_of_replicas, mesh=init_device_mesh("cpu", (2, 2)), policy=WIDE)
+        square = partial(check_case, definition=mean_of_replicas, mesh=replicated(), policy=WIDE)
         square("replicas", Layers(BF16, FP32))
         square("replicas in FP16", Layers(FP16, FP16))
         square("replicas, checkpointed", Layers(BF16, FP32, checkpointed=True))
-        check_refusals()
     if dist.get_rank() == 0:
         print(f"FSDP2 agrees on {dist.get_world_size()} ranks", flush=True)
 

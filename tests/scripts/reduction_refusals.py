@@ -1,1 +1,186 @@
-def check_refusals(): pass
+"""What FP32 sums under FSDP2 refuse and what they leave alone, on four ranks.
+
+reduction_refusals.py
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
+from tests.reduction.definition import agrees, as_tensor, gradients, mean
+from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
+from tests.scripts.reduction_worlds import run_worlds
+
+SHAPES = [(333, 3), (7,)]
+
+
+def refusal(kind: type[Exception], act, *parts: str) -> None:
+    """`act` raises it, with all of `parts` in the message."""
+    try:
+        act()
+    except kind as error:
+        assert all(part in str(error) for part in parts), error
+    else:
+        raise AssertionError(f"no {kind.__name__}: {parts}")
+
+
+def sharded(dtype: torch.dtype, **options) -> Linear:
+    model = Linear(dtype, *SHAPES)
+    fully_shard(model, **options)
+    reduce_scatter_in_fp32(model)
+    return model
+
+
+def backward(model: Linear, seed: int = 1) -> list[list[np.ndarray]]:
+    """This rank's gradients through the model; those of all ranks are returned."""
+    dtype = next(model.parameters()).dtype
+    every = [gradients(dtype, shape, dist.get_world_size(), seed + k) for k, shape in enumerate(SHAPES)]
+    model.factors = [as_tensor(one[dist.get_rank()]) for one in every]
+    model.zero_grad()
+    model(torch.zeros((), requires_grad=True)).backward()
+    return every
+
+
+def check_rounding_twice_is_refused() -> None:
+    advice = "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+    refusal(RuntimeError, lambda: backward(sharded(BF16, mesh=replicated())), "HSDP", advice)
+    refusal(RuntimeError, lambda: backward(sharded(FP16)), "FP16", advice)
+    refusal(RuntimeError, lambda: backward(sharded(FP16, mesh=replicated())), advice)
+    backward(sharded(BF16, mesh=replicated(), mp_policy=WIDE))
+
+
+def check_divisors() -> None:
+    """`set_gradient_divide_factor`: the number of ranks that share a gradient; others mean factors before the sum."""
+    model = sharded(BF16)
+    model.set_gradient_divide_factor(4.0)
+    for param, every in zip(model.parameters(), backward(model), strict=True):
+        assert agrees(param.grad.full_tensor(), mean(every))
+    model.set_gradient_divide_factor(2.5)
+    refusal(RuntimeError, lambda: backward(model), "set_gradient_divide_factor", "not supported", "SUM or AVG")
+
+    model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
+    model.set_gradient_divide_factor(2.0)
+    for param, every in zip(model.parameters(), backward(model), strict=True):
+        assert agrees(param.grad.full_tensor(), mean_of_replicas(every, replicas=1))
+    model.set_gradient_divide_factor(1.0)
+    refusal(RuntimeError, lambda: backward(model), "set_gradient_divide_factor", "not supported", "SUM or AVG")
+
+
+class Mixed(nn.Module):
+    """A module that holds parameters of both kinds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.matrix = nn.Parameter(torch.ones(4, 4, dtype=BF16))
+
+
+def check_both_dtypes_in_a_module_are_refused() -> None:
+    model = nn.ModuleDict({"layer": Mixed(), "norm": Linear(FP32, (4,))})
+    refusal(
+        ValueError, lambda: shard_fp32_parameters(model), "layer", "gain in float32", "matrix in bfloat16", "use DDP"
+    )
+    refusal(ValueError, lambda: shard_fp32_parameters(Mixed()), "Mixed has gain in float32")
+    assert not any(isinstance(module, FSDPModule) for module in model.modules()), "sharded in part"
+
+
+def check_frozen_parameters() -> None:
+    """They have no gradient, so their dtype does not matter; the rest is reduced as ever."""
+    model = Block(BF16, FP32, *SHAPES)
+    for name, param in model.named_parameters():
+        param.requires_grad_("main" in name)
+    assert shard_fp32_parameters(model) == []
+    fully_shard(model)
+    reduce_scatter_in_fp32(model)
+    every = [gradients(BF16, shape, 4, k) for k, shape in enumerate(SHAPES)]
+    model.main.factors = [as_tensor(one[dist.get_rank()]) for one in every]
+    for norm in (model.before, model.after):
+        norm.factors = [torch.zeros(param.shape) for param in norm.parameters()]
+    model(torch.zeros((), requires_grad=True)).backward()
+    for param, wanted in zip(model.main.parameters(), every, strict=True):
+        assert agrees(param.grad.full_tensor(), mean(wanted))
+    assert all(param.grad is None for param in (*model.before.parameters(), *model.after.parameters()))
+
+
+class Gated(Linear):
+    """An FP32 parameter of its own above a layer in BF16, as a mixer with an FP32 decay has."""
+
+    def __init__(self) -> None:
+        super().__init__(FP32, (6,))
+        self.inner = Linear(BF16, *SHAPES)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner(value))
+
+
+def check_an_fp32_parameter_above_a_16_bit_layer() -> None:
+    """Both are reduced by their definition, or the module is refused as one of both kinds is."""
+    model = nn.Sequential(Gated(), Linear(BF16, (3,)))
+    try:
+        shard_fp32_parameters(model)
+    except ValueError as error:
+        assert "0" in str(error), error
+        return
+    fully_shard(model)
+    reduce_scatter_in_fp32(model)
+    every = []
+    for number, module in enumerate((model[0], model[0].inner, model[1])):
+        params = list(module.parameters(recurse=False))
+        drawn = [gradients(p.dtype, tuple(p.shape), 4, 10 * number + k) for k, p in enumerate(params)]
+        module.factors = [as_tensor(one[dist.get_rank()]) for one in drawn]
+        every += zip(params, drawn, strict=True)
+    model(torch.zeros((), requires_grad=True)).backward()
+    for param, wanted in every:
+        assert agrees(param.grad.full_tensor(), mean(wanted))
+
+
+def check_norms_stay_gathered() -> None:
+    """From forward to backward, whatever is asked for the other modules; afterwards all are shards again."""
+    model = Block(BF16, FP32, *SHAPES)
+    options = {"reshard_after_forward": True}
+    assert shard_fp32_parameters(model, **options) == ["before", "after"]
+    fully_shard(model.main, **options)
+    fully_shard(model, **options)
+    reduce_scatter_in_fp32(model)
+    for module in (model.before, model.main, model.after):
+        module.factors = [torch.ones(param.shape, dtype=param.dtype) for param in module.parameters()]
+    loss = model(torch.zeros((), requires_grad=True))
+    gathered = {name: not isinstance(param, DTensor) for name, param in model.named_parameters()}
+    assert all(held == ("main" not in name) for name, held in gathered.items()), gathered
+    loss.backward()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def check_replicas_agree_with_the_other_definition() -> None:
+    """Two replicas of two shards: not the sum in rank order, which would be another one on these gradients."""
+    model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
+    differ = 0
+    for param, every in zip(model.parameters(), backward(model, seed=5), strict=True):
+        assert agrees(param.grad.full_tensor(), mean_of_replicas(every))
+        differ += not agrees(as_tensor(mean(every)), mean_of_replicas(every))
+    assert differ
+
+
+def check_large_equal_gradients_of_replicas() -> None:
+    """The mean of equal ones is exact, also where the sum over all four would overflow FP32."""
+    model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
+    model.factors = [torch.full(shape, 1.5e38, dtype=BF16) for shape in SHAPES]
+    model(torch.zeros((), requires_grad=True)).backward()
+    for param, factor in zip(model.parameters(), model.factors, strict=True):
+        assert torch.equal(param.grad.full_tensor(), factor)
+
+
+def check() -> None:
+    for name, one in list(globals().items()):
+        if name.startswith("check_"):
+            one()
+            if dist.get_rank() == 0:
+                print(name, flush=True)
+
+
+if __name__ == "__main__":
+    run_worlds(check, [4])

@@ -1,0 +1,20 @@
+"""FSDP2's gradients are the mean in rank order, whatever the shards; HSDP's the mean over replicas of FP32 sums."""
+
+import pytest
+
+from tests.reduction.worlds import run_script
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_are_means_in_rank_order():
+    printed = run_script("reduction_fsdp2.py", 2, 3, 4)
+    for ranks in (2, 3, 4):
+        assert f"FSDP2 agrees on {ranks} ranks" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_would_round_twice_is_refused():
+    printed = run_script("reduction_refusals.py")
+    assert printed.count("check_") == 8

@@ -1,0 +1,164 @@
+"""`check_replicas` on four ranks: equal ones pass, and one bit elsewhere on one rank is named on all of them.
+
+reduction_replicas.py
+"""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.optim import AdamW
+from hf_lowprec.reduction import check_replicas
+from tests.scripts.reduction_worlds import run_worlds
+
+RANKS = 4
+
+
+def trained(sharded_over: tuple[int, ...] = ()) -> tuple[nn.Module, AdamW]:
+    """A model after a step, the same on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 3))
+    model[0].bfloat16()
+    model[2].bfloat16()
+    if sharded_over:
+        mesh = init_device_mesh("cpu", sharded_over, mesh_dim_names=("replicas", "shards")[-len(sharded_over) :])
+        for module in model:
+            fully_shard(module, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=0.1, backend="eager")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def complaint(model: nn.Module, optimizer: object = None) -> str:
+    try:
+        check_replicas(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Change one bit of this rank's part of the tensor; the same call changes it back."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    pattern = {2: torch.int16, 4: torch.int32}[local.element_size()]
+    flat = local.detach().view(-1).view(pattern)
+    flat[element] ^= torch.tensor(1 << bit).to(pattern)
+
+
+def check_equal_ones_pass() -> None:
+    model, optimizer = trained()
+    assert not complaint(model)
+    assert not complaint(model, optimizer)
+    assert not complaint(DistributedDataParallel(model), SimpleNamespace(optimizer=optimizer))
+    with torch.no_grad():
+        model[0].bias.fill_(torch.nan)
+    assert not complaint(model, optimizer)
+
+
+def check_one_bit() -> None:
+    model, optimizer = trained()
+    states = optimizer.state[model[2].weight]
+    assert {"exp_avg", "exp_avg_sq", "step"} <= set(states), states
+    named = {"0.weight": model[0].weight, "1.bias": model[1].bias, "2.bias": model[2].bias}
+    named |= {f"2.weight ({key})": value for key, value in states.items()}
+    count = len(list(model.parameters())) + sum(map(len, optimizer.state.values()))
+    for number, (name, tensor) in enumerate(named.items()):
+        wrong = number % RANKS
+        element, bit = tensor.numel() - 1, [0, 15, 7, 3][number % 4]
+        if dist.get_rank() == wrong:
+            flip(tensor, element, bit)
+        found = complaint(model, optimizer)
+        differ = "1, 2, 3" if wrong == 0 else str(wrong)
+        assert f"{name} on rank {differ} is not that of rank 0" in found, (name, found)
+        assert f"(1 of {count} tensors differ)" in found, found
+        if "(" in name:
+            assert not complaint(model), "without the optimizer, its states are not compared"
+        if dist.get_rank() == wrong:
+            flip(tensor, element, bit)
+        assert not complaint(model, optimizer)
+
+
+def check_several() -> None:
+    """The first tensor is named, with all ranks on which it differs."""
+    model, optimizer = trained()
+    if dist.get_rank() in (1, 3):
+        flip(model[1].weight, 2, 30)
+    if dist.get_rank() == 2:
+        flip(model[2].weight, 0, 0)
+    found = complaint(model, optimizer)
+    assert "1.weight on rank 1, 3 is not that of rank 0" in found, found
+    assert "(2 of " in found, found
+
+
+def check_an_exchange_of_elements() -> None:
+    model, optimizer = trained()
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            weight = model[0].weight.view(-1)
+            assert weight[3] != weight[40]
+            weight[[3, 40]] = weight[[40, 3]]
+    assert "0.weight on rank 2 is not" in complaint(model, optimizer)
+
+
+def check_a_state_that_one_rank_lacks() -> None:
+    model, optimizer = trained()
+    if dist.get_rank() == 2:
+        del optimizer.state[model[1].weight]["exp_avg"]
+    assert "1.weight (exp_avg) is not on every rank" in complaint(model, optimizer)
+
+
+def check_shards_without_replicas() -> None:
+    """Ranks hold different parts, and there is nothing to compare; not even what only one of them has."""
+    model, optimizer = trained((4,))
+    assert not complaint(model, optimizer)
+    if dist.get_rank() == 1:
+        flip(model[0].weight, 0, 3)
+    assert not complaint(model, optimizer)
+
+
+def check_replicas_of_shards() -> None:
+    """Ranks 0 and 2 hold the same, and 1 and 3; the others do not notice."""
+    rank = dist.get_rank()
+    model, optimizer = trained((2, 2))
+    assert not complaint(model, optimizer)
+    average = optimizer.state[model[1].weight]["exp_avg"]
+    for name, tensor in {"0.weight": model[0].weight, "1.weight (exp_avg)": average}.items():
+        for wrong in (2, 1):
+            if rank == wrong:
+                flip(tensor, 0, 4)
+            found = complaint(model, optimizer)
+            pair = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}[rank]
+            wanted = f"{name} on rank {pair[1]} is not that of rank {pair[0]}" if wrong in pair else ""
+            assert (wanted in found) if wanted else not found, (rank, name, wrong, found)
+            if rank == wrong:
+                flip(tensor, 0, 4)
+    assert not complaint(model, optimizer)
+
+
+def check_a_parameter_outside_of_the_shards() -> None:
+    """Replicated over all ranks, beside a sharded model."""
+    model, _ = trained((4,))
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    assert not complaint(model)
+    if dist.get_rank() == 3:
+        flip(model.scale, 1, 0)
+    assert "scale on rank 3 is not that of rank 0 (1 of 1 tensors differ)" in complaint(model)
+
+
+def check() -> None:
+    for name, one in list(globals().items()):
+        if name.startswith("check_") and name != "check_replicas":
+            one()
+            if dist.get_rank() == 0:
+                print(name, flush=True)
+
+
+if __name__ == "__main__":
+    run_worlds(check, [RANKS])
