@@ -89,7 +89,8 @@ def result(processes: Processes, launched: list[Process]) -> str:
     processes.wait_for_end(launched, TRAINED)
     stories = "\n".join(process.story() for process in launched)
     assert all(process.code == 0 for process in launched), stories
-    lines = re.findall(r"^steps=.*$", "".join(process.out for process in launched), re.MULTILINE)
+    # Not by lines: ranks share an output, and one may print between another's text and its line break.
+    lines = re.findall(r"steps=\d+ dtype=\S+ weights=[0-9a-f]{64}", "".join(process.out for process in launched))
     assert len(lines) == RANKS, stories
     assert len(set(lines)) == 1, lines
     return lines[0]
@@ -126,7 +127,9 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
     for process in launched:
         assert process.code not in (0, None), process.story()
         # Nothing crosses the cable, so each side must have noticed by itself, in the exchange of gradients.
-        assert re.search(rf"reduction/ddp\.py(.|\n)*Timed out waiting {TIMEOUT}000ms", process.err), process.story()
+        assert re.search(r"reduction/ddp\.py(.|\n)*(Timed out waiting|Application timeout)", process.err), (
+            process.story()
+        )
 
     saved = {path.name: stamp(path) for path in out.iterdir()}
     assert sorted(saved) == ["checkpoint-3", "checkpoint-6"]

@@ -10,27 +10,18 @@ import sys
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
+from tests.distributed.rendezvous import wait_for_imports
 from tests.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.integrations.tiny_training import arguments, counting_data, llama
 
 VICTIM, STEP = 1, 3
 BUCKET_MB = 0.01  # several buckets, some of which are on their way when the rank goes
-
-
-def wait_for_imports() -> None:
-    """Ranks of a busy machine get here at very different times, which must not count against the timeout."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(minutes=4))
-    if store.add("imported", 1) == int(os.environ["WORLD_SIZE"]):
-        store.set("all imported", "yes")
-    store.wait(["all imported"])
 
 
 def fail_in_backward(model: nn.Module, signal_number: int) -> None:
@@ -47,24 +38,22 @@ def fail_in_backward(model: nn.Module, signal_number: int) -> None:
     model.model.layers[0].mlp.register_forward_hook(forward)
 
 
-def train_with_trainer(model: nn.Module, timeout: timedelta, out: str) -> None:
-    # Not `ddp_timeout`: transformers drops it with `use_cpu`.
-    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+def train_with_trainer(model: nn.Module, out: str) -> None:
     configured = {"use_configured_state": True}
     args = arguments(out, optim="adamw_bf16_kahan", accelerator_config=configured, per_device_train_batch_size=2)
     args.ddp_bucket_cap_mb = BUCKET_MB
     Trainer(model=model, args=args, train_dataset=counting_data()).train()
 
 
-def train_with_accelerator(model: nn.Module, timeout: timedelta, sharded: bool) -> None:
+def train_with_accelerator(model: nn.Module, sharded: bool) -> None:
     options: dict = {}
     if sharded:
         allow_fsdp_on_cpu()
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
         )
-    handlers = [InitProcessGroupKwargs(timeout=timeout), DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB)]
-    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **options)
+    buckets = DistributedDataParallelKwargs(bucket_cap_mb=BUCKET_MB)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[buckets], **options)
     hf_lowprec.cast_model(model)
     hf_lowprec.prepare_accelerator(accelerator)
     model, optimizer = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-2))
@@ -77,12 +66,14 @@ def train_with_accelerator(model: nn.Module, timeout: timedelta, sharded: bool) 
 
 def main(kind: str, signal_name: str, seconds: str, out: str) -> None:
     wait_for_imports()
-    model, timeout = llama(), timedelta(seconds=int(seconds))
+    # Not `ddp_timeout`: transformers drops it with `use_cpu`.
+    PartialState(cpu=True, timeout=timedelta(seconds=int(seconds)))
+    model = llama()
     fail_in_backward(model, signal.Signals[signal_name])
     if kind == "trainer":
-        train_with_trainer(model, timeout, out)
+        train_with_trainer(model, out)
     else:
-        train_with_accelerator(model, timeout, sharded=kind == "fsdp2")
+        train_with_accelerator(model, sharded=kind == "fsdp2")
     raise SystemExit("trained to the end, which no rank can")
 
 

@@ -1,0 +1,18 @@
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.processes import Processes
+
+
+@pytest.fixture
+def processes(tmp_path):
+    with Processes(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def store():
+    """Where ranks meet; as with a launcher, it is not one of them who keeps it, so it survives every rank."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -1,0 +1,222 @@
+"""Two ranks; one element of one gradient becomes NaN or infinite on one of them alone, in one micro-batch.
+
+torchrun --nproc-per-node 2 distributed_nonfinite.py ddp|fsdp2
+"""
+
+import hashlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from transformers import Trainer
+
+import hf_lowprec
+from hf_lowprec.reduction import check_replicas
+from tests.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.integrations.tiny_training import arguments, counting_data, llama, losses, optimizer_of
+from tests.ranks import leave
+
+STEP, STEPS, MICRO_BATCHES = 2, 3, 3
+PLACES = {"model.layers.0.mlp.down_proj": (1, (3, 5)), "model.norm": (0, (7,))}
+"""Which rank, and which element: of a BF16 weight and of an FP32 one, which are reduced separately."""
+VALUES = {
+    "NaN": 0x7FC0,
+    "NaN, all bits set": 0xFFFF,  # adding to the bits, as some rounding does, would give zero
+    "signaling NaN": 0x7F81,  # cutting bits off could leave infinity
+    "infinity": 0x7F80,
+    "minus infinity": 0xFF80,
+}
+
+
+def bf16(bits: int) -> torch.Tensor:
+    return torch.tensor([bits], dtype=torch.uint16).view(torch.bfloat16)[0]
+
+
+def plant(model: nn.Module, place: str, value: torch.Tensor) -> None:
+    """Let the first micro-batch of step `STEP` give `value` to the element of the gradient on its rank."""
+    rank, element = PLACES[place]
+    passes = 0
+
+    def before(module: nn.Module, inputs: tuple) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == (STEP - 1) * MICRO_BATCHES + 1 and dist.get_rank() == rank:
+
+            def damage(gradient: torch.Tensor) -> torch.Tensor:
+                handle.remove()
+                damaged = gradient.clone()
+                damaged[element] = value
+                return damaged
+
+            # Here, because under FSDP2 the parameter that autograd sees is there during the passes only.
+            handle = module.weight.register_hook(damage)
+
+    model.get_submodule(place).register_forward_pre_hook(before)
+
+
+class Run:
+    """A model in training through `prepare_accelerator`."""
+
+    def __init__(self, sharded: bool, accumulation: str, damage: tuple | None, **options: object) -> None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=MICRO_BATCHES,
+            **({"fsdp_plugin": plugin} if sharded else {}),
+        )
+        model = llama()
+        hf_lowprec.cast_model(model)
+        if damage is not None:
+            plant(model, *damage)
+        hf_lowprec.prepare_accelerator(self.accelerator, accumulation)
+        optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding="stochastic", **options)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.low = optimizer_of(self)
+
+    def backward(self, step: int) -> None:
+        """All micro-batches of a step, which are other ones on each rank."""
+        for number in range(MICRO_BATCHES):
+            seed = 1000 * step + 10 * number + dist.get_rank()
+            rows = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(input_ids=rows, labels=rows).loss)
+        assert self.accelerator.sync_gradients
+
+    def step(self, clip: bool) -> None:
+        if clip:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        named = self.accelerator.unwrap_model(self.model).named_parameters()
+        return {name: full(param.grad) for name, param in named}
+
+    def bits(self, whole: bool = False) -> str:
+        """A digest of this rank's weights and states; `whole` gathers them where they are sharded."""
+        digest = hashlib.sha256()
+        for param in self.model.parameters():
+            for tensor in (param, *self.low.state[param].values()):
+                held = full(tensor) if whole else local(tensor)
+                digest.update(held.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def everywhere(value: object) -> object:
+    """`value`, which all ranks must agree on."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert all(other == value for other in values), values
+    return value
+
+
+def cases() -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.product(PLACES, map(bf16, VALUES.values()))
+
+
+def fewer_cases() -> Iterator[tuple[str, torch.Tensor]]:
+    """Every place and every value, which decide nothing together once they have arrived."""
+    places = itertools.cycle(PLACES)
+    return zip(places, map(bf16, VALUES.values()), strict=False)
+
+
+def check_arrival(case: tuple, place: str, value: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    """The element, and no other, is what was planted: in the gradients of every rank."""
+    _, element = PLACES[place]
+    bad = {key: gradient.isfinite().logical_not().nonzero().tolist() for key, gradient in gradients.items()}
+    assert {key: where for key, where in bad.items() if where} == {f"{place}.weight": [list(element)]}, (
+        case,
+        bad,
+    )
+    arrived = gradients[f"{place}.weight"][element]
+    assert arrived.isnan() if value.isnan() else arrived == value, (case, arrived)
+
+
+def check_without_skipping(sharded: bool, accumulation: str) -> None:
+    for place, value in cases():
+        run = Run(sharded, accumulation, (place, value))
+        for step in range(1, STEP):
+            run.backward(step)
+            assert all(gradient.isfinite().all() for gradient in run.gradients().values())
+            run.step(clip=False)
+        run.backward(STEP)
+        check_arrival((accumulation, place, value), place, value, run.gradients())
+
+
+def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
+    """The step leaves no trace, nor do its sums over micro-batches: all is as if its batch had never been."""
+    without = Run(sharded, accumulation, None, skip_nonfinite=True)
+    for step in range(1, STEPS + 1):
+        if step != STEP:
+            without.backward(step)
+            without.step(clip)
+    assert without.low.skipped_steps == 0
+    expected = everywhere(without.bits(whole=True))
+    for place, value in fewer_cases():
+        case = accumulation, place, value
+        run = Run(sharded, accumulation, (place, value), skip_nonfinite=True)
+        for step in range(1, STEPS + 1):
+            run.backward(step)
+            before = run.bits() if step > 1 else None  # there are no states before the first step
+            run.step(clip)
+            assert everywhere(run.bits() == before) == (step == STEP), (case, step)
+            assert everywhere(run.low.skipped_steps) == int(step >= STEP), (case, step)
+        assert run.bits(whole=True) == expected, case
+        assert all(full(param).isfinite().all() for param in run.model.parameters())
+        check_replicas(run.model, run.optimizer)
+
+
+def check_trainer(out: str) -> None:
+    model = llama()
+    plant(model, next(iter(PLACES)), bf16(VALUES["NaN"]))
+    args = arguments(
+        out,
+        optim="adamw_bf16_kahan",
+        optim_args="skip_nonfinite=True,grad_accumulation=kahan",
+        gradient_accumulation_steps=MICRO_BATCHES,
+        per_device_train_batch_size=4,
+        max_steps=6,
+        logging_steps=1,
+    )
+    trainer = Trainer(model=model, args=args, train_dataset=counting_data())
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert everywhere(optimizer_of(trainer).skipped_steps) == 1
+    check_replicas(trainer.model, trainer.optimizer)
+    assert all(param.isfinite().all() for param in trainer.model.parameters())
+    counts = [entry["skipped_steps"] for entry in trainer.state.log_history if "loss" in entry]
+    assert counts == [0] * (STEP - 1) + [1] * (6 - STEP + 1), counts
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def main(kind: str) -> None:
+    sharded = kind == "fsdp2"
+    if sharded:
+        allow_fsdp_on_cpu()
+    for accumulation in ("nearest", "fp32") if sharded else ("nearest", "kahan", "fp32"):
+        check_without_skipping(sharded, accumulation)
+        check_skipping(sharded, accumulation, clip=accumulation != "nearest")
+    if not sharded:
+        with tempfile.TemporaryDirectory() as out:
+            check_trainer(out)
+    if dist.get_rank() == 0:
+        print(f"{kind}: {len(VALUES)} values in {len(PLACES)} places were skipped", flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
