@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -60,6 +61,13 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     reduction = Reduction(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > accelerator.num_processes:
+        reduction.notes.append(
+            f"{started} processes were started (WORLD_SIZE), and accelerate trains with {accelerator.num_processes}: "
+            "each trains alone. Without GPUs start the script with --use_cpu (TrainingArguments) or Accelerator(cpu=True)"
+        )
+        logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
     known: Models = weakref.WeakSet()
     _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))

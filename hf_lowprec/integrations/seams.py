@@ -12,6 +12,9 @@ import transformers
 from transformers import trainer_optimizer
 from transformers.training_args import OptimizerNames
 
+SAVE_RANDOM_STATE = "_save_rng_state"
+"""Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
+
 OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 

@@ -35,6 +35,7 @@ def register() -> None:
     _wrap_once("__init__", _build)
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)
+    _wrap_once(seams.SAVE_RANDOM_STATE, _save_random_state)
 
 
 def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
@@ -51,8 +52,8 @@ def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _wrap_once(name: str, wrapper: Callable) -> None:
-    original = getattr(Trainer, name)
-    if getattr(original, "_hf_lowprec", False):
+    original = getattr(Trainer, name, None)
+    if original is None or getattr(original, "_hf_lowprec", False):
         return
 
     @functools.wraps(original)
@@ -165,3 +166,10 @@ def _train(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         if asked:
             bound.arguments["resume_from_checkpoint"] = checkpoints.resolve(asked, trainer.args.output_dir)
     return original(*bound.args, **bound.kwargs)
+
+
+def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A checkpoint with `trainer_state.json`, which rank 0 writes next, has the random states of all ranks."""
+    original(trainer, *args, **kwargs)
+    if getattr(trainer, _CALLBACK, None) is not None:
+        trainer.accelerator.wait_for_everyone()

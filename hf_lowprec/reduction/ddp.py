@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_lowprec.reduction.lost_ranks import exchanging
 from hf_lowprec.reduction.mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch import Scratch
 
@@ -107,20 +108,24 @@ class BucketMeans:
             padded[:count] = gradient
             padded[count:] = 0
         received = self.scratch(f"received {self._slot}", part * ranks, gradient)
-        work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
+        with exchanging(self.group):
+            work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
         return _Piece(gradient, padded, received, work, finished)
 
     def _gather(self, piece: _Piece) -> None:
         """Average the part that this rank received and send it to all."""
-        piece.work.wait()
+        with exchanging(self.group):
+            piece.work.wait()
         ranks, rank = self.group.size(), self.group.rank()
         own = piece.padded.view(ranks, -1)[rank]
         mean_in_rank_order(piece.received.view(ranks, -1), ranks, own)
-        piece.work = _all_gather(piece.padded, own, group=self.group, async_op=True)
+        with exchanging(self.group):
+            piece.work = _all_gather(piece.padded, own, group=self.group, async_op=True)
 
     def _finish(self, piece: _Piece) -> None:
         """Leave the result where the gradient was; hand the bucket to DDP if this is its last piece."""
-        piece.work.wait()
+        with exchanging(self.group):
+            piece.work.wait()
         if piece.padded is not piece.gradient:
             piece.gradient.copy_(piece.padded[: piece.gradient.numel()])
         if piece.finished is not None:

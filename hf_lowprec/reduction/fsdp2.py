@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hf_lowprec.reduction.lost_ranks import exchanging
 from hf_lowprec.reduction.mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch import Scratch
 
@@ -58,7 +59,8 @@ class FP32ReduceScatter:
             )
         sent = input_tensor.to(self.wire)
         received = self.scratch("received", sent.numel(), sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with exchanging(group):
+            dist.all_to_all_single(received, sent, group=group)
         mean_in_rank_order(received.view(ranks, -1), ranks if op == dist.ReduceOp.AVG else 1, output_tensor)
 
 

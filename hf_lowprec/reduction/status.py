@@ -42,19 +42,18 @@ class Reduction:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line per thing that is done."""
+        """One line per thing that is done; none where there is nothing to do."""
         lines = [
             f"{one.kind}: FP32 sums over {one.ranks} ranks, 16-bit gradients on the wire{_scratch(one.scratch.nbytes)}"
             for one in self.wrapped
         ]
-        lines = lines or ["one process: nothing to sum over ranks"]
         if self.grad_accumulation != "nearest":
             extra = {"kahan": "a 16-bit residual, 2 bytes", "fp32": "an FP32 sum, 4 bytes"}[self.grad_accumulation]
             lines.append(f"micro-batches: {extra} per parameter beside the gradient, from the second one on")
         return lines + self.notes
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.lines()) or "nothing is reduced: one process, or no model was prepared yet"
 
 
 def _scratch(size: int) -> str:

@@ -51,6 +51,7 @@ def assert_says_why(survivors, kind: str, reason: str) -> None:
         assert where in rank.err, rank.story()  # it waited for gradients, not for something before or after
         last = rank.err[rank.err.rindex(where) :]
         assert re.search(reason, last), rank.story()
+        assert re.search(rf"rank \d of {RANKS} lost another rank while averaging gradients", last), rank.story()
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fsdp2"])

@@ -134,6 +134,14 @@ def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     assert seen == [False]
 
 
+def test_processes_that_train_alone_are_pointed_out(monkeypatch):
+    built = accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    notes = hf_lowprec.prepare_accelerator(built).notes
+    assert len(notes) == 1
+    assert "4 processes were started (WORLD_SIZE), and accelerate trains with 1: each trains alone" in notes[0]
+
+
 def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:
     """The gradients of a batch in `steps` micro-batches, and the model."""
     built = accelerator()

@@ -12,6 +12,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations import seams
+from tests.integrations.tiny_training import trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
 WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/seams.py"
@@ -39,6 +40,24 @@ def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
     monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
     with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
         seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}))
+
+
+def test_random_states_are_saved_before_the_trainers_state(tmp_path):
+    """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
+    assert hasattr(Trainer, seams.SAVE_RANDOM_STATE), f"Trainer.{seams.SAVE_RANDOM_STATE} is gone {WHERE}"
+    waited = []
+
+    class Watched(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            wait = self.accelerator.wait_for_everyone
+            self.accelerator.wait_for_everyone = lambda: (waited.append(sorted(tmp_path.glob("*/*"))), wait())
+
+    trained(tmp_path, trainer_cls=Watched, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
+    there = {path.name for path in waited[-1]}
+    assert "rng_state.pth" in there
+    assert "trainer_state.json" not in there, f"Trainer no longer writes its state last {WHERE}"
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
 
 
 def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
