@@ -65,7 +65,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     if started > accelerator.num_processes:
         reduction.notes.append(
             f"{started} processes were started (WORLD_SIZE), and accelerate trains with {accelerator.num_processes}: "
-            "each trains alone. Without GPUs start the script with --use_cpu (TrainingArguments) or Accelerator(cpu=True)"
+            "each trains alone. Without GPUs start the script with --use_cpu, or Accelerator(cpu=True)"
         )
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
