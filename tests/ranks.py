@@ -28,7 +28,7 @@ def run_ranks(
         check=False,
     )
     assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    return done.stdout + done.stderr if fails else done.stdout
 
 
 def leave() -> None:

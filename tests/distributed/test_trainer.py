@@ -54,6 +54,13 @@ def test_the_best_weights_are_loaded_at_the_end(tmp_path, kind):
     assert best["digest"] != trained(2, kind, *words[:6], folder=str(tmp_path / "last"))["digest"]
 
 
+def test_replicas_that_part_are_found_by_name():
+    words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--optim_args", "check_replicas_every=2"]
+    printed = trained(2, "ddp", *words, CHANGED_IN_STEP="3", fails=True)["report"]
+    assert "replicas differ: model.layers.1.mlp.up_proj.weight on rank 1 is not that of rank 0" in printed
+    assert "rank0" in printed and "rank1" in printed  # both say so
+
+
 def test_the_report_says_that_it_is_active():
     assert "DDP: FP32 sums over 4 ranks, 16-bit gradients on the wire" in four_ranks("adamw_bf16_sr")["report"]
 

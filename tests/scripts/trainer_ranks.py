@@ -3,6 +3,7 @@
 trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
 
 With ROWS=n in the environment there are n sequences to train on.
+With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ParallelismConfig
 from torch.distributed.checkpoint import FileSystemWriter
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.reduction import check_replicas
@@ -64,6 +65,17 @@ def die_in_shard(number: int) -> None:
     FileSystemWriter.write_data = write_data
 
 
+class ChangeAWeight(TrainerCallback):
+    """What a broken memory or a nondeterministic kernel does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.step and dist.get_rank() == 1:
+            model.get_parameter("model.layers.1.mlp.up_proj.weight").data[3, 5] += 1
+
+
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
     die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
@@ -73,9 +85,8 @@ def main(kind: str, *words: str) -> None:
     )
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    trainer = Trainer(
-        model=llama(), args=args, train_dataset=text(int(os.environ.get("ROWS", "256"))), eval_dataset=text(8)
-    )
+    rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
+    trainer = Trainer(llama(), args, train_dataset=text(rows), eval_dataset=text(8), callbacks=[change])
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     check_replicas(trainer.model, trainer.optimizer)
