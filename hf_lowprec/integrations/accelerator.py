@@ -58,6 +58,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
             raise ValueError(f"the accelerator was prepared with grad_accumulation={done.grad_accumulation!r}")
         return done
     refuse_unsupported(accelerator, grad_accumulation)
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in seams.prepared_models(accelerator)):
+        raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
     reduction = Reduction(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)

@@ -90,6 +90,11 @@ def switch_autocast_off(accelerator: Any) -> bool:
     return True
 
 
+def prepared_models(accelerator: Any) -> list[Any]:
+    """The models that `accelerator` has wrapped."""
+    return list(accelerator._models)
+
+
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -104,6 +105,18 @@ def test_several_gpus_in_one_process_are_refused(tmp_path):
     assert args.n_gpu == 2
     with pytest.raises(ValueError, match=r"one process with 2 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES"):
         Trainer(model=llama(), args=args, train_dataset=counting_data())
+
+
+def test_a_model_that_was_prepared_before_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        built = accelerator()
+        model = built.prepare(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))
+        assert seams.prepared_models(built) == [model]
+        with pytest.raises(ValueError, match=r"call prepare_accelerator before accelerator\.prepare"):
+            hf_lowprec.prepare_accelerator(built)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_preparing_twice_changes_nothing():
