@@ -8,6 +8,7 @@ it stores.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ class LostUpdates:
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Call when gradients are final, before `optimizer.step()`."""
+        factor = _clip_factor(optimizer)
         self._before = [
-            (param, self._stored(optimizer, param), self._wanted(optimizer, group, param))
+            (param, self._stored(optimizer, param), self._wanted(optimizer, group, param, factor))
             for group in optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
@@ -62,10 +64,11 @@ class LostUpdates:
         compensation = optimizer.state[param].get("compensation")
         return stored if compensation is None else stored + self._sampled(compensation).double()
 
-    def _wanted(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> Tensor:
+    def _wanted(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, factor: float) -> Tensor:
         """AdamW's change of the sampled weights, in FP32, from the state as it is stored."""
         state = optimizer.state[param]
         weight, grad = (self._sampled(tensor).float() for tensor in (param, param.grad))  # type: ignore[arg-type]
+        grad = grad * factor
         first, second = (
             self._sampled(state[name]).float() if name in state else torch.zeros_like(weight)
             for name in ("exp_avg", "exp_avg_sq")
@@ -76,3 +79,13 @@ class LostUpdates:
         second = beta2 * second + (1 - beta2) * grad.square()
         denominator = (second / (1 - beta2**step)).sqrt() + group["eps"]
         return (-lr * (first / (1 - beta1**step) / denominator + group["weight_decay"] * weight)).double()
+
+
+def _clip_factor(optimizer: torch.optim.Optimizer) -> float:
+    """What gradients are still to be multiplied with: ours clip inside the step, and leave gradients as they are."""
+    limit = getattr(optimizer, "limit", None)
+    if limit is None:
+        return 1.0
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    return min(1.0, limit / (norm + 1e-6))
