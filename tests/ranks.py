@@ -18,16 +18,14 @@ def run_ranks(
 ) -> str:
     """What the ranks of `tests/scripts/SCRIPT` print; fails the test if one fails, or if `fails` and none does."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return run_command([*launcher, str(SCRIPTS / script), *arguments], timeout, fails, **environment)
+
+
+def run_command(command: list[str], timeout: float = 280, fails: bool = False, **environment: str) -> str:
+    """What a command prints, with this repository on the path and one thread per process; `fails` as above."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), **environment}
-    done = subprocess.run(
-        [*launcher, str(SCRIPTS / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-4000:]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout + done.stderr if fails else done.stdout
 
 
