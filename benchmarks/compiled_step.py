@@ -88,7 +88,7 @@ def compiled(layout: Layout, capability: int) -> Compiled:
     signature = {**SIGNATURE, **dict.fromkeys(CONSTANTS, "constexpr")}
     aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(SIGNATURE))}
     kernel = triton.compile(
-        ASTSource(launch.kernel(layout), signature, dict(CONSTANTS), aligned),
+        ASTSource(launch.kernels(layout)[0], signature, dict(CONSTANTS), aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.WARPS, "enable_fp_fusion": False},
     )

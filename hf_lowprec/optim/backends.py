@@ -19,15 +19,17 @@ class Backend(NamedTuple):
     Attributes:
         run: steps a batch.
         square_sum: sums the squares of its gradients; an FP64 scalar on its device.
+        measure: sums the algorithm's measure over each parameter; FP64 of shape (works) on its device.
     """
 
     run: Callable[[Batch], None]
     square_sum: Callable[[Batch], Tensor]
+    measure: Callable[[Batch], Tensor]
 
 
-EAGER = Backend(eager.run, clipping.square_sum)
-NATIVE = Backend(native.run, clipping.square_sum)
-TRITON = Backend(launch.run, launch.square_sum)
+EAGER = Backend(eager.run, clipping.square_sum, eager.measure)
+NATIVE = Backend(native.run, clipping.square_sum, native.measure)
+TRITON = Backend(launch.run, launch.square_sum, launch.measure)
 
 BACKENDS = ("auto", "triton", "native", "eager")
 _warned: set[str] = set()

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation
+from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation, whole_tensors
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.signature import signature
-from hf_lowprec.optim.step import Update
+from hf_lowprec.optim.step import Formula, Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
 
@@ -57,6 +57,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step.py`.
     """
+
+    measure: ClassVar[Formula | None] = None
+    """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.mean`."""
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
@@ -114,6 +117,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """Static choices of the formula; each combination is a kernel of its own."""
         return {}
 
+    def directed(self, group: Group) -> bool:
+        """Whether `update` needs `state.direction`, made of a whole matrix; see `Directed`."""
+        return False
+
     def check_hyperparameters(self, group: Group) -> None:
         """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
         raise NotImplementedError
@@ -163,7 +170,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         The step does not compute it again, so gradients must be final; `zero_grad` forgets it.
         """
         self._norm_ahead = None
-        with self.next_step(measure=True) as plan:
+        with self.next_step(norm_only=True) as plan:
             assert plan.norm is not None
             self._norm_ahead = (plan.norm, launch.capturing())
             return plan.norm
@@ -190,11 +197,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @contextmanager
-    def next_step(self, measure: bool = False) -> Iterator[Plan]:
+    def next_step(self, norm_only: bool = False) -> Iterator[Plan]:
         """The coming step, ready to be run; creates missing states and changes nothing else.
 
         Args:
-            measure: compute the norm of the gradients even if the step does not need it.
+            norm_only: compute the norm of the gradients, and nothing more of what the step needs.
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point, or a backend cannot run.
@@ -213,7 +220,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 batch.prepare(self.scalars)
             plan.norm = None
-            if measure or self.limit is not None or self.skip_nonfinite:
+            if norm_only or self.limit is not None or self.skip_nonfinite:
                 if self._norm_ahead is not None and self._norm_ahead[1] == launch.capturing():
                     plan.norm = self._norm_ahead[0]
                 else:
@@ -221,6 +228,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
                 plan.limit(self.limit, self.skip_nonfinite)
+            if not norm_only:
+                for backend, batch in zip(resolved, plan.batches, strict=True):
+                    whole_tensors.look(self, batch, backend.measure)
             yield plan
         finally:
             if plan is not None:

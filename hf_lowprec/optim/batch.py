@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ class Elements(NamedTuple):
     weight: Tensor
     grad: Tensor
     state: dict[str, Tensor]
-    scalars: dict[str, float]
+    scalars: dict[str, Tensor]
 
 
 class Batch:
@@ -40,6 +40,7 @@ class Batch:
         rows: the static tables.
         written: every tensor that a step writes, but for the counts.
         clip: the step's clip factor, an FP32 scalar on `device`, if the layout is clipped.
+        own: the scalars that are parameters' own, FP32 of shape (works, 1) on `device`, if the layout has one.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes.
         kept: what a backend keeps between steps.
         passing: what a backend keeps during one.
@@ -56,6 +57,7 @@ class Batch:
         self.rows = Rows.of(layout, works)
         self.written = [tensor for work in works for tensor in work.written]
         self.clip: Tensor | None = None
+        self.own: Tensor | None = None
         self.enabled: Tensor | None = None
         self.kept: dict[str, Any] = {}
         self.passing: dict[str, Any] = {}
@@ -65,9 +67,10 @@ class Batch:
         self._owner, self._streams, self._index_high = (
             table.to(where) for table in (self.rows.owner, self.rows.streams, self.rows.index_high)
         )
-        fixed = [[work.written[0].data_ptr(), 0, *(t.data_ptr() for t in work.written[1:])] for work in works]
+        read = [0] * len(layout.read)
+        fixed = [[work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works]
         self._addresses = torch.tensor(fixed, dtype=torch.int64, device="cpu")
-        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.dtypes], device="cpu")
+        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.tensors.values()], device="cpu")
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
         self._kind = torch.empty(0, device="cpu")
@@ -136,12 +139,18 @@ class Batch:
                 self._scalars[first:end, k] = column
             first = end
 
+    def direct(self, directions: Sequence[Tensor]) -> None:
+        """Take the directions of a directed layout, one per work and of its size."""
+        for work, direction in zip(self.works, directions, strict=True):
+            work.direction = direction
+        self.passing = {}  # what was sent to the device may not have known their addresses
+
     def release(self) -> None:
         """Let go of what belongs to one step, the gradients above all."""
-        self.clip = self.enabled = None
+        self.clip = self.own = self.enabled = None
         self.passing = {}
         for work in self.works:
-            work.grad = None
+            work.grad = work.direction = None
 
     @property
     def skipped(self) -> bool:
@@ -153,15 +162,21 @@ class Batch:
         return self._scalars[self._owner]
 
     def factors(self, scalars: Tensor) -> Tensor:
-        """`scalars` and, if the layout is clipped, the clip factor as last column."""
-        if self.clip is None:
-            return scalars
-        return torch.cat([scalars, self.clip.to(scalars.device).expand(len(scalars), 1)], dim=1)
+        """`scalars`, and as further columns those of the clip factor and the parameters' own that are there."""
+        columns = [scalars]
+        if self.clip is not None:
+            columns.append(self.clip.to(scalars.device).expand(len(scalars), 1))
+        if self.own is not None:
+            if "owner" not in self.kept:
+                self.kept["owner"] = self.rows.owner.to(self.device)
+            columns.append(self.own[self.kept["owner"]])
+        return torch.cat(columns, dim=1) if len(columns) > 1 else scalars
 
     def pointers(self) -> Tensor:
         """Addresses of the rows' first elements, int64 of shape (rows, tensors), on the host."""
-        grads = array("q", [work.grad.data_ptr() for work in self.works])  # type: ignore[union-attr]
-        self._addresses[:, 1] = torch.frombuffer(grads, dtype=torch.int64)
+        self._addresses[:, 1] = _addresses([work.grad for work in self.works])
+        if self.layout.directed and self.works[0].direction is not None:
+            self._addresses[:, 2] = _addresses([work.direction for work in self.works])
         return self._addresses[self.rows.owner] + self.rows.first[:, None] * self._itemsizes
 
     def keys(self) -> Tensor:
@@ -176,15 +191,25 @@ class Batch:
             for row in self.keys().tolist()
         ]
 
+    def sums_by_work(self, chunks: Tensor, sums: Tensor) -> Tensor:
+        """Sums over works, of shape (works), from those over chunks, in an order that does not change."""
+        if "chunks per work" not in self.kept:
+            owner = self.rows.owner[chunks[:, 0]]
+            self.kept["chunks per work"] = torch.bincount(owner, minlength=len(self.works)).to(self.device)
+        return torch.segment_reduce(sums, "sum", lengths=self.kept["chunks per work"], unsafe=True, initial=0)
+
     def elements(self, work: int, part: slice | Tensor) -> Elements:
         """The FP32 values of some elements of one work, by slice or flat indices."""
-        weight, grad, *states = (tensor.view(-1)[part].float() for tensor in self.works[work].tensors)
-        scalars = dict(zip(self.layout.scalars, self._scalars[work].tolist(), strict=True))
+        values = {name: tensor.view(-1)[part].float() for name, tensor in self.works[work].tensors.items()}
+        # Tensors, not numbers: torch divides a number by a tensor with two roundings.
+        scalars = dict(zip(self.layout.scalars, self._scalars[work].unbind(), strict=True))
         if self.clip is not None:
-            scalars[CLIP] = self.clip.item()
-        return Elements(
-            weight,
-            grad,
-            {stored.name: state for stored, state in zip(self.layout.states, states, strict=True)},
-            scalars,
-        )
+            scalars[CLIP] = self.clip
+        if self.own is not None:
+            scalars |= zip(self.layout.own, self.own[work].unbind(), strict=True)
+        return Elements(values.pop("param"), values.pop("grad"), values, scalars)
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Tensor:
+    addresses = array("q", [tensor.data_ptr() for tensor in tensors if tensor is not None])
+    return torch.frombuffer(addresses, dtype=torch.int64)

@@ -5,10 +5,12 @@ The compiler must not contract or re-associate: see the flags in `native.py`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -61,6 +63,38 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, c
 }}
 """
 
+_MEASURE = """
+static inline __attribute__((always_inline)) float measured({parameters})
+{{
+{body}
+    return {result};
+}}
+
+/* The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars} per row. */
+void measure(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, const float *scalars,
+             const int64_t *lengths, double *sums, int threads)
+{{
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t c = 0; c < n_chunks; c++) {{
+        const int64_t row = chunks[c][0], start = chunks[c][1];
+        const int64_t left = lengths[row] - start;
+        const int n = left < {chunk} ? (int)left : {chunk};
+{prologue}
+        double sum[{lanes}] = {{0}}, total = 0; /* several, since additions wait for one another */
+        int i = 0;
+        for (; i + {lanes} <= n; i += {lanes})
+            for (int j = 0; j < {lanes}; j++)
+                sum[j] += measured({ahead});
+        for (; i < n; i++)
+            total += measured({single});
+        for (int j = 0; j < {lanes}; j++)
+            total += sum[j];
+        sums[c] = total;
+    }}
+}}
+"""
+_LANES = 16
+
 _PAIRS = """\
 #pragma GCC ivdep
         for (int i = 0; i < n / 2; i++) {{
@@ -112,20 +146,19 @@ class C(Dialect):
 
 
 def render(layout: Layout) -> str:
-    """The C source of `void step(...)` for one layout."""
-    tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
-    written = [name for name in tensors if name != "grad"]
+    """The C source of `void step(...)` for one layout, and of `void measure(...)` if it has a measure."""
+    return _render_step(layout) + ("" if layout.measure is None else _render_measure(layout))
+
+
+def _render_step(layout: Layout) -> str:
+    tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     second_keys = [f"key{word}_1" for word in layout.words]
     lines, results = statements(trace(layout), C(), {"index", *keys})
     weyls = [f"weyl{word}" for word in layout.words]
 
-    prologue = []
-    for k, (name, dtype) in enumerate(tensors.items()):
-        kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
-        prologue.append(f"{kind}restrict p_{name} = ({kind})pointers[row * {len(tensors)} + {k}] + start;")
-    prologue += [f"const float {name} = scalars[row * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
+    prologue = _loaded(layout, scalars, written)
     prologue += [f"const uint32_t {name} = keys[row * {len(keys)} + {k}];" for k, name in enumerate(keys)]
     prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in layout.words]
 
@@ -175,3 +208,33 @@ def render(layout: Layout) -> str:
             + advance(_GOLDEN),
         ),
     )
+
+
+def _render_measure(layout: Layout) -> str:
+    scalars = [f"scalar_{name}" for name in layout.known]
+    lines, (result,) = statements(trace_measure(layout), C(), ())
+
+    def call(index: str) -> str:
+        values = [_TO_FLOAT[dtype].format(f"p_{name}[{index}]") for name, dtype in layout.tensors.items()]
+        return ", ".join([*values, *scalars])
+
+    return _MEASURE.format(
+        parameters=", ".join(f"float {name}" for name in [*layout.tensors, *scalars]),
+        body=indented(4, lines),
+        result=result,
+        n_scalars=len(scalars),
+        chunk=CHUNK,
+        prologue=indented(8, _loaded(layout, scalars, ())),
+        lanes=_LANES,
+        ahead=call("i + j"),
+        single=call("i"),
+    )
+
+
+def _loaded(layout: Layout, scalars: Sequence[str], written: Collection[str]) -> list[str]:
+    """Statements that take a row's pointers and scalars from their tables."""
+    lines = []
+    for k, (name, dtype) in enumerate(layout.tensors.items()):
+        kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
+        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[row * {len(layout.tensors)} + {k}] + start;")
+    return lines + [f"const float {name} = scalars[row * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]

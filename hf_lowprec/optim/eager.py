@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.step import fused_step
+from hf_lowprec.optim.step import evaluate, fused_step
 
 CHUNK = 1 << 22
 """Elements computed at once; bounds the FP32 temporaries at a few dozen bytes each."""
@@ -26,7 +27,19 @@ def run(batch: Batch) -> None:
             elements = batch.elements(work, part)
             new_weight, new_state = fused_step(batch.layout, *elements, index, keys[row])
             # Values are already representable, so these copies only change the format.
-            param, _, *states = (tensor.view(-1)[part] for tensor in batch.works[work].tensors)
+            param, *states = (tensor.view(-1)[part] for tensor in batch.works[work].written)
             param.copy_(new_weight)
             for stored, state in zip(batch.layout.states, states, strict=True):
                 state.copy_(new_state[stored.name])
+
+
+def measure(batch: Batch) -> Tensor:
+    """The sums of the algorithm's measure over each parameter of `batch`; FP64 of shape (works) on its device."""
+    formula = batch.layout.measure
+    assert formula is not None
+    sums = torch.zeros(len(batch.works), dtype=torch.float64, device=batch.device)
+    for k, work in enumerate(batch.works):
+        for start in range(0, work.written[0].numel(), CHUNK):
+            values = evaluate(formula, batch.layout, *batch.elements(k, slice(start, start + CHUNK)))
+            sums[k] += values.double().sum()
+    return sums

@@ -86,7 +86,7 @@ def prepare(batch: Batch) -> None:
     """
     if "kernel" not in batch.kept:
         require(batch.device)
-        batch.kept["kernel"] = kernel(batch.layout)
+        batch.kept["step"], batch.kept["measure"] = kernels(batch.layout)
         rows = batch.rows
         always = torch.ones((), dtype=torch.int32, device="cpu")
         batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index, always)
@@ -100,15 +100,9 @@ def run(batch: Batch) -> None:
     pointers, scalars, keys = _dynamic(batch)
     enabled = always if batch.enabled is None else batch.enabled.to(torch.int32)
     with _on(batch.device):
-        batch.kept["kernel"][(len(chunks),)](
+        batch.kept["step"][(len(chunks),)](
             *(chunks, lengths, first_index, pointers, batch.factors(scalars), keys, enabled),
-            **{
-                "CHUNK": CHUNK,
-                "BLOCK": BLOCK,
-                "TAIL": TAIL,
-                "num_warps": _warps(batch.device),
-                "enable_fp_fusion": False,
-            },
+            **_sizes(batch.device),
         )
     batch.kept["has run"] = True
     # Autograd finds out about writes that it did not see by the version of a tensor.
@@ -118,6 +112,19 @@ def run(batch: Batch) -> None:
 def has_run(batch: Batch) -> bool:
     """Whether the kernel of `batch` is loaded, or there is nothing to run."""
     return "has run" in batch.kept or len(batch.kept["static"][0]) == 0
+
+
+def measure(batch: Batch) -> Tensor:
+    """The sums of the algorithm's measure over each parameter of `batch`; FP64 of shape (works) on its device."""
+    chunks, lengths, *_ = batch.kept["static"]
+    sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
+    if len(chunks) > 0:
+        pointers, scalars, _ = _dynamic(batch)
+        with _on(batch.device):
+            batch.kept["measure"][(len(chunks),)](
+                *(chunks, lengths, pointers, batch.factors(scalars), sums), **_sizes(batch.device)
+            )
+    return batch.sums_by_work(batch.rows.chunks(CHUNK), sums)
 
 
 def square_sum(batch: Batch) -> Tensor:
@@ -138,6 +145,11 @@ def square_sum(batch: Batch) -> Tensor:
                 **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(batch.device)},
             )
     return sums.sum()
+
+
+def _sizes(device: torch.device) -> dict[str, Any]:
+    """What the printed kernels are compiled for."""
+    return {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": _warps(device), "enable_fp_fusion": False}
 
 
 def _warps(device: torch.device) -> int:
@@ -208,13 +220,17 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
 
 
 @functools.cache
-def kernel(layout: Layout) -> Any:
-    """The Triton function that steps `layout`."""
+def kernels(layout: Layout) -> tuple[Any, Any]:
+    """The Triton functions that step `layout` and sum its measure, if it has one."""
     source = render(layout)
-    words = (layout.update.__qualname__, layout.rounding, *(str(d).removeprefix("torch.") for d in layout.dtypes))
+    words = (
+        layout.update.__qualname__,
+        layout.rounding,
+        *(str(d).removeprefix("torch.") for d in layout.tensors.values()),
+    )
     name = f"<hf_lowprec {' '.join(words)} {hash(layout) & 0xFFFFFFFF:08x}>"
     # Triton reads a function's source through `inspect`, which looks here.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
     exec(compile(source, name, "exec"), namespace)
-    return namespace["step"]
+    return namespace["step"], namespace.get("measure")

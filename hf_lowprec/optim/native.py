@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.batch import Batch
@@ -52,7 +53,7 @@ def run(batch: Batch) -> None:
     """Step every parameter of `batch`, which was prepared, in place and in one call."""
     if batch.skipped:
         return
-    step, chunks, rows = batch.kept["kernel"], batch.kept["chunks"], batch.rows
+    step, chunks, rows = batch.kept["kernel"].step, batch.kept["chunks"], batch.rows
     tables = (
         chunks,
         batch.pointers(),
@@ -64,6 +65,15 @@ def run(batch: Batch) -> None:
     step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
     # Autograd finds out about writes that it did not see by the version of a tensor.
     increment_version(batch.written)
+
+
+def measure(batch: Batch) -> Tensor:
+    """The sums of the algorithm's measure over each parameter of `batch`; FP64 of shape (works)."""
+    chunks = batch.kept["chunks"]
+    sums = torch.empty(len(chunks), dtype=torch.float64, device="cpu")
+    tables = (chunks, batch.pointers(), batch.factors(batch.scalars()), batch.rows.lengths, sums)
+    batch.kept["kernel"].measure(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
+    return batch.sums_by_work(chunks, sums)
 
 
 @functools.cache
@@ -95,8 +105,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_lowprec"
 
 
-def kernel(layout: Layout) -> ctypes._CFuncPointer:  # type: ignore[name-defined]
-    """The compiled step of `layout`; a layout that failed to compile is not tried again.
+def kernel(layout: Layout) -> ctypes.CDLL:
+    """The compiled functions `step` and, if it has one, `measure` of `layout`; a layout that failed to compile is not tried again.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
@@ -108,10 +118,9 @@ def kernel(layout: Layout) -> ctypes._CFuncPointer:  # type: ignore[name-defined
 
 
 @functools.cache
-def _load(layout: Layout) -> ctypes._CFuncPointer | CompilerError:  # type: ignore[name-defined]
+def _load(layout: Layout) -> ctypes.CDLL | CompilerError:
     try:
-        library = _build(render(layout))
-        step = ctypes.CDLL(str(library)).step
+        library = ctypes.CDLL(str(_build(render(layout))))
     except CompilerError as error:
         return error
     except OSError as error:
@@ -119,9 +128,12 @@ def _load(layout: Layout) -> ctypes._CFuncPointer | CompilerError:  # type: igno
             f"the compiled step cannot be written or loaded ({error}); set HF_LOWPREC_CACHE to a folder with room from "
             "which programs may run, or use backend='eager'"
         )
-    step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
-    step.restype = None
-    return step
+    library.step.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 6, ctypes.c_int]
+    library.step.restype = None
+    if layout.measure is not None:
+        library.measure.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5, ctypes.c_int]
+        library.measure.restype = None
+    return library
 
 
 def _build(source: str) -> Path:

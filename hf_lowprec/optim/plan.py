@@ -86,7 +86,8 @@ class Plan:
             if dtypes not in layouts:
                 layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
-            work = Work(index, group, state, param, [part.contiguous() for part in parts])
+            names = [spec.name for spec in specs[param.dtype]]
+            work = Work(index, group, state, param, [part.contiguous() for part in parts], names)
             alike[layouts[dtypes], param.device, spread(param)].append(work)
             self._works.append(work)
             self._tensors += (param, *states)
@@ -203,4 +204,6 @@ def _layout(
         ),
         maximize=bool(group["maximize"]),
         clipped=optimizer.limit is not None,
+        measure=optimizer.measure,
+        directed=optimizer.directed(group),
     )

@@ -42,6 +42,27 @@ def spread(tensor: Tensor) -> Spread | None:
     return (tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
+def gathered(part: Tensor, like: Tensor) -> Tensor:
+    """The full tensor, on every rank, whose part on this one is `part`; distributed as `like`, which may be plain."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(like.shape, device="meta").stride()
+    placed = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
+    return placed.full_tensor()
+
+
+def part_of(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that is to be distributed as `like`; the inverse of `gathered`, contiguous."""
+    if not is_sharded(like):
+        return full.contiguous()
+    part = full.new_empty(local(like).shape)
+    for first, length, start in runs(like):
+        part.view(-1)[first : first + length] = full.reshape(-1)[start : start + length]
+    return part
+
+
 def sum_over_shards(value: Tensor, spread: Spread | None) -> Tensor:
     """The sum of `value` over the ranks among which tensors spread so are divided; in place."""
     if spread is not None:

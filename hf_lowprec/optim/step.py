@@ -20,8 +20,13 @@ from hf_lowprec.rounding.random import lane, word_of
 
 CLIP = "clip"
 """The scalar, common to all parameters, that brings the gradient's norm down; of clipped layouts."""
+MEAN = "mean"
+"""The scalar that holds the mean of an algorithm's `measure` over a parameter."""
+DIRECTION, RATIO = "direction", "ratio"
+"""The BF16 tensor that an algorithm's `direction` makes of a matrix, and the scalar by which its step is multiplied."""
 
 Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Formula = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Layout:
         states: the algorithm's states, in its own order, then the mode's auxiliary ones.
         maximize: whether the gradient is negated first.
         clipped: whether it is multiplied with the scalar `clip` before that.
+        measure: what the formula needs the mean of, an elementwise formula of the same arguments.
+        directed: whether the formula needs a `direction` for every parameter.
     """
 
     update: Update
@@ -64,21 +71,38 @@ class Layout:
     states: tuple[Stored, ...]
     maximize: bool
     clipped: bool = False
+    measure: Formula | None = None
+    directed: bool = False
+
+    @cached_property
+    def known(self) -> tuple[str, ...]:
+        """Names of the scalars that are known before any tensor is looked at as a whole."""
+        return (*self.scalars, CLIP) if self.clipped else self.scalars
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
         """Names of all scalars that the step takes."""
-        return (*self.scalars, CLIP) if self.clipped else self.scalars
+        return (*self.known, *self.own)
 
     @cached_property
-    def tensors(self) -> tuple[str, ...]:
-        """What a parameter's tensors are called, in the order in which backends take them."""
-        return ("param", "grad", *(state.name for state in self.states))
+    def own(self) -> tuple[str, ...]:
+        """Names of the scalars that belong to single parameters, at most one."""
+        return (MEAN,) if self.measure is not None else (RATIO,) if self.directed else ()
 
     @cached_property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Their storage dtypes, in the same order."""
-        return (self.param_dtype, self.grad_dtype, *(state.dtype for state in self.states))
+    def read(self) -> dict[str, torch.dtype]:
+        """Storage dtypes of a parameter's tensors that a step only reads, by name."""
+        return {"grad": self.grad_dtype} | ({DIRECTION: torch.bfloat16} if self.directed else {})
+
+    @cached_property
+    def written(self) -> dict[str, torch.dtype]:
+        """Those of the tensors that it writes: the parameter itself and its states."""
+        return {"param": self.param_dtype} | {state.name: state.dtype for state in self.states}
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.dtype]:
+        """All of them, in the order in which backends take them: parameter, gradient, direction, states."""
+        return {"param": self.param_dtype, **self.read, **self.written}
 
     @cached_property
     def words(self) -> tuple[int, ...]:
@@ -93,9 +117,21 @@ def wanted_update(
     layout: Layout, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The change of the weight that the algorithm wants and its new states, FP32 and not rounded."""
+    return evaluate(layout.update, layout, weight, grad, state, scalars)
+
+
+def evaluate(
+    formula: Callable[..., Any],
+    layout: Layout,
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> Any:
+    """One of an algorithm's elementwise formulas, of the gradient as `layout` has it clipped and signed."""
     if layout.clipped:
         grad = grad * scalars[CLIP]
-    return layout.update(
+    return formula(
         weight,
         -grad if layout.maximize else grad,
         SimpleNamespace(**state),
@@ -119,7 +155,7 @@ def fused_step(
         layout: what to compute.
         weight: FP32 tensor of the elements' weights.
         grad: FP32 tensor of their gradients.
-        state: FP32 tensors by state name.
+        state: FP32 tensors by state name, and the direction of directed layouts.
         scalars: FP32 factors by name (numbers, or tensors that broadcast).
         index: int32 tensor, the low words of their global indices.
         keys: `(key0, key1)` of this step by random word.

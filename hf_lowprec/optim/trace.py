@@ -1,18 +1,20 @@
 """The step as a graph of scalar operations, and how a target language writes it down.
 
-`torch.fx` records `fused_step` once per layout; `c_source.py` and `triton_source.py` print the record, a statement per
-operation. So a formula exists once, as torch code, and no backend can differ from another by more than its arithmetic.
+`torch.fx` records `fused_step` once per layout, and the measure if there is one; `c_source.py` and `triton_source.py`
+print the record, a statement per operation. So a formula exists once, as torch code, and no backend can differ from
+another by more than its arithmetic.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
-from hf_lowprec.optim.step import Layout, fused_step
+from hf_lowprec.optim.step import Layout, evaluate, fused_step
 from hf_lowprec.rounding import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.random import weyl
 
@@ -92,21 +94,42 @@ class Dialect:
 
 def trace(layout: Layout) -> fx.Graph:
     """Record `fused_step` of `layout` on symbolic elements; outputs are the weight, then the states in layout order."""
-    graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-
-    def element(name: str) -> fx.Proxy:
-        return fx.Proxy(graph.placeholder(name), tracer)
-
-    weight, grad = element("param"), element("grad")
-    state = {stored.name: element(stored.name) for stored in layout.states}
-    scalars = {name: element(f"scalar_{name}") for name in layout.factors}
+    element = _Elements()
+    weight, grad, state, scalars = element.tensors(layout.tensors, layout.factors)
     index = element("index")
     keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
-    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)  # type: ignore[arg-type]
-    graph.output((new_weight.node, *(new_state[stored.name].node for stored in layout.states)))  # type: ignore[attr-defined]
-    graph.eliminate_dead_code()
-    return graph
+    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)
+    return element.graph_of([new_weight, *(new_state[stored.name] for stored in layout.states)])
+
+
+def trace_measure(layout: Layout) -> fx.Graph:
+    """Record the algorithm's `measure` on symbolic elements; the output is its value."""
+    assert layout.measure is not None
+    element = _Elements()
+    return element.graph_of([evaluate(layout.measure, layout, *element.tensors(layout.tensors, layout.known))])
+
+
+class _Elements:
+    """Makes the symbolic elements of a recording."""
+
+    def __init__(self) -> None:
+        self._graph = fx.Graph()
+        self._tracer = fx.proxy.GraphAppendingTracer(self._graph)
+
+    def __call__(self, name: str) -> Any:
+        return fx.Proxy(self._graph.placeholder(name), self._tracer)
+
+    def tensors(self, names: Iterable[str], factors: Iterable[str]) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+        """Weight, gradient, other tensors and scalars."""
+        tensors = {name: self(name) for name in names}
+        weight, grad = tensors.pop("param"), tensors.pop("grad")
+        return weight, grad, tensors, {name: self(f"scalar_{name}") for name in factors}
+
+    def graph_of(self, results: Sequence[Any]) -> fx.Graph:
+        """The record of what was computed to get `results`."""
+        self._graph.output(tuple(result.node for result in results))
+        self._graph.eliminate_dead_code()
+        return self._graph
 
 
 def statements(graph: fx.Graph, dialect: Dialect, integers: Collection[str]) -> tuple[list[str], list[str]]:

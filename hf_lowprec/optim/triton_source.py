@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -77,6 +77,42 @@ def step(
         part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL)
 """
 
+_MEASURE = """
+
+@triton.jit
+def measured({inputs}):
+{body}
+    return {result}.to(tl.float64)
+
+
+@triton.jit
+def measure(
+    chunks, lengths, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+):
+    # The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars} per row.
+    chunk = tl.program_id(0).to(tl.int64)
+    row = tl.load(chunks + 2 * chunk)
+    start = tl.load(chunks + 2 * chunk + 1)
+    left = tl.load(lengths + row) - start
+{prologue}
+    if (left >= CHUNK) & ((({addresses}) & 15) == 0):
+        lanes = tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.float64)
+        for offset in range(0, CHUNK, BLOCK):
+{aligned_loads}
+            total += measured({inputs})
+        tl.store(sums + chunk, tl.sum(total))
+    else:
+        count = tl.minimum(left, CHUNK).to(tl.int32)
+        lanes = tl.arange(0, TAIL)
+        total = tl.zeros((TAIL,), tl.float64)
+        for offset in range(0, count, TAIL):
+            mask = offset + lanes < count
+{masked_loads}
+            total += tl.where(mask, measured({inputs}), 0.0)
+        tl.store(sums + chunk, tl.sum(total))
+"""
+
 
 class Triton(Dialect):
     """Floats are `tl.float32`, integers `tl.int32`."""
@@ -113,29 +149,18 @@ class Triton(Dialect):
 
 
 def render(layout: Layout) -> str:
-    """The Python source of the Triton kernel `step` for one layout."""
-    tensors = dict(zip(layout.tensors, layout.dtypes, strict=True))
-    written = [name for name in tensors if name != "grad"]
+    """The Python source of the Triton kernel `step` for one layout, and of `measure` if it has a measure."""
+    return _render_step(layout) + ("" if layout.measure is None else _render_measure(layout))
+
+
+def _render_step(layout: Layout) -> str:
+    tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
     lines, results = statements(trace(layout), Triton(), {"index", *keys})
     addresses = [f"a_{name}" for name in tensors]
 
-    def table(name: str, entries: list[str]) -> list[str]:
-        return [f"{entry} = tl.load({name} + row * {len(entries)} + {k})" for k, entry in enumerate(entries)]
-
-    prologue = table("pointers", addresses)
-    prologue += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in tensors.items()]
-    prologue += table("scalars", scalars) + table("keys", keys)
-
-    def pointer(name: str, aligned: bool) -> str:
-        scalar = f"(a_{name} + offset * {tensors[name].itemsize}).to(tl.pointer_type(tl.{_STORAGE[tensors[name]]}))"
-        return f"p_{name} = {f'tl.multiple_of({scalar}, 16)' if aligned else scalar} + lanes"
-
-    def loads(mask: str) -> str:
-        pointers = [pointer(name, aligned=not mask) for name in tensors]
-        values = [f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}" for name, dtype in tensors.items()]
-        return indented(8, pointers + values)
+    prologue = _looked_up(layout, scalars) + _table("keys", keys)
 
     def stores(mask: str) -> str:
         values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
@@ -152,8 +177,45 @@ def render(layout: Layout) -> str:
         n_scalars=len(scalars),
         n_keys=len(keys),
         prologue=indented(4, prologue),
-        aligned_loads=loads(""),
+        aligned_loads=_loads(layout, ""),
         aligned_stores=stores(""),
-        masked_loads=loads(", mask=mask, other=0"),
+        masked_loads=_loads(layout, ", mask=mask, other=0"),
         masked_stores=stores(", mask=mask"),
     )
+
+
+def _render_measure(layout: Layout) -> str:
+    scalars = [f"scalar_{name}" for name in layout.known]
+    lines, (result,) = statements(trace_measure(layout), Triton(), ())
+    return _MEASURE.format(
+        inputs=", ".join([*layout.tensors, *scalars]),
+        body=indented(4, lines),
+        result=result,
+        n_scalars=len(scalars),
+        prologue=indented(4, _looked_up(layout, scalars)),
+        addresses=" | ".join(f"a_{name}" for name in layout.tensors),
+        aligned_loads=indented(4, _loads(layout, "").split("\n")),
+        masked_loads=indented(4, _loads(layout, ", mask=mask, other=0").split("\n")),
+    )
+
+
+def _table(name: str, entries: list[str]) -> list[str]:
+    """Statements that take a row's entries from a table."""
+    return [f"{entry} = tl.load({name} + row * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+
+
+def _looked_up(layout: Layout, scalars: list[str]) -> list[str]:
+    """Statements that take a row's addresses and scalars from their tables, the addresses at the chunk's start."""
+    lines = _table("pointers", [f"a_{name}" for name in layout.tensors])
+    lines += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in layout.tensors.items()]
+    return lines + _table("scalars", scalars)
+
+
+def _loads(layout: Layout, mask: str) -> str:
+    """Statements that load a block of every tensor: masked, or promising alignment."""
+    pointers, values = [], []
+    for name, dtype in layout.tensors.items():
+        scalar = f"(a_{name} + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
+        pointers.append(f"p_{name} = {scalar if mask else f'tl.multiple_of({scalar}, 16)'} + lanes")
+        values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}")
+    return indented(8, pointers + values)

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +35,12 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
     if not low <= number < high:
         below = "" if high == float("inf") else f" and < {high:g}"
         raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
+
+
+def check_betas(betas: Iterable[Any]) -> None:
+    """Raise ValueError unless every one of `betas` is a decay rate in [0, 1)."""
+    for k, beta in enumerate(betas):
+        check_range(f"betas[{k}]", beta, 0.0, 1.0)
 
 
 def check_execution(capturable: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.shards import Run, runs
-from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.step import DIRECTION, Layout
 from hf_lowprec.rounding import stream_keys
 
 Group = dict[str, Any]
@@ -32,7 +32,9 @@ class Work:
         state: its entry in `optimizer.state`.
         param: the parameter.
         written: it, then its states in layout order; this rank's parts of them, contiguous.
+        states: the names of these.
         grad: its gradient, contiguous; only for the time of a step, so that it is not kept alive.
+        direction: what the algorithm made of it, of a directed layout; as long.
     """
 
     parameter: int
@@ -40,13 +42,16 @@ class Work:
     state: dict[str, Any]
     param: Tensor
     written: list[Tensor]
+    states: list[str]
     grad: Tensor | None = None
+    direction: Tensor | None = None
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Parameter, gradient, then the states; of equal size."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by the names of the layout, in its order; a direction only once there is one."""
         assert self.grad is not None, "outside of a step there is no gradient"
-        return [self.written[0], self.grad, *self.written[1:]]
+        read = {"grad": self.grad} | ({} if self.direction is None else {DIRECTION: self.direction})
+        return {"param": self.written[0], **read, **dict(zip(self.states, self.written[1:], strict=True))}
 
     def rows(self) -> Iterator[Run]:
         """The runs of the parameter's elements whose global indices have one high word."""

@@ -30,7 +30,7 @@ def make(shapes, dtype=BF16) -> list[nn.Parameter]:
 def launches(monkeypatch) -> Counter:
     """Counts launches of step kernels by grid."""
     counted: Counter = Counter()
-    real = launch.kernel
+    real = launch.kernels
 
     class Counting:
         def __init__(self, kernel):
@@ -40,7 +40,11 @@ def launches(monkeypatch) -> Counter:
             counted[grid] += 1
             return self.kernel[grid]
 
-    monkeypatch.setattr(launch, "kernel", lambda layout: Counting(real(layout)))
+    def kernels(layout):
+        step, measure = real(layout)
+        return Counting(step), measure
+
+    monkeypatch.setattr(launch, "kernels", kernels)
     return counted
 
 
@@ -89,24 +93,24 @@ def test_offsets_have_64_bits(start):
     optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
     with optimizer.next_step() as plan:
         (batch,) = plan.batches
-        tensors = batch.works[0].tensors
+        tensors = list(batch.works[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
         chunks = torch.tensor([[0, start], [0, start + launch.CHUNK]], device=DEVICE)
         lengths = torch.tensor([start + param.numel()], device=DEVICE)
         first_index = torch.tensor([5], dtype=torch.int32, device=DEVICE)
         addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
-        launch.kernel(batch.layout)[(2,)](
+        launch.kernels(batch.layout)[0][(2,)](
             *(chunks, lengths, first_index, torch.tensor(addresses, device=DEVICE)),
             *(batch.scalars().to(DEVICE), batch.keys().to(DEVICE), torch.ones((), dtype=torch.int32, device=DEVICE)),
             **{"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL, "enable_fp_fusion": False},
         )
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)
-        named = dict(zip(batch.layout.tensors[2:], states, strict=True))
+        named = dict(zip(list(batch.layout.tensors)[2:], states, strict=True))
         scalars = dict(zip(batch.layout.scalars, batch.scalars()[0].tolist(), strict=True))
         new_weight, new_state = fused_step(batch.layout, weight, grad, named, scalars, index, batch.row_keys()[0])
         assert torch.equal(param.detach().cpu().float(), new_weight)
-        for name, state in zip(batch.layout.tensors[2:], tensors[2:], strict=True):
+        for name, state in zip(list(batch.layout.tensors)[2:], tensors[2:], strict=True):
             assert torch.equal(state.cpu().float(), new_state[name]), name
 
 
