@@ -106,7 +106,9 @@ def cache_dir() -> Path:
 
 
 def kernel(layout: Layout) -> ctypes.CDLL:
-    """The compiled functions `step` and, if it has one, `measure` of `layout`; a layout that failed to compile is not tried again.
+    """The compiled functions `step` and, if it has a measure, `measure` of `layout`.
+
+    A layout that failed to compile is not tried again.
 
     Raises:
         CompilerError: no compiler was found, or it failed.

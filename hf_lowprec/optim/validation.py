@@ -67,7 +67,7 @@ def _keywords(cls: Any) -> dict[str, Any]:
 
 def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
     """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
-    known = keywords(type(optimizer)).keys() - EXECUTION
+    known = optimizer.defaults.keys()
     for key in group.keys() - known:
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")

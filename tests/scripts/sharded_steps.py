@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.insight.updates import lost_updates
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import ALGORITHMS, LowPrecisionOptimizer
 from tests.ranks import leave
 
 CASES = {
@@ -31,16 +31,24 @@ CASES = {
 STEPS = 4
 
 
+def muon(params, **options) -> LowPrecisionOptimizer:
+    """Matrices and, by AdamW, what is none."""
+    return ALGORITHMS["Muon"](params, matrices=[p for p in params if p.ndim in (2, 3)], **options)
+
+
+LOOKING_AT_WHOLE_TENSORS = (ALGORITHMS["StableAdamW"], muon)
+
+
 def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
 
 
-def check(name: str, mesh, shapes, placements, backend: str, **options) -> None:
+def check(name: str, make, mesh, shapes, placements, backend: str, **options) -> None:
     """Train full tensors and shards of them on the same gradients and compare."""
     full = [torch.nn.Parameter(gradient(shape, 0, k)) for k, shape in enumerate(shapes)]
     parts = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, placements)) for p in full]
-    whole = AdamW(full, lr=0.1, backend="eager", **options)
-    sharded = AdamW(parts, lr=0.1, backend=backend, **options)
+    whole = make(full, lr=0.1, backend="eager", **options)
+    sharded = make(parts, lr=0.1, backend=backend, **options)
     for step in range(1, STEPS + 1):
         for k, (param, part) in enumerate(zip(full, parts, strict=True)):
             param.grad = gradient(param.shape, step, k)
@@ -48,7 +56,7 @@ def check(name: str, mesh, shapes, placements, backend: str, **options) -> None:
         whole.step()
         if step == 2:  # on from a checkpoint
             state = copy.deepcopy(sharded.state_dict())
-            sharded = AdamW(parts, lr=0.1, backend=backend, **options)
+            sharded = make(parts, lr=0.1, backend=backend, **options)
             sharded.load_state_dict(state)
         if step == 3:
             lost = lost_updates(sharded)
@@ -69,10 +77,13 @@ def main(backend: str) -> None:
     square = init_device_mesh("cpu", (2, 2))
     for name, (kind, shapes, placements) in CASES.items():
         mesh = {"line": line, "square": square}[kind]
+        arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
-            check(name, mesh, shapes, placements, backend, rounding=rounding)
+            check(name, ALGORITHMS["AdamW"], *arguments, rounding=rounding)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
-        check(name, mesh, shapes, placements, backend, max_grad_norm=1e6, skip_nonfinite=True)
+        check(name, ALGORITHMS["AdamW"], *arguments, max_grad_norm=1e6, skip_nonfinite=True)
+        for algorithm in LOOKING_AT_WHOLE_TENSORS:
+            check(name, algorithm, *arguments, max_grad_norm=1e6)
     if dist.get_rank() == 0:
         print(f"{len(CASES)} shardings agree", flush=True)
     leave()

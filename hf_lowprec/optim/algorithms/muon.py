@@ -1,0 +1,161 @@
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): orthogonalized momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithms.adamw import AdamW
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.matrices import check_matrix, split_group
+from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.validation import check_one_of, check_range
+from hf_lowprec.optim.work import Group
+from hf_lowprec.rounding import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_RATIOS = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(AdamW):
+    """`torch.optim.Muon` for weights stored in BF16, and AdamW for what is no hidden matrix, in one optimizer.
+
+    A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16; under
+    FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
+
+    States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
+    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar. Bytes per element of a matrix: 8 with
+    Kahan summation, 6 without, and 2 during the step for its direction.
+
+    Args:
+        params: parameters or groups. A group may say `use_muon=True` or `False`.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: decoupled decay, per unit of learning rate.
+        momentum: decay rate of the momentum, in [0, 1).
+        nesterov: look ahead by the momentum.
+        ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
+        ns_steps: how often it is applied.
+        ns_eps: least norm by which a matrix is divided first.
+        adjust_lr_fn: `"match_rms_adamw"` steps by `lr·0.2·√max(rows, columns)`, so that one learning rate serves matrices
+            and the rest (Liu et al., eq. 4); `"original"` by `lr·√max(1, rows/columns)`.
+        betas: of AdamW.
+        eps: of AdamW.
+        matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` finds them; None takes all
+            parameters of groups that do not say.
+        maximize: ascend instead of descend.
+
+    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+
+    Raises:
+        ValueError: a matrix does not have two or three dimensions.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        ns_eps: float = 1e-7,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        *,
+        matrices: Iterable[Tensor] | None = None,
+        maximize: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        self._matrices = None if matrices is None else {id(param) for param in matrices}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_eps": ns_eps}
+        defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "maximize": maximize}
+        defaults["use_muon"] = True
+        LowPrecisionOptimizer.__init__(self, params, defaults, **shared)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, or two: its matrices and the rest. A group that is refused leaves no trace."""
+        before = len(self.param_groups)
+        try:
+            for part in split_group(param_group, getattr(self, "_matrices", None)):
+                super().add_param_group(part)
+                for param in part["params"] if part["use_muon"] else ():
+                    check_matrix(param)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+
+    def check_hyperparameters(self, group: Group) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+        super().check_hyperparameters(group)
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        check_range("ns_eps", group["ns_eps"], 0.0)
+        check_range("ns_steps", group["ns_steps"], 1, 100)
+        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_RATIOS), "Muon")
+
+    def states(self, group: Group) -> tuple[State, ...]:
+        """The momentum; of other parameters AdamW's moments."""
+        return (State("momentum_buffer", 1),) if group["use_muon"] else super().states({**group, "amsgrad": False})
+
+    def directed(self, group: Group) -> bool:
+        """Matrices are."""
+        return bool(group["use_muon"])
+
+    def options(self, group: Group) -> dict[str, bool]:
+        """Whether the parameters are matrices, and the kind of their momentum."""
+        return {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
+
+    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+        """Those of the momentum, or AdamW's."""
+        if not group["use_muon"]:
+            return super().scalars(group, lr, step)
+        beta = group["momentum"]
+        return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
+
+    @staticmethod
+    def approach(weight: Tensor, grad: Tensor, state: Any, scalars: Any, use_muon: bool, nesterov: bool) -> Tensor:
+        """`μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
+        momentum = _momentum(grad, state, scalars)
+        return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
+
+    def direction(self, group: Group, matrix: Tensor) -> Tensor:
+        """The nearest orthogonal matrix, roughly: singular values of about 1 by a polynomial in `X`."""
+        a, b, c = group["ns_coefficients"]
+        tall = matrix.shape[-2] > matrix.shape[-1]
+        x = matrix.mT if tall else matrix
+        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["ns_eps"])
+        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+        for _ in range(group["ns_steps"]):
+            gram = x @ x.mT
+            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.mT if tall else x
+
+    def ratio(self, group: Group, shape: torch.Size) -> float:
+        """By `adjust_lr_fn`."""
+        return _RATIOS[group["adjust_lr_fn"]](*shape[-2:])
+
+    @staticmethod
+    def update(
+        weight: Tensor, grad: Tensor, state: Any, scalars: Any, use_muon: bool, nesterov: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`m' = μ·m + (1-μ)·g; u = -lr·(ratio·O + wd·w)`; AdamW's for what is no matrix."""
+        if not use_muon:
+            return AdamW.update(weight, grad, state, scalars, amsgrad=False)
+        step_size = scalars.lr * scalars.ratio
+        change = state.direction * step_size + weight * scalars.decay
+        return -change, {"momentum_buffer": _momentum(grad, state, scalars)}
+
+
+def _momentum(grad: Tensor, state: Any, scalars: Any) -> Tensor:
+    return state.momentum_buffer * scalars.momentum + grad * scalars.gain

@@ -1,0 +1,199 @@
+"""Muon: matrices against `torch.optim.Muon` and the polynomial in FP64, the rest against our AdamW."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from hf_lowprec.optim import ALGORITHMS, AdamW
+
+Muon = ALGORITHMS["Muon"]
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def normal(shape, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(shapes, dtype: torch.dtype = FP32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(normal(shape, k, dtype)) for k, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_fp32_matrices_get_torchs_muon(adjust_lr_fn, nesterov, backend):
+    """Gradients are whole numbers and the momentum's rate 1/2, so that both momenta are exact in FP32 for 12 steps.
+
+    The orthogonalized matrices, BF16, are then the same bits, and the weights differ by roundings: torch rounds the
+    weight twice a step (decay, update), we once, and the change, below lr·ratio + lr·wd·|w|, three times.
+    """
+    ours, theirs = parameters(SHAPES), parameters(SHAPES)
+    hyper = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.5, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    optimizer, reference = Muon(ours, backend=backend, **hyper), torch.optim.Muon(theirs, **hyper)
+    generator = torch.Generator().manual_seed(9)
+    steps = 12
+    for _ in range(steps):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randint(-8, 9, mine.shape, generator=generator).float()
+            other.grad = mine.grad.clone()
+        optimizer.step()
+        reference.step()
+    for k, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(optimizer.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"]), k
+        largest = other.abs().max().item()
+        change = 0.02 * (0.2 * math.sqrt(64) + 0.1 * largest)
+        assert (mine - other).abs().max().item() <= steps * 2**-24 * (3 * largest + 4 * change), k
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 24, 16), (2, 16, 40)], ids=str)
+def test_directions_are_nearly_orthogonal(shape):
+    """In FP64 the polynomial maps singular values of (0.01, 1] into (0.67, 1.21); BF16 adds some 2**-7 per step.
+
+    A matrix that has been divided by its Frobenius norm has its smallest value above 0.01 here (checked).
+    """
+    optimizer = Muon(parameters([shape]))
+    matrix = normal(shape, 5, BF16)
+    values = torch.linalg.svdvals(matrix.double() / matrix.double().norm(dim=(-2, -1), keepdim=True))
+    keep = values > 0.01
+    direction = optimizer.direction(optimizer.param_groups[0], matrix)
+    assert (direction.shape, direction.dtype) == (matrix.shape, BF16)
+    found = torch.linalg.svdvals(direction.double())
+    assert found[keep].min().item() >= 0.67 - 5 * 2**-7
+    assert found.max().item() <= 1.21 + 5 * 2**-7
+
+
+def polynomial(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """a·X + b·X³ + c·X⁵ by the singular values, in FP64."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum(-1, keepdim=True).sqrt()
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        values = a * values + b * values**3 + c * values**5
+    return left @ torch.diag_embed(values) @ right
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (5, 24, 16)], ids=str)
+def test_directions_are_the_polynomial_of_each_matrix(shape):
+    """One step in BF16: its four roundings of entries of the size of X, amplified by at most a + |b| + c = 10.3."""
+    optimizer = Muon(parameters([shape]), ns_steps=1)
+    matrix = normal(shape, 6, BF16)
+    direction = optimizer.direction(optimizer.param_groups[0], matrix).double()
+    wanted = polynomial(matrix, 1)
+    error = (direction - wanted).norm(dim=(-2, -1))
+    assert (error <= 4 * 2**-9 * 10.3 / 3.4 * wanted.norm(dim=(-2, -1))).all()
+
+
+def test_a_stack_is_stepped_as_its_matrices():
+    stack, slices = normal((3, 16, 24), 1), [torch.nn.Parameter(normal((3, 16, 24), 1)[k].clone()) for k in range(3)]
+    whole = torch.nn.Parameter(stack)
+    one, many = Muon([whole], lr=0.1), Muon(slices, lr=0.1)
+    for step in range(5):
+        whole.grad = normal((3, 16, 24), 10 + step)
+        for k, part in enumerate(slices):
+            part.grad = whole.grad[k].clone()
+        one.step()
+        many.step()
+    # Batched and single products may round differently: five steps of lr·0.2·√24, each off by 5 · 2**-7 at most.
+    difference = (whole - torch.stack(list(slices))).abs().max().item()
+    assert difference <= 5 * 0.1 * 0.2 * math.sqrt(24) * 5 * 2**-7
+
+
+def test_what_is_no_matrix_gets_adamw():
+    """Bit for bit our own AdamW of the same settings, wherever the parameters stand; random bits go by position."""
+    shapes = [(8, 8), (8,), (16, 8), ()]
+    mixed, plain = parameters(shapes, BF16), parameters(shapes, BF16)
+    muon = Muon(mixed, lr=1e-2, betas=(0.9, 0.99), eps=1e-7, weight_decay=0.2, matrices=[mixed[0], mixed[2]])
+    assert [group["use_muon"] for group in muon.param_groups] == [True, False]
+    assert [id(p) for group in muon.param_groups for p in group["params"]] == [id(mixed[k]) for k in (0, 2, 1, 3)]
+    order = [plain[k] for k in (0, 2, 1, 3)]
+    adamw = AdamW(order, lr=1e-2, betas=(0.9, 0.99), eps=1e-7, weight_decay=0.2)
+    for step in range(10):
+        for k, (mine, other) in enumerate(zip(mixed, plain, strict=True)):
+            mine.grad, other.grad = normal(mine.shape, 100 * step + k, BF16), normal(mine.shape, 100 * step + k, BF16)
+        muon.step()
+        adamw.step()
+    for k in (1, 3):
+        assert torch.equal(mixed[k], plain[k])
+        assert muon.state[mixed[k]].keys() == {"step", "exp_avg", "exp_avg_sq", "compensation"}
+        assert all(
+            torch.equal(muon.state[mixed[k]][name], adamw.state[plain[k]][name]) for name in ("exp_avg", "exp_avg_sq")
+        )
+    assert muon.state[mixed[0]].keys() == {"step", "momentum_buffer", "compensation"}
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+def test_small_steps_arrive(rounding):
+    """400 steps of one direction O, with |O| about 1/√32 per element, of lr·ratio = 1e-4 on weights in [0.5, 1).
+
+    A change of 2e-5 is a two-hundredth of a spacing (2**-8), so nearest moves nothing and Kahan all of it to within the
+    stochastically rounded compensation, whose steps vary by |u|·2**-16·spacing each. A stochastic weight has a variance
+    of |u|·spacing a step: 400 steps give σ = 5.6e-3 per element on a displacement of 7e-3, for the projection on O of
+    1,024 elements 2.5%: 10% is four of those.
+    """
+    param = torch.nn.Parameter((torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).to(BF16))
+    optimizer = Muon([param], lr=1e-4 / (0.2 * math.sqrt(32)), weight_decay=0.0, rounding=rounding, momentum=0.0)
+    before, grad = param.detach().double(), normal((32, 32), 3, BF16)
+    wanted = -400 * 1e-4 * optimizer.direction(optimizer.param_groups[0], grad).double()
+    for _ in range(400):
+        param.grad = grad
+        optimizer.step()
+    moved = param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(1)).double() - before
+    along = ((moved * wanted).sum() / wanted.square().sum()).item()
+    assert abs(along - {"kahan": 1, "stochastic": 1, "nearest": 0}[rounding]) <= {"kahan": 0.01}.get(rounding, 0.1)
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+def test_a_run_continues_from_its_checkpoint_bit_for_bit(rounding):
+    def make(params):
+        return Muon(params, lr=1e-2, rounding=rounding, matrices=[p for p in params if p.ndim > 1])
+
+    def train(optimizer, params, steps):
+        for step in steps:
+            for k, param in enumerate(params):
+                param.grad = normal(param.shape, 1000 * step + k, BF16)
+            optimizer.step()
+
+    params = parameters([(8, 24), (5,), (2, 8, 8)], BF16)
+    optimizer = make(params)
+    train(optimizer, params, range(4))
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    resumed = make(copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(optimizer, params, range(4, 8))
+    train(resumed, copies, range(4, 8))
+    for mine, other in zip(params, copies, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_named_parameters_keep_their_names_where_they_go():
+    module = torch.nn.Linear(4, 3)
+    optimizer = Muon(module.named_parameters(), matrices=[module.weight])
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+REFUSED = [
+    ({}, [(4,)], r"not a parameter of shape \(4,\); give matrices="),
+    ({"momentum": 1.0}, [(4, 4)], "momentum=1.0 is invalid"),
+    ({"ns_steps": 0}, [(4, 4)], "ns_steps=0 is invalid"),
+    ({"ns_eps": -1.0}, [(4, 4)], "ns_eps=-1.0 is invalid"),
+    ({"adjust_lr_fn": "match"}, [(4, 4)], "adjust_lr_fn='match' in Muon is unknown; valid are 'original'"),
+]
+
+
+@pytest.mark.parametrize(("options", "shapes", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_cannot_be_stepped_is_refused(options, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        Muon(parameters(shapes), **options)
+
+
+def test_a_refused_group_leaves_no_trace():
+    optimizer = Muon(parameters([(4, 4)]))
+    with pytest.raises(ValueError, match="give matrices="):
+        optimizer.add_param_group({"params": parameters([(4, 2), (3,)])})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": parameters([(3,)]), "use_muon": False})
+    assert optimizer.param_groups[1]["use_muon"] is False
