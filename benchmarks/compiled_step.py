@@ -1,7 +1,8 @@
 """What Triton's compiler makes of the step, without a GPU: registers, spills, width of memory accesses, instructions.
 
-Every layout is compiled ahead of time for the given compute capabilities. Exits with status 1 if a kernel spills, moves
-whole chunks in pieces of less than 128 bits, contracts or flushes where the arithmetic forbids it.
+Every layout, and the measure of those that have one, is compiled ahead of time for the given compute
+capabilities. Exits with status 1 if a kernel spills, moves whole chunks in pieces of less than 128 bits, contracts or
+flushes where the arithmetic forbids it.
 
     python benchmarks/compiled_step.py [--capabilities 80 90] [--layouts "AdamW kahan bfloat16" …]
 """
@@ -23,18 +24,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_lowprec.optim import SGD, AdamW, launch
+from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer, launch
 from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.trace import trace_measure, used
 
 BITS = 128
 SIGNATURE = {"chunks": "*i64", "lengths": "*i64", "first_index": "*i32", "pointers": "*i64"}
 SIGNATURE |= {"scalars": "*fp32", "keys": "*i32", "enabled": "*i32"}
+MEASURE_SIGNATURE = {"chunks": "*i64", "lengths": "*i64", "pointers": "*i64", "scalars": "*fp32", "sums": "*fp64"}
 CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def layouts() -> dict[str, Layout]:
-    """Every algorithm with every rounding mode and dtype, and AdamW's further options, by name."""
+    """AdamW and SGD with every rounding mode and dtype, AdamW's further options, and every other algorithm, by name."""
     found = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for cls, rounding, dtype in product((AdamW, SGD), ("kahan", "stochastic", "nearest"), dtypes):
@@ -48,6 +51,8 @@ def layouts() -> dict[str, Layout]:
     }
     for name, options in further.items():
         found[f"AdamW kahan bfloat16, {name}"] = _layout(AdamW, torch.bfloat16, rounding="kahan", **options)
+    for name, cls in ALGORITHMS.items():
+        found.setdefault(f"{name} kahan bfloat16", _layout(cls, torch.bfloat16, rounding="kahan"))
     return found
 
 
@@ -55,8 +60,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(cls: type, dtype: torch.dtype, **options: object) -> Layout:
-    param = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+def _layout(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> Layout:
+    param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
     with cls([param], backend="eager", **options).next_step() as plan:
         return plan.batches[0].layout
@@ -83,12 +88,13 @@ class Compiled:
     complaints: list[str]
 
 
-def compiled(layout: Layout, capability: int) -> Compiled:
-    """Compile the kernel of `layout` for an NVIDIA GPU of compute capability `capability` (90 is 9.0)."""
-    signature = {**SIGNATURE, **dict.fromkeys(CONSTANTS, "constexpr")}
-    aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(SIGNATURE))}
+def compiled(layout: Layout, capability: int, measure: bool = False) -> Compiled:
+    """Compile the step or the measure of `layout` for an NVIDIA GPU of compute capability `capability` (90 is 9.0)."""
+    arguments = MEASURE_SIGNATURE if measure else SIGNATURE
+    signature = {**arguments, **dict.fromkeys(CONSTANTS, "constexpr")}
+    aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(arguments))}
     kernel = triton.compile(
-        ASTSource(launch.kernels(layout)[0], signature, dict(CONSTANTS), aligned),
+        ASTSource(launch.kernels(layout)[measure], signature, dict(CONSTANTS), aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.WARPS, "enable_fp_fusion": False},
     )
@@ -100,13 +106,14 @@ def compiled(layout: Layout, capability: int) -> Compiled:
         machine_code = _tool("nvdisasm", "-c", file.name)
 
     per_thread = launch.BLOCK // (32 * launch.WARPS)
-    sizes = [dtype.itemsize for dtype in layout.dtypes]
-    accesses = sizes + [size for name, size in zip(layout.tensors, sizes, strict=True) if name != "grad"]
+    accesses = [*layout.tensors.values(), *layout.written.values()]
+    if measure:
+        accesses = [layout.tensors[name] for name in used(trace_measure(layout), layout.tensors)]
     result = Compiled(
         registers=int(_found(r"REG:(\d+)", usage)),
         stack=int(_found(r"STACK:(\d+)", usage)),
         wide=len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32", ptx)),
-        expected=sum(-(-size * 8 * per_thread // BITS) for size in accesses),
+        expected=sum(-(-dtype.itemsize * 8 * per_thread // BITS) for dtype in accesses),
         instructions=_loop_length(machine_code) / per_thread,
         complaints=[],
     )
@@ -161,8 +168,11 @@ def main() -> int:
     print("| layout | sm | registers | stack | 128-bit accesses | instructions per element |")
     print("|---|---:|---:|---:|---:|---:|")
     complaints: Counter[str] = Counter()
-    for name, capability in product(options.layouts, options.capabilities):
-        result = compiled(layouts()[name], capability)
+    chosen = {name: layouts()[name] for name in options.layouts}
+    kernels = [(name, layout, False) for name, layout in chosen.items()]
+    kernels += [(f"{name}, measure", layout, True) for name, layout in chosen.items() if layout.measure is not None]
+    for (name, layout, measure), capability in product(kernels, options.capabilities):
+        result = compiled(layout, capability, measure)
         wide = f"{result.wide} of {result.expected}"
         print(
             f"| {name} | {capability} | {result.registers} | {result.stack} | {wide} | {result.instructions:.0f} |",

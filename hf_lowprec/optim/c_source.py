@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure, used
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -211,15 +211,17 @@ def _render_step(layout: Layout) -> str:
 
 
 def _render_measure(layout: Layout) -> str:
+    graph = trace_measure(layout)
+    lines, (result,) = statements(graph, C(), ())
+    read = used(graph, layout.tensors)
     scalars = [f"scalar_{name}" for name in layout.known]
-    lines, (result,) = statements(trace_measure(layout), C(), ())
+    taken = used(graph, scalars)
 
     def call(index: str) -> str:
-        values = [_TO_FLOAT[dtype].format(f"p_{name}[{index}]") for name, dtype in layout.tensors.items()]
-        return ", ".join([*values, *scalars])
+        return ", ".join([*(_TO_FLOAT[layout.tensors[name]].format(f"p_{name}[{index}]") for name in read), *taken])
 
     return _MEASURE.format(
-        parameters=", ".join(f"float {name}" for name in [*layout.tensors, *scalars]),
+        parameters=", ".join(f"float {name}" for name in [*read, *taken]),
         body=indented(4, lines),
         result=result,
         n_scalars=len(scalars),

@@ -109,6 +109,12 @@ def trace_measure(layout: Layout) -> fx.Graph:
     return element.graph_of([evaluate(layout.measure, layout, *element.tensors(layout.tensors, layout.known))])
 
 
+def used(graph: fx.Graph, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are inputs which `graph` computes from."""
+    computed_from = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
+    return [name for name in names if name in computed_from]
+
+
 class _Elements:
     """Makes the symbolic elements of a recording."""
 

@@ -7,10 +7,12 @@ alignment and moves 128 bits at once, any other is masked.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure, used
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -86,6 +88,27 @@ def measured({inputs}):
 
 
 @triton.jit
+def measure_whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for offset in range(0, CHUNK, BLOCK):
+{aligned_loads}
+        total += measured({inputs})
+    return tl.sum(total)
+
+
+@triton.jit
+def measure_part({operands}, count, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for offset in range(0, count, BLOCK):
+        mask = offset + lanes < count
+{masked_loads}
+        total += tl.where(mask, measured({inputs}), 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
 def measure(
     chunks, lengths, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
@@ -96,21 +119,9 @@ def measure(
     left = tl.load(lengths + row) - start
 {prologue}
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
-        lanes = tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float64)
-        for offset in range(0, CHUNK, BLOCK):
-{aligned_loads}
-            total += measured({inputs})
-        tl.store(sums + chunk, tl.sum(total))
+        tl.store(sums + chunk, measure_whole({operands}, CHUNK, BLOCK))
     else:
-        count = tl.minimum(left, CHUNK).to(tl.int32)
-        lanes = tl.arange(0, TAIL)
-        total = tl.zeros((TAIL,), tl.float64)
-        for offset in range(0, count, TAIL):
-            mask = offset + lanes < count
-{masked_loads}
-            total += tl.where(mask, measured({inputs}), 0.0)
-        tl.store(sums + chunk, tl.sum(total))
+        tl.store(sums + chunk, measure_part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL))
 """
 
 
@@ -177,25 +188,29 @@ def _render_step(layout: Layout) -> str:
         n_scalars=len(scalars),
         n_keys=len(keys),
         prologue=indented(4, prologue),
-        aligned_loads=_loads(layout, ""),
+        aligned_loads=_loads(layout, tensors, ""),
         aligned_stores=stores(""),
-        masked_loads=_loads(layout, ", mask=mask, other=0"),
+        masked_loads=_loads(layout, tensors, ", mask=mask, other=0"),
         masked_stores=stores(", mask=mask"),
     )
 
 
 def _render_measure(layout: Layout) -> str:
+    graph = trace_measure(layout)
+    lines, (result,) = statements(graph, Triton(), ())
+    read = used(graph, layout.tensors)
     scalars = [f"scalar_{name}" for name in layout.known]
-    lines, (result,) = statements(trace_measure(layout), Triton(), ())
+    taken = used(graph, scalars)
     return _MEASURE.format(
-        inputs=", ".join([*layout.tensors, *scalars]),
+        inputs=", ".join([*read, *taken]),
+        operands=", ".join([*(f"a_{name}" for name in read), *taken]),
         body=indented(4, lines),
         result=result,
         n_scalars=len(scalars),
         prologue=indented(4, _looked_up(layout, scalars)),
-        addresses=" | ".join(f"a_{name}" for name in layout.tensors),
-        aligned_loads=indented(4, _loads(layout, "").split("\n")),
-        masked_loads=indented(4, _loads(layout, ", mask=mask, other=0").split("\n")),
+        addresses=" | ".join(f"a_{name}" for name in read),
+        aligned_loads=_loads(layout, read, ""),
+        masked_loads=_loads(layout, read, ", mask=mask, other=0"),
     )
 
 
@@ -211,10 +226,11 @@ def _looked_up(layout: Layout, scalars: list[str]) -> list[str]:
     return lines + _table("scalars", scalars)
 
 
-def _loads(layout: Layout, mask: str) -> str:
-    """Statements that load a block of every tensor: masked, or promising alignment."""
+def _loads(layout: Layout, names: Iterable[str], mask: str) -> str:
+    """Statements that load a block of these tensors: masked, or promising alignment."""
     pointers, values = [], []
-    for name, dtype in layout.tensors.items():
+    for name in names:
+        dtype = layout.tensors[name]
         scalar = f"(a_{name} + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
         pointers.append(f"p_{name} = {scalar if mask else f'tl.multiple_of({scalar}, 16)'} + lanes")
         values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}")
