@@ -1,0 +1,101 @@
+"""Pre-train by stochastic rounding, and let the weights settle by Kahan summation while the learning rate decays.
+
+    python examples/cooldown.py --model HuggingFaceTB/SmolLM2-135M --text my.txt --max_steps 10000 --output_dir out
+    python examples/cooldown.py --smoke
+
+A stochastically rounded weight scatters by a spacing around where it should be, which large steps hide and small ones
+do not. So the last `--cooldown` share of the steps, in which a warmup-stable-decay schedule brings the learning rate
+down, runs with a compensation: 2 bytes per parameter more, for as long as it takes. A run resumes on either side of the
+switch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import smoke
+import torch
+from continued_pretraining import blocks
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import hf_lowprec  # noqa: F401  (registers the optimizer names)
+
+
+@dataclass
+class Options:
+    model: str = field(default="HuggingFaceTB/SmolLM2-135M", metadata={"help": "hub name or folder"})
+    text: str = field(default="my.txt", metadata={"help": "a text file"})
+    block: int = field(default=1024, metadata={"help": "tokens per sequence"})
+    cooldown: float = field(default=0.2, metadata={"help": "share of the steps, at the end"})
+    smoke: bool = field(default=False, metadata={"help": "train a tiny model, within a minute"})
+
+
+class SwitchToKahan(TrainerCallback):
+    """From step `start` on weights are rounded with a compensation, which begins at zero."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step >= self.start:
+            for group in optimizer.param_groups:
+                group["rounding"] = "kahan"
+
+
+class CooldownTrainer(Trainer):
+    """Resumes in the rounding mode in which a checkpoint was saved."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        def follow(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+                group["rounding"] = saved["rounding"]
+
+        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer.register_load_state_dict_pre_hook(follow)
+        return optimizer
+
+
+def main() -> None:
+    parser = HfArgumentParser((TrainingArguments, Options))
+    parser.set_defaults(optim="adamw_bf16_sr", learning_rate=3e-4, warmup_steps=10, weight_decay=0.1, logging_steps=10)
+    parser.set_defaults(lr_scheduler_type="warmup_stable_decay", max_steps=1000)
+    if "--smoke" in sys.argv:
+        parser.set_defaults(**smoke.ARGUMENTS, block=128)
+    args, options = parser.parse_args_into_dataclasses()
+    decay = round(args.max_steps * options.cooldown)
+    args.lr_scheduler_kwargs = {"num_decay_steps": decay}
+
+    if options.smoke:
+        options.model, options.text = smoke.causal_lm(args.output_dir), smoke.text()
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model)
+    data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
+    held_out = max(1, len(data) // 10)
+    trainer = CooldownTrainer(
+        model=model,
+        args=args,
+        train_dataset=data[:-held_out],
+        eval_dataset=data[-held_out:],
+        callbacks=[SwitchToKahan(args.max_steps - decay)],
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    print(f"validation loss {before:.4f} -> {trainer.evaluate()['eval_loss']:.4f}")
+    modes = {group["rounding"] for group in trainer.optimizer.param_groups}
+    print(f"weights ended in the mode {', '.join(sorted(modes))}")
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
