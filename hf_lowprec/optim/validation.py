@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +35,12 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
     if not low <= number < high:
         below = "" if high == float("inf") else f" and < {high:g}"
         raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
+
+
+def check_betas(betas: Iterable[Any]) -> None:
+    """Raise ValueError unless every one of `betas` is a decay rate in [0, 1)."""
+    for k, beta in enumerate(betas):
+        check_range(f"betas[{k}]", beta, 0.0, 1.0)
 
 
 def check_execution(capturable: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
@@ -82,8 +88,15 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
     for name, default in keywords(type(optimizer)).items():
         if isinstance(default, bool) and name in group and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
+        if isinstance(default, tuple) and name in group:
+            _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+
+
+def _check_length(name: str, value: Any, default: tuple[float, ...], where: str) -> None:
+    if not isinstance(value, tuple | list) or len(value) != len(default):
+        raise ValueError(f"{name}={value!r} in {where} is invalid; it must be {len(default)} numbers, as {default}")
 
 
 def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str) -> None:
