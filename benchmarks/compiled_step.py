@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_lowprec.optim import SGD, AdamW, launch
+from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam, launch
 from hf_lowprec.optim.step import Layout
 
 BITS = 128
@@ -37,7 +37,9 @@ def layouts() -> dict[str, Layout]:
     """Every algorithm with every rounding mode and dtype, and AdamW's further options, by name."""
     found = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for cls, rounding, dtype in product((AdamW, SGD), ("kahan", "stochastic", "nearest"), dtypes):
+    for cls, rounding, dtype in product(
+        (AdamW, SGD, Adam, RAdam, Lion, Adan), ("kahan", "stochastic", "nearest"), dtypes
+    ):
         if dtype == torch.bfloat16 or rounding == "kahan":
             options = {"momentum": 0.9} if cls is SGD else {}
             found[f"{cls.__name__} {rounding} {_short(dtype)}"] = _layout(cls, dtype, rounding=rounding, **options)

@@ -1,5 +1,6 @@
 """A file in `optim/algorithms` is all that an algorithm needs."""
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -89,3 +90,13 @@ def test_scalars_of_tensors_are_those_of_numbers(cls):
         expected = torch.tensor([row[name] for row in numbers], dtype=torch.float64)
         column = torch.as_tensor(column, dtype=torch.float64).expand(3000)
         torch.testing.assert_close(column, expected, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values())
+def test_every_state_has_random_bits_of_its_own(cls):
+    """Role 0 is the weight's; two states of one role would round together."""
+    options = {name: True for name in ("amsgrad", "nesterov") if name in inspect.signature(cls).parameters}
+    options |= {"momentum": 0.9} if options.get("nesterov") else {}
+    optimizer = cls([torch.nn.Parameter(torch.zeros(2, 2))], **options)
+    roles = [state.role for state in optimizer.states(optimizer.param_groups[0])]
+    assert sorted({0, *roles}) == sorted([0, *roles])
