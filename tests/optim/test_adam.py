@@ -108,13 +108,13 @@ def test_the_penalty_alone_takes_steps_of_the_learning_rate():
 
 
 def test_bf16_weights_follow_fp64():
-    """Relative to what 1,000 steps of lr 1e-4 move FP64 weights by (2e-2 rms; weights of σ 0.02 are spaced 2**-13).
+    """Relative to what 1,000 steps of lr 1e-4 move FP64 weights by (1.4e-2 rms; weights of σ 0.02 are spaced 2**-13).
 
     - Kahan, FP32 state: a step changes the compensation, spaced 2**-22, with a deviation of half a spacing at most:
-      √1000 · 2**-23 = 4e-6 in 2e-2, 2e-4; a factor 2 to 4 more where weights are larger. Measured 1.7e-4.
+      √1000 · 2**-23 = 4e-6 in 1.4e-2, 3e-4; a factor 2 to 4 more where weights are larger. Measured 1.7e-4.
     - BF16 state: v errs by a variance of (1-β2) · v · spacing <= (1-β2) · v² · 2**-7 a step and forgets over
       1/(1-β2) steps: a deviation of √(2**-8) = 6% at most, of the step 3%. Measured 1.0e-2.
-    - Stochastic: √1000 · 2**-14 = 2e-3 in 2e-2 for an element, 0.16% for the mean of 4,096. Measured 1.0000.
+    - Stochastic: √1000 · 2**-14 = 2e-3 in 1.4e-2 for an element, 0.2% for the mean of 4,096. Measured 1.0000.
     - Nearest: a step of 3e-5 moves no weight above 2**-7, which is two thirds of them. Measured 0.46.
     """
     found = displacements(Adam, torch.optim.Adam, lr=1e-4, weight_decay=0.1)

@@ -148,14 +148,14 @@ def test_gradients_are_kept_to_the_nearest_bf16(dtype):
 
 
 def test_bf16_weights_follow_fp64():
-    """Relative to what 1,000 steps of lr 1e-4 move FP64 weights by (1.6e-2 rms; weights of σ 0.02 are spaced 2**-13).
+    """Relative to what 1,000 steps of lr 1e-4 move FP64 weights by (1.2e-2 rms; weights of σ 0.02 are spaced 2**-13).
 
     - Kahan, FP32 state: a step changes the compensation, spaced 2**-22, with a deviation of half a spacing at most:
-      √1000 · 2**-23 = 4e-6 in 1.6e-2, 2.4e-4; a factor 2 to 4 more where weights are larger. Measured 2.0e-4.
+      √1000 · 2**-23 = 4e-6 in 1.2e-2, 3e-4; a factor 2 to 4 more where weights are larger. Measured 2.0e-4.
     - BF16 state: n errs by √(2**-8) = 6% at most, the step by 3% (see `test_adam.py`), the momentum at β1 = 0.98 by
       half a spacing over √25 steps, 1% of it. Both forget within 100 steps, so that the sum of 1,000 errs by a third
       of that. Measured 6.6e-3.
-    - Stochastic: √1000 · 2**-14 = 2e-3 in 1.6e-2 for an element, 0.2% for the mean of 4,096. Measured 0.9994.
+    - Stochastic: √1000 · 2**-14 = 2e-3 in 1.2e-2 for an element, 0.3% for the mean of 4,096. Measured 0.9994.
     - Nearest: a step of 2e-5 moves no weight above 2**-7, which is two thirds of them. Measured 0.24.
     """
     found = displacements(Adan, PaperAdan, lr=1e-4, weight_decay=0.1)
