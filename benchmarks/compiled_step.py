@@ -37,10 +37,10 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def layouts() -> dict[str, Layout]:
-    """AdamW and SGD with every rounding mode and dtype, AdamW's further options, and every other algorithm, by name."""
+    """Every algorithm with every rounding mode and dtype, and AdamW's further options, by name."""
     found = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for cls, rounding, dtype in product((AdamW, SGD), ("kahan", "stochastic", "nearest"), dtypes):
+    for cls, rounding, dtype in product(ALGORITHMS.values(), ("kahan", "stochastic", "nearest"), dtypes):
         if dtype == torch.bfloat16 or rounding == "kahan":
             options = {"momentum": 0.9} if cls is SGD else {}
             found[f"{cls.__name__} {rounding} {_short(dtype)}"] = _layout(cls, dtype, rounding=rounding, **options)
@@ -51,8 +51,6 @@ def layouts() -> dict[str, Layout]:
     }
     for name, options in further.items():
         found[f"AdamW kahan bfloat16, {name}"] = _layout(AdamW, torch.bfloat16, rounding="kahan", **options)
-    for name, cls in ALGORITHMS.items():
-        found.setdefault(f"{name} kahan bfloat16", _layout(cls, torch.bfloat16, rounding="kahan"))
     return found
 
 

@@ -4,7 +4,8 @@
     python examples/dpo.py --smoke
 
 The dataset, a name on the hub or a folder, has the columns `prompt`, `chosen` and `rejected`. Every field of TRL's
-`DPOConfig` is an option; its learning rate is 1e-6 by default, far below what a BF16 weight can store without Kahan summation. Needs
+`DPOConfig` is an option; its learning rate is 1e-6 by default, far below what a BF16 weight can store without Kahan
+summation. Needs
 `pip install trl`.
 """
 

@@ -4,7 +4,8 @@
     python examples/full_finetuning.py --smoke
 
 The dataset, a name on the hub or a folder, has the columns `prompt` and `completion`; the loss is that of the
-completion. Every field of `TrainingArguments` is an option. An 8B model takes 10 bytes per parameter, 80 GB, where FP32 AdamW takes 128.
+completion. Every field of `TrainingArguments` is an option. An 8B model takes 10 bytes per
+parameter, 80 GB, where FP32 AdamW takes 128.
 """
 
 from __future__ import annotations

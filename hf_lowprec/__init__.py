@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model
     from hf_lowprec.integrations.accelerator import prepare_accelerator
     from hf_lowprec.integrations.callback import LowPrecisionCallback
-    from hf_lowprec.optim import SGD, AdamW
+    from hf_lowprec.optim import SGD as SGD
+    from hf_lowprec.optim import Adam as Adam
+    from hf_lowprec.optim import AdamW as AdamW
+    from hf_lowprec.optim import Adan as Adan
+    from hf_lowprec.optim import Lion as Lion
+    from hf_lowprec.optim import RAdam as RAdam
     from hf_lowprec.optim.fp32 import fp32_state_dict
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
 
@@ -34,8 +39,6 @@ _HOME = {
 
 __all__ = [
     "OPTIMIZER_NAMES",
-    "SGD",
-    "AdamW",
     "CastReport",
     "LowPrecisionCallback",
     "cast_model",
@@ -49,14 +52,17 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"hf_lowprec.{_HOME[name]}"), name)
-    algorithms = import_module("hf_lowprec.optim").ALGORITHMS
-    if name in algorithms:
-        return algorithms[name]
+    if name in _algorithms():
+        return _algorithms()[name]
     raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})
+
+
+def _algorithms() -> dict[str, Any]:
+    return import_module("hf_lowprec.optim").ALGORITHMS
 
 
 def register() -> None:
@@ -70,3 +76,5 @@ try:
     register()
 except RuntimeError as error:  # the optimizers and cast_model work without the names
     warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+__all__.extend(_algorithms())  # found by themselves, like their names

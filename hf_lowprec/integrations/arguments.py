@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from hf_lowprec.optim.base import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import check_keywords, optimizer_factory
 from hf_lowprec.optim.validation import keywords
 
 CALLBACK_KEYS = ("keep_fp32", "grad_accumulation", "check_replicas_every")
+ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
@@ -19,20 +22,44 @@ _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
     """The optimizer class and arguments that `TrainingArguments` with one of our `optim` names ask for.
 
-    `optim_args` wins over the dedicated fields (`adam_beta1`, …), which win over the class's defaults.
+    `optim_args` wins over the dedicated fields (`adam_beta1`, …), which win over the class's defaults where they were
+    changed from their own: Adam's 0.999 is not to become every algorithm's β2.
 
     Raises:
-        ValueError: `optim_args` has an unknown key or a value that does not parse; both are named.
+        ValueError: `optim_args` has an unknown key or a value that does not parse, or a field was set that the
+            algorithm has no place for; all are named.
     """
     name = optimizer_name(args)
     cls, kwargs = optimizer_factory(name)
     kwargs |= {"lr": args.learning_rate, "seed": args.seed}
-    if "betas" in keywords(cls):
-        kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     words = parse_optim_args(args.optim_args)
-    check_keywords(words, [*keywords(cls), *CALLBACK_KEYS], f"optim_args for optim={name!r}")
+    check_keywords(words, [*_with_words(cls), *CALLBACK_KEYS], f"optim_args for optim={name!r}")
+    kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in words})
     kwargs |= {key: _value(cls, key, word) for key, word in words.items() if key not in CALLBACK_KEYS}
     return cls, kwargs
+
+
+def _with_words(cls: type[LowPrecisionOptimizer]) -> list[str]:
+    """The arguments that a word can stand for; not those that are objects, as a list of parameters."""
+    return [key for key, default in keywords(cls).items() if default is not None or key in _PARSERS]
+
+
+def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What Trainer's fields for Adam, where they were changed, say of an algorithm's arguments with these defaults."""
+    own = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    changed = {name: getattr(args, name) for name in ADAM_FIELDS if getattr(args, name) != own[name]}
+    found = {}
+    if "eps" in defaults and "adam_epsilon" in changed:
+        found["eps"] = changed["adam_epsilon"]
+    if "betas" in defaults and (given := changed.keys() & {"adam_beta1", "adam_beta2"}):
+        if len(defaults["betas"]) != 2:
+            raise ValueError(
+                f"{' and '.join(sorted(given))} cannot be used with optim={optimizer_name(args)!r}, whose betas are "
+                f"{len(defaults['betas'])}: give optim_args='betas={_words(defaults['betas'])}'"
+            )
+        first, second = defaults["betas"]
+        found["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))
+    return found
 
 
 def optimizer_name(args: Any) -> str:
@@ -43,7 +70,7 @@ def optimizer_name(args: Any) -> str:
 def checked_arguments(args: Any) -> dict[str, Any]:
     """The optimizer's arguments; raises what building it would raise, before any model is touched."""
     cls, kwargs = optimizer_arguments(args)
-    cls([torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
+    cls([torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
     return kwargs
 
 
@@ -74,7 +101,10 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
 
 
 def _value(cls: type[LowPrecisionOptimizer], key: str, word: str) -> Any:
-    return _parsed(_PARSERS.get(key) or _BY_TYPE[type(keywords(cls)[key])], key, word)
+    default = keywords(cls)[key]
+    if isinstance(default, tuple):
+        return _numbers(key, word, default)
+    return _parsed(_PARSERS.get(key) or _BY_TYPE[type(default)], key, word)
 
 
 def _parsed(parse: Callable[[str], Any], key: str, word: str) -> Any:
@@ -82,6 +112,21 @@ def _parsed(parse: Callable[[str], Any], key: str, word: str) -> Any:
         return parse(word)
     except (ValueError, KeyError):
         raise ValueError(f"optim_args: {key}={word!r} does not parse; {_EXPECTED[parse]}") from None
+
+
+def _numbers(key: str, word: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, word.split("|")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != len(default):
+        expected = f"give {len(default)} numbers as {_words(default)}"
+        raise ValueError(f"optim_args: {key}={word!r} does not parse; {expected}")
+    return numbers
+
+
+def _words(numbers: tuple[float, ...]) -> str:
+    return "|".join(map(str, numbers))
 
 
 def _patterns(word: str) -> tuple[str, ...]:
@@ -105,17 +150,11 @@ def _dtypes(word: str) -> torch.dtype | Mapping[str, torch.dtype]:
     return {name: _dtype(dtype) for name, dtype in pairs}
 
 
-def _betas(word: str) -> tuple[float, ...]:
-    first, second = word.split("|")
-    return float(first), float(second)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "betas": _betas, "max_grad_norm": float}
+_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float}
 _BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _bool: "give True or False",
     int: "give an integer",
     float: "give a number",
     _dtypes: "give bfloat16, float32, or a dtype per state as exp_avg:bfloat16|exp_avg_sq:float32",
-    _betas: "give two numbers as 0.9|0.999",
 }

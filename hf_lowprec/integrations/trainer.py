@@ -23,7 +23,9 @@ from hf_lowprec.integrations.arguments import (
     optimizer_name,
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.validation import keywords
 
 _CALLBACK = "_hf_lowprec_callback"
 """Where a Trainer keeps the callback it is built with."""
@@ -48,7 +50,10 @@ def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
                 "set before the Trainer is built, so that the model is cast"
             )
         cast_model(context.model, halves.pop())  # what a checkpoint or an adapter brought in since
-    return optimizer_arguments(context.args)
+    cls, kwargs = optimizer_arguments(context.args)
+    if context.model is not None and "matrices" in keywords(cls):
+        kwargs["matrices"] = hidden_matrices(context.model)
+    return cls, kwargs
 
 
 def _wrap_once(name: str, wrapper: Callable) -> None:

@@ -1,8 +1,24 @@
 """Optimizers whose weights are stored in 16 bits: one file per algorithm, one shell, several backends."""
 
+from typing import TYPE_CHECKING, Any
+
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.algorithms.adamw import AdamW
-from hf_lowprec.optim.algorithms.sgd import SGD
 from hf_lowprec.optim.base import LowPrecisionOptimizer
 
-__all__ = ["ALGORITHMS", "SGD", "AdamW", "LowPrecisionOptimizer"]
+if TYPE_CHECKING:  # for editors; at run time every algorithm is here by itself
+    from hf_lowprec.optim.algorithms.adam import Adam as Adam
+    from hf_lowprec.optim.algorithms.adamw import AdamW as AdamW
+    from hf_lowprec.optim.algorithms.adan import Adan as Adan
+    from hf_lowprec.optim.algorithms.lion import Lion as Lion
+    from hf_lowprec.optim.algorithms.muon import Muon as Muon
+    from hf_lowprec.optim.algorithms.radam import RAdam as RAdam
+    from hf_lowprec.optim.algorithms.sgd import SGD as SGD
+    from hf_lowprec.optim.algorithms.stableadamw import StableAdamW as StableAdamW
+
+__all__ = ["ALGORITHMS", "LowPrecisionOptimizer", *ALGORITHMS]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

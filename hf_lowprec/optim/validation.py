@@ -88,8 +88,15 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
     for name, default in keywords(type(optimizer)).items():
         if isinstance(default, bool) and name in group and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
+        if isinstance(default, tuple) and name in group:
+            _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+
+
+def _check_length(name: str, value: Any, default: tuple[float, ...], where: str) -> None:
+    if not isinstance(value, tuple | list) or len(value) != len(default):
+        raise ValueError(f"{name}={value!r} in {where} is invalid; it must be {len(default)} numbers, as {default}")
 
 
 def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str) -> None:

@@ -5,6 +5,7 @@ import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import hf_lowprec
+from hf_lowprec.integrations.arguments import checked_arguments, optimizer_arguments
 from tests.integrations.tiny_training import arguments, llama, optimizer_of, trained
 
 
@@ -34,6 +35,50 @@ def test_optim_args_reach_every_keyword(tmp_path):
     assert trainer.model.lm_head.weight.dtype == torch.float32
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert trainer.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", hf_lowprec.OPTIMIZER_NAMES)
+def test_untouched_fields_leave_every_algorithm_its_own_defaults(tmp_path, name):
+    args = arguments(tmp_path, optim=name)
+    cls, given = optimizer_arguments(args)
+    assert set(given) == {"rounding", "lr", "seed"}
+    assert checked_arguments(args) == given
+    assert cls.__name__.lower() == name.partition("_")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("adamw", {"adam_beta2": 0.95, "adam_epsilon": 1e-6}, {"betas": (0.9, 0.95), "eps": 1e-6}),
+        ("lion", {"adam_beta1": 0.95, "adam_epsilon": 1e-6}, {"betas": (0.95, 0.99)}),
+        ("lion", {"adam_beta1": 0.95, "optim_args": "betas=0.8|0.9"}, {"betas": (0.8, 0.9)}),
+        ("adan", {"adam_epsilon": 1e-6, "optim_args": "no_prox=True"}, {"eps": 1e-6, "no_prox": True}),
+        ("adan", {"adam_beta2": 0.95, "optim_args": "betas=0.9|0.8|0.7"}, {"betas": (0.9, 0.8, 0.7)}),
+        (
+            "radam",
+            {"optim_args": "decoupled_weight_decay=True,eps=1e-5"},
+            {"decoupled_weight_decay": True, "eps": 1e-5},
+        ),
+        ("sgd", {"adam_beta1": 0.95}, {}),
+    ],
+)
+def test_changed_fields_and_words_reach_the_algorithms_that_have_them(tmp_path, name, settings, expected):
+    given = checked_arguments(arguments(tmp_path, optim=f"{name}_bf16_kahan", **settings))
+    assert {key: given[key] for key in given.keys() - {"rounding", "lr", "seed"}} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adam_beta2": 0.95}, r"adam_beta2 cannot be used with optim='adan_bf16_sr'.*are 3.*'betas=0.98\|0.92\|0.99'"),
+        ({"optim_args": "betas=0.9|0.99"}, r"betas='0.9\|0.99' does not parse; give 3 numbers as 0.98\|0.92\|0.99"),
+        ({"optim_args": "betas=0.9|0.9|fast"}, r"betas='0.9\|0.9\|fast' does not parse; give 3 numbers"),
+        ({"optim_args": "betas=0.9|0.9|1"}, r"betas\[2\]=1.0 is invalid; it must be a finite number >= 0 and < 1"),
+    ],
+)
+def test_three_betas_are_not_two(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        checked_arguments(arguments(tmp_path, optim="adan_bf16_sr", **settings))
 
 
 @pytest.mark.parametrize(

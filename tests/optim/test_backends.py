@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam
 from tests.triton_here import require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -138,6 +138,8 @@ def test_backends_agree_for_all_state_dtypes(other, cls, dtype, options, state_d
 FORMULAS = [(AdamW, {"amsgrad": True}), (AdamW, {"amsgrad": True, "maximize": True, "betas": (0.0, 0.5), "eps": 0.0})]
 FORMULAS += [(AdamW, {"lr": torch.tensor(1e-3), "weight_decay": 0.0}), (SGD, {}), (SGD, {"weight_decay": 0.3})]
 FORMULAS += [(SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}), (SGD, {"momentum": 0.9, "nesterov": True})]
+FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lion, {"weight_decay": 0.1})]
+FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
@@ -146,7 +148,17 @@ def test_backends_agree_for_all_formulas(other, cls, options, rounding):
     assert_backends_agree(other, cls, contiguous(BF16, SMALL), normal, rounding=rounding, seed=-3, **options)
 
 
-@pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
+FURTHER = [
+    pytest.param(cls, dtype, {"rounding": rounding}, id=f"{cls.__name__}-{dtype}-{rounding}")
+    for cls, dtype, rounding in [
+        *((cls, BF16, "nearest") for cls in (Adam, RAdam, Lion, Adan)),
+        *((cls, FP32, "kahan") for cls in (Lion, Adan)),
+        *((cls, FP16, "kahan") for cls in (Lion, Adan)),
+    ]
+]
+
+
+@pytest.mark.parametrize(("cls", "dtype", "options"), [*CASES, *FURTHER])
 def test_backends_agree_on_huge_and_invalid_gradients(other, cls, dtype, options):
     """Every tenth step half of the elements get one of the special values each; the others train on."""
     special = torch.tensor(SPECIAL).to(dtype)
@@ -157,7 +169,7 @@ def test_backends_agree_on_huge_and_invalid_gradients(other, cls, dtype, options
             grad[0, : 2 * len(special)] = special.repeat(2).roll(step)
         return grad
 
-    base = {**(ADAMW if cls is AdamW else SGDM), **options}
+    base = {**(SGDM if cls is SGD else ADAMW), **options}
     (param,) = assert_backends_agree(other, cls, contiguous(dtype, [(2, 40)]), sometimes_special, **base)
     assert param[0].isnan().any()
     assert param[1].isfinite().all()
@@ -186,7 +198,7 @@ def test_backends_agree_on_fp32_gradients_of_bf16_parameters(other, cls, roundin
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize(("cls", "dtype", "options"), CASES)
+@pytest.mark.parametrize(("cls", "dtype", "options"), [*CASES, *FURTHER])
 def test_the_sign_of_zero(other, cls, dtype, options, maximize):
     """A weight of −0 that gets an update of −0 stays −0: the sign of the update is flipped, not taken from zero."""
     zeros = torch.tensor([0.0, -0.0])
@@ -198,7 +210,7 @@ def test_the_sign_of_zero(other, cls, dtype, options, maximize):
     def signed_zeros(param, step, generator):
         return (grads * (-1.0) ** step).to(dtype)
 
-    base = {**({"lr": 0.1, "weight_decay": 0.1} if cls is AdamW else {"lr": 0.1}), "maximize": maximize, **options}
+    base = {**({"lr": 0.1} if cls is SGD else {"lr": 0.1, "weight_decay": 0.1}), "maximize": maximize, **options}
     (param,) = assert_backends_agree(other, cls, make, signed_zeros, steps=3, **base)
     assert (param == 0).all()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, launch
+from hf_lowprec.optim import SGD, AdamW, Adan, RAdam, launch
 from hf_lowprec.optim.step import fused_step
 from tests.triton_here import require_triton
 
@@ -117,7 +117,13 @@ def test_offsets_have_64_bits(start):
 @pytest.mark.parametrize("backend", ["eager", "native", "triton"])
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(AdamW, {}), (AdamW, {"rounding": "stochastic", "amsgrad": True}), (SGD, {"momentum": 0.9, "dampening": 0.5})],
+    [
+        (AdamW, {}),
+        (AdamW, {"rounding": "stochastic", "amsgrad": True}),
+        (SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (RAdam, {}),
+        (Adan, {"weight_decay": 0.1}),
+    ],
     ids=str,
 )
 def test_capturable_steps_are_the_same_steps(backend, cls, options):

@@ -1,12 +1,17 @@
 """A file in `optim/algorithms` is all that an algorithm needs."""
 
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import hf_lowprec
+from hf_lowprec import optim
 from hf_lowprec.optim import ALGORITHMS
 
 SIGN_SGD = """
@@ -33,6 +38,8 @@ import torch
 import hf_lowprec
 from transformers import TrainingArguments
 assert "signsgd_bf16_kahan" in hf_lowprec.OPTIMIZER_NAMES, hf_lowprec.OPTIMIZER_NAMES
+assert "SignSGD" in hf_lowprec.__all__
+from hf_lowprec.optim import SignSGD
 TrainingArguments(output_dir="out", optim="signsgd_bf16_sr")
 for backend in ("eager", "native"):
     param = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
@@ -63,4 +70,33 @@ def test_the_names_are_algorithm_times_mode():
     assert set(hf_lowprec.OPTIMIZER_NAMES) == expected
     assert {"adamw_bf16_kahan", "adamw_bf16_sr", "sgd_bf16_kahan", "sgd_bf16_sr"} <= expected
     for name, cls in ALGORITHMS.items():
-        assert getattr(hf_lowprec, name) is cls
+        for module in (hf_lowprec, optim):
+            assert getattr(module, name) is cls
+            assert name in module.__all__
+    assert set(hf_lowprec.__all__) <= set(dir(hf_lowprec))
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values())
+def test_scalars_of_tensors_are_those_of_numbers(cls):
+    """On the device learning rates and step counts are FP64 tensors. ρ of RAdam cancels 1999 to 1: 2000 · 2**-52."""
+    optimizer = cls([torch.nn.Parameter(torch.zeros(2, 2))])
+    (group,) = optimizer.param_groups
+    group |= {"weight_decay": 0.1} if "weight_decay" in group else {}
+    steps = torch.arange(1, 3001)
+    numbers = [optimizer.scalars(group, 1e-3, step) for step in steps.tolist()]
+    tensors = optimizer.scalars(group, torch.tensor(1e-3, dtype=torch.float64), steps.double())
+    assert tensors.keys() == numbers[0].keys()
+    for name, column in tensors.items():
+        expected = torch.tensor([row[name] for row in numbers], dtype=torch.float64)
+        column = torch.as_tensor(column, dtype=torch.float64).expand(3000)
+        torch.testing.assert_close(column, expected, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values())
+def test_every_state_has_random_bits_of_its_own(cls):
+    """Role 0 is the weight's; two states of one role would round together."""
+    options = {name: True for name in ("amsgrad", "nesterov") if name in inspect.signature(cls).parameters}
+    options |= {"momentum": 0.9} if options.get("nesterov") else {}
+    optimizer = cls([torch.nn.Parameter(torch.zeros(2, 2))], **options)
+    roles = [state.role for state in optimizer.states(optimizer.param_groups[0])]
+    assert sorted({0, *roles}) == sorted([0, *roles])

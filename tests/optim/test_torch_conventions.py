@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = math.nan
@@ -22,6 +22,15 @@ MODES = [
         (BF16, {"rounding": "nearest", "state_dtype": {"exp_avg_sq" if cls is AdamW else "momentum_buffer": FP32}}),
         (FP16, {"rounding": "kahan"}),
         (FP32, {"rounding": "kahan"}),
+    ]
+]
+MODES += [
+    pytest.param(cls, BF16, options, id=f"{cls.__name__}-{options}")
+    for cls, options in [
+        (Adam, {"amsgrad": True, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+        (RAdam, {"rounding": "stochastic"}),
+        (Lion, {"rounding": "stochastic"}),
+        (Adan, {"state_dtype": {"previous_grad": FP32}}),
     ]
 ]
 
@@ -235,8 +244,11 @@ BAD_ADAMW += [("rounding", "up"), ("rounding", None), ("state_rounding", "kahan"
 BAD_ADAMW += [("state_dtype", value) for value in (FP16, torch.int32, {"exp_avg": FP16}, {"velocity": FP32})]
 BAD_SGD = [("lr", NAN), ("momentum", -1.0), ("momentum", NAN), ("dampening", NAN), ("weight_decay", NAN)]
 BAD_SGD += [("weight_decay", -1.0), ("nesterov", True)]
-BAD = [pytest.param(AdamW, *bad, id=f"AdamW-{bad}") for bad in BAD_ADAMW]
-BAD += [pytest.param(SGD, *bad, id=f"SGD-{bad}") for bad in BAD_SGD]
+BAD_ADAM = [("betas", (0.9, 1.0)), ("eps", -1.0), ("weight_decay", NAN), ("decoupled_weight_decay", "yes")]
+BAD_LION = [("betas", (1.0, 0.9)), ("betas", (0.9, 0.99, 0.9)), ("betas", 0.9), ("weight_decay", -1.0)]
+BAD_ADAN = [("betas", (0.98, 0.92)), ("betas", (0.98, 0.92, 1.0)), ("eps", NAN), ("weight_decay", -1.0), ("no_prox", 2)]
+TABLES = {AdamW: BAD_ADAMW, SGD: BAD_SGD, Adam: BAD_ADAM, RAdam: BAD_ADAM, Lion: BAD_LION, Adan: BAD_ADAN}
+BAD = [pytest.param(cls, *bad, id=f"{cls.__name__}-{bad}") for cls, table in TABLES.items() for bad in table]
 RIGHT = {"rounding": ["kahan", "stochastic", "nearest"], "state_rounding": ["stochastic", "nearest"]}
 RIGHT |= {"nesterov": ["momentum", "dampening"], "state_dtype": [], "seed": ["integer"]}
 

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): orthogonalized momentum."""
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): orthogonal momentum."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithms.adamw import AdamW
-from hf_lowprec.optim.base import LowPrecisionOptimizer
 from hf_lowprec.optim.matrices import check_matrix, split_group
+from hf_lowprec.optim.moments import TwoMoments
 from hf_lowprec.optim.signature import Shared
 from hf_lowprec.optim.validation import check_one_of, check_range
 from hf_lowprec.optim.work import Group
@@ -26,7 +25,7 @@ _RATIOS = {
 }
 
 
-class Muon(AdamW):
+class Muon(TwoMoments):
     """`torch.optim.Muon` for weights stored in BF16, and AdamW for what is no hidden matrix, in one optimizer.
 
     A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16; under
@@ -45,8 +44,8 @@ class Muon(AdamW):
         ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: how often it is applied.
         ns_eps: least norm by which a matrix is divided first.
-        adjust_lr_fn: `"match_rms_adamw"` steps by `lr·0.2·√max(rows, columns)`, so that one learning rate serves matrices
-            and the rest (Liu et al., eq. 4); `"original"` by `lr·√max(1, rows/columns)`.
+        adjust_lr_fn: `"match_rms_adamw"` steps by `lr·0.2·√max(rows, columns)`, so that one learning rate serves
+            matrices and the rest (Liu et al., eq. 4); `"original"` by `lr·√max(1, rows/columns)`.
         betas: of AdamW.
         eps: of AdamW.
         matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` finds them; None takes all
@@ -78,11 +77,11 @@ class Muon(AdamW):
         **shared: Unpack[Shared],
     ) -> None:
         self._matrices = None if matrices is None else {id(param) for param in matrices}
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_eps": ns_eps}
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "maximize": maximize}
         defaults["use_muon"] = True
-        LowPrecisionOptimizer.__init__(self, params, defaults, **shared)
+        super().__init__(params, defaults, **shared)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, or two: its matrices and the rest. A group that is refused leaves no trace."""
@@ -106,15 +105,16 @@ class Muon(AdamW):
 
     def states(self, group: Group) -> tuple[State, ...]:
         """The momentum; of other parameters AdamW's moments."""
-        return (State("momentum_buffer", 1),) if group["use_muon"] else super().states({**group, "amsgrad": False})
+        return (State("momentum_buffer", 1),) if group["use_muon"] else super().states(group)
 
     def directed(self, group: Group) -> bool:
         """Matrices are."""
         return bool(group["use_muon"])
 
     def options(self, group: Group) -> dict[str, bool]:
-        """Whether the parameters are matrices, and the kind of their momentum."""
-        return {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
+        """Whether the parameters are matrices, and the kind of their momentum; the first two are AdamW's."""
+        own = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
+        return {"amsgrad": False, "decoupled": True, **own}
 
     def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
         """Those of the momentum, or AdamW's."""
@@ -124,7 +124,7 @@ class Muon(AdamW):
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
-    def approach(weight: Tensor, grad: Tensor, state: Any, scalars: Any, use_muon: bool, nesterov: bool) -> Tensor:
+    def approach(weight: Tensor, grad: Tensor, state: Any, scalars: Any, nesterov: bool, **options: bool) -> Tensor:
         """`μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
@@ -147,11 +147,18 @@ class Muon(AdamW):
 
     @staticmethod
     def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, use_muon: bool, nesterov: bool
+        weight: Tensor,
+        grad: Tensor,
+        state: Any,
+        scalars: Any,
+        amsgrad: bool,
+        decoupled: bool,
+        use_muon: bool = True,
+        nesterov: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`m' = μ·m + (1-μ)·g; u = -lr·(ratio·O + wd·w)`; AdamW's for what is no matrix."""
         if not use_muon:
-            return AdamW.update(weight, grad, state, scalars, amsgrad=False)
+            return TwoMoments.update(weight, grad, state, scalars, amsgrad, decoupled)
         step_size = scalars.lr * scalars.ratio
         change = state.direction * step_size + weight * scalars.decay
         return -change, {"momentum_buffer": _momentum(grad, state, scalars)}

@@ -1,0 +1,68 @@
+"""Adam (Kingma & Ba, arXiv:1412.6980, Alg. 1), with AMSGrad (Reddi et al., arXiv:1904.09237, Alg. 2) as an option."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hf_lowprec.optim.moments import TwoMoments
+from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.work import Group
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Adam(TwoMoments):
+    """`torch.optim.Adam` for weights stored in BF16; to let weights decay, `AdamW` is the usual choice.
+
+    States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
+    `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar.
+
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`;
+    an FP32 parameter 16, or 20.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the root of the bias-corrected second moment.
+        weight_decay: coefficient of the L2 penalty, added to the gradient.
+        amsgrad: keep the maximum of the second moment.
+        maximize: ascend instead of descend.
+        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+
+    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+            **shared,
+        )
+
+    def options(self, group: Group) -> dict[str, bool]:
+        """Whether the maximum of the second moment is used, and where the decay goes."""
+        return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

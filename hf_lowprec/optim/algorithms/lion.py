@@ -1,0 +1,84 @@
+"""Lion (Chen et al., arXiv:2302.06675, Alg. 2): the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.validation import check_betas, check_range
+from hf_lowprec.optim.work import Group
+from hf_lowprec.rounding import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Lion(LowPrecisionOptimizer):
+    """Lion for weights stored in BF16: every weight moves by the learning rate, and only one moment is kept.
+
+    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a decay that many times larger.
+
+    States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
+    `step`, an FP32 scalar.
+
+    Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes; an FP32 parameter 12.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, a number or a one-element tensor.
+        betas: share of the momentum in the direction of a step, and decay rate of the momentum, each in [0, 1).
+        weight_decay: decoupled decay, per unit of learning rate.
+        maximize: ascend instead of descend.
+
+    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
+            **shared,
+        )
+
+    def check_hyperparameters(self, group: Group) -> None:
+        """Raise ValueError if a hyperparameter is out of range."""
+        check_betas(group["betas"])
+        check_range("weight_decay", group["weight_decay"], 0.0)
+
+    def states(self, group: Group) -> tuple[State, ...]:
+        """The momentum."""
+        return (State("exp_avg", 1),)
+
+    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+        """Nothing depends on the step."""
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "gain1": 1 - beta1,
+            "beta2": beta2,
+            "gain2": 1 - beta2,
+            "lr": lr,
+            "decay": lr * group["weight_decay"],
+        }
+
+    @staticmethod
+    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
+        direction = state.exp_avg * scalars.beta1 + grad * scalars.gain1
+        exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2
+        # What is neither above nor below zero is its own sign: zero, and NaN, which must be seen in the weight.
+        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
+        return -(sign * scalars.lr + weight * scalars.decay), {"exp_avg": exp_avg}
