@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model
     from hf_lowprec.integrations.accelerator import prepare_accelerator
     from hf_lowprec.integrations.callback import LowPrecisionCallback
-    from hf_lowprec.optim import SGD as SGD
-    from hf_lowprec.optim import Adam as Adam
-    from hf_lowprec.optim import AdamW as AdamW
-    from hf_lowprec.optim import Adan as Adan
-    from hf_lowprec.optim import Lion as Lion
-    from hf_lowprec.optim import RAdam as RAdam
+    from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32 import fp32_state_dict
+    from hf_lowprec.optim.matrices import hidden_matrices
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
 
 try:
@@ -31,6 +27,7 @@ _HOME = {
     "CastReport": "casting",
     "cast_model": "casting",
     "fp32_state_dict": "optim.fp32",
+    "hidden_matrices": "optim.matrices",
     "LowPrecisionCallback": "integrations.callback",
     "prepare_accelerator": "integrations.accelerator",
     "OPTIMIZER_NAMES": "optim.registry",
@@ -43,6 +40,7 @@ __all__ = [
     "LowPrecisionCallback",
     "cast_model",
     "fp32_state_dict",
+    "hidden_matrices",
     "optimizer_factory",
     "prepare_accelerator",
     "register",

@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.optim import ALGORITHMS, AdamW
+from hf_lowprec.optim import AdamW, Muon
 
-Muon = ALGORITHMS["Muon"]
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.optim import ALGORITHMS
+from hf_lowprec.optim import StableAdamW
 
-StableAdamW = ALGORITHMS["StableAdamW"]
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 SHAPE = (40, 25)

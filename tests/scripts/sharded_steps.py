@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.insight.updates import lost_updates
-from hf_lowprec.optim import ALGORITHMS, LowPrecisionOptimizer
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from tests.ranks import leave
 
 CASES = {
@@ -33,10 +33,10 @@ STEPS = 4
 
 def muon(params, **options) -> LowPrecisionOptimizer:
     """Matrices and, by AdamW, what is none."""
-    return ALGORITHMS["Muon"](params, matrices=[p for p in params if p.ndim in (2, 3)], **options)
+    return Muon(params, matrices=[p for p in params if p.ndim in (2, 3)], **options)
 
 
-LOOKING_AT_WHOLE_TENSORS = (ALGORITHMS["StableAdamW"], muon)
+LOOKING_AT_WHOLE_TENSORS = (StableAdamW, muon)
 
 
 def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
@@ -79,9 +79,9 @@ def main(backend: str) -> None:
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
-            check(name, ALGORITHMS["AdamW"], *arguments, rounding=rounding)
+            check(name, AdamW, *arguments, rounding=rounding)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
-        check(name, ALGORITHMS["AdamW"], *arguments, max_grad_norm=1e6, skip_nonfinite=True)
+        check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS:
             check(name, algorithm, *arguments, max_grad_norm=1e6)
     if dist.get_rank() == 0:
