@@ -40,7 +40,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
-    parser.set_defaults(optim="adamw_bf16_kahan", learning_rate=2e-5, warmup_steps=10, logging_steps=10)
+    parser.set_defaults(
+        eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=2e-5, warmup_steps=10, logging_steps=10
+    )
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)
     args, options = parser.parse_args_into_dataclasses()
@@ -63,11 +65,12 @@ def main() -> None:
         processing_class=tokenizer,
         compute_metrics=accuracy,
     )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
-    print(f"accuracy {before['eval_accuracy']:.1%} -> {after['eval_accuracy']:.1%}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
+    trainer.accelerator.print(f"accuracy {before['eval_accuracy']:.1%} -> {after['eval_accuracy']:.1%}")
     trainer.save_model()
 
 

@@ -35,7 +35,14 @@ def blocks(tokens: list[int], length: int) -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
-    parser.set_defaults(optim="adamw_bf16_sr", learning_rate=1e-4, warmup_steps=10, weight_decay=0.1, logging_steps=10)
+    parser.set_defaults(
+        eval_on_start=True,
+        optim="adamw_bf16_sr",
+        learning_rate=1e-4,
+        warmup_steps=10,
+        weight_decay=0.1,
+        logging_steps=10,
+    )
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS, block=128)
     args, options = parser.parse_args_into_dataclasses()
@@ -48,11 +55,11 @@ def main() -> None:
     data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
     held_out = max(1, len(data) // 10)
     trainer = Trainer(model=model, args=args, train_dataset=data[:-held_out], eval_dataset=data[-held_out:])
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    after = trainer.evaluate()["eval_loss"]
-    if trainer.is_world_process_zero():
-        print(f"validation loss {before:.4f} -> {after:.4f}, weights stored as {trainer.model.dtype}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
     trainer.save_model()
 
 

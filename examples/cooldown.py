@@ -67,7 +67,14 @@ class CooldownTrainer(Trainer):
 
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
-    parser.set_defaults(optim="adamw_bf16_sr", learning_rate=3e-4, warmup_steps=10, weight_decay=0.1, logging_steps=10)
+    parser.set_defaults(
+        eval_on_start=True,
+        optim="adamw_bf16_sr",
+        learning_rate=3e-4,
+        warmup_steps=10,
+        weight_decay=0.1,
+        logging_steps=10,
+    )
     parser.set_defaults(lr_scheduler_type="warmup_stable_decay", max_steps=1000)
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS, block=128)
@@ -89,11 +96,13 @@ def main() -> None:
         eval_dataset=data[-held_out:],
         callbacks=[SwitchToKahan(args.max_steps - decay)],
     )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    print(f"validation loss {before:.4f} -> {trainer.evaluate()['eval_loss']:.4f}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
     modes = {group["rounding"] for group in trainer.optimizer.param_groups}
-    print(f"weights ended in the mode {', '.join(sorted(modes))}")
+    trainer.accelerator.print(f"weights ended in the mode {', '.join(sorted(modes))}")
     trainer.save_model()
 
 

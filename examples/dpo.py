@@ -31,7 +31,7 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((DPOConfig, Options))
-    parser.set_defaults(optim="adamw_bf16_kahan")
+    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_kahan")
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)
     args, options = parser.parse_args_into_dataclasses()
@@ -47,11 +47,12 @@ def main() -> None:
     trainer = DPOTrainer(
         model=model, args=args, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer
     )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
-    print(f"preferred answers {after['eval_rewards/accuracies']:.0%}, margin {after['eval_rewards/margins']:.3f}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
+    trainer.accelerator.print(f"preferred answers chosen {after['eval_rewards/accuracies']:.0%}")
     trainer.save_model()
 
 

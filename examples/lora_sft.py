@@ -31,7 +31,7 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((SFTConfig, Options))
-    parser.set_defaults(optim="adamw_bf16_kahan", learning_rate=2e-4, warmup_steps=10)
+    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=2e-4, warmup_steps=10)
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS | {"learning_rate": 1e-2})
     args, options = parser.parse_args_into_dataclasses()
@@ -52,9 +52,11 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear"),
     )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    print(f"validation loss {before:.4f} -> {trainer.evaluate()['eval_loss']:.4f}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
     trainer.save_model()  # the adapter; trainer.model.merge_and_unload() gives the whole model
 
 

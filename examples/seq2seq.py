@@ -35,7 +35,9 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((Seq2SeqTrainingArguments, Options))
-    parser.set_defaults(optim="adamw_bf16_kahan", learning_rate=1e-4, warmup_steps=10, logging_steps=10)
+    parser.set_defaults(
+        eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=1e-4, warmup_steps=10, logging_steps=10
+    )
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)
     args, options = parser.parse_args_into_dataclasses()
@@ -60,9 +62,11 @@ def main() -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model),
         processing_class=tokenizer,
     )
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    print(f"validation loss {before:.4f} -> {trainer.evaluate()['eval_loss']:.4f}")
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.evaluate()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    before, after = evaluations[0], evaluations[-1]
+    trainer.accelerator.print(f"validation loss {before['eval_loss']:.4f} -> {after['eval_loss']:.4f}")
     trainer.save_model()
 
 

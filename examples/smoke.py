@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
+from accelerate import PartialState
 from datasets import ClassLabel, Dataset, Features, Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -28,7 +31,6 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessor,
 )
 
 ARGUMENTS = {
@@ -60,10 +62,10 @@ def questions(folder: str) -> str:
 
 
 def preferences(folder: str) -> str:
-    """Questions with the right answer, and the answer to another: columns `prompt`, `chosen`, `rejected`."""
+    """Questions with the answer, and the same written backwards: columns `prompt`, `chosen`, `rejected`."""
     rows = _questions()
-    chosen = rows["completion"][:]
-    return _saved({"prompt": rows["prompt"], "chosen": chosen, "rejected": [*chosen[1:], chosen[0]]}, folder)
+    chosen = rows["completion"]
+    return _saved({"prompt": rows["prompt"], "chosen": chosen, "rejected": [text[::-1] for text in chosen]}, folder)
 
 
 def sentences(folder: str) -> str:
@@ -99,7 +101,9 @@ def _questions() -> dict[str, list[str]]:
 
 def _saved(rows: dict[str, list], folder: str, features: Features | None = None) -> str:
     path = Path(folder) / "smoke-data"
-    Dataset.from_dict(rows, features).shuffle(seed=0).to_parquet(path / "train.parquet")
+    with _one_process_first() as it_writes:
+        if it_writes:
+            Dataset.from_dict(rows, features).shuffle(seed=0).to_parquet(path / "train.parquet")
     return str(path)
 
 
@@ -128,6 +132,8 @@ def seq2seq(folder: str) -> str:
 
 def vision(folder: str) -> str:
     """A ViT of 0.1 million parameters, for images of 32 × 32."""
+    from transformers import ViTImageProcessor  # remarks on import that there is a faster one
+
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
     return _written(ViTForImageClassification, ViTConfig(image_size=32, patch_size=8, **SIZES), processor, folder)
 
@@ -135,9 +141,19 @@ def vision(folder: str) -> str:
 def _written(cls: type, config: PreTrainedConfig, processing: Any, folder: str) -> str:
     torch.manual_seed(0)
     path = Path(folder) / "smoke-model"
-    cls(config).save_pretrained(path)
-    processing.save_pretrained(path)
+    with _one_process_first() as it_writes:
+        if it_writes:
+            cls(config).save_pretrained(path)
+            processing.save_pretrained(path)
     return str(path)
+
+
+@contextmanager
+def _one_process_first() -> Iterator[bool]:
+    """Under `accelerate launch`: one process of a machine goes ahead, and the others wait."""
+    state = PartialState()
+    with state.local_main_process_first():
+        yield state.is_local_main_process
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

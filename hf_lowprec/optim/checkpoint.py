@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.validation import STATE_DTYPES
+from hf_lowprec.optim.validation import STATE_DTYPES, group_keys
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
                 f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
                 f"{len(group['params'])}"
             )
-        if missing := sorted(optimizer.defaults.keys() - saved.keys()):
+        if missing := sorted(group_keys(optimizer) - saved.keys()):
             raise ValueError(
                 f"param group {k} of the state dict has no {', '.join(map(repr, missing))}: it was not saved by "
                 f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"

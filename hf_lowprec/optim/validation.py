@@ -65,9 +65,14 @@ def _keywords(cls: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
 
 
+def group_keys(optimizer: LowPrecisionOptimizer) -> set[str]:
+    """The arguments of an optimizer that its parameter groups have; torch adds to the defaults of an unpickled one."""
+    return optimizer.defaults.keys() & keywords(type(optimizer)).keys()
+
+
 def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
     """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
-    known = optimizer.defaults.keys()
+    known = group_keys(optimizer)
     for key in group.keys() - known:
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")

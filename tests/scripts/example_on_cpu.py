@@ -10,5 +10,6 @@ from tests.ranks import leave
 os.environ["ACCELERATE_USE_CPU"] = "true"
 allow_fsdp_on_cpu()
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))  # as `python SCRIPT` does
 runpy.run_path(sys.argv[0], run_name="__main__")
 leave()
