@@ -43,6 +43,11 @@ def optimizer_name(args: Any) -> str:
 def checked_arguments(args: Any) -> dict[str, Any]:
     """The optimizer's arguments; raises what building it would raise, before any model is touched."""
     cls, kwargs = optimizer_arguments(args)
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} chooses the modules of GaLore and APOLLO; "
+            f"optim={optimizer_name(args)!r} trains everything that requires a gradient: remove it"
+        )
     cls([torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
     return kwargs
 
