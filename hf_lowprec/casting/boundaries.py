@@ -104,6 +104,18 @@ def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
+def remove_all(module: nn.Module) -> None:
+    """Take away what a cast installed on this module; hooks of others stay."""
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, NarrowInputs) or hook in (enter_float32, leave_bfloat16, leave_float16):
+                del hooks[key]
+                with_kwargs.pop(key, None)
+
+
 def _float32(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float32)
 
