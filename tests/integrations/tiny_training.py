@@ -37,7 +37,7 @@ def arguments(tmp_path, cls=TrainingArguments, **settings):
     return cls(**{**defaults, **settings})
 
 
-def trained(tmp_path, model=None, trainer_cls=Trainer, **settings):
+def trained(tmp_path, model=None, trainer_cls=Trainer, resume=None, **settings):
     options = {
         key: settings.pop(key) for key in ("callbacks", "model_init", "optimizer_cls_and_kwargs") if key in settings
     }
@@ -46,7 +46,7 @@ def trained(tmp_path, model=None, trainer_cls=Trainer, **settings):
     trainer = trainer_cls(
         model=model, args=args, train_dataset=counting_data(), eval_dataset=counting_data(16), **options
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
