@@ -16,8 +16,9 @@ from hf_lowprec.casting import CastReport, cast_model
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
-from hf_lowprec.integrations.arguments import optimizer_name
+from hf_lowprec.integrations.arguments import check_liger, optimizer_name
 from hf_lowprec.integrations.beside import cast_beside, is_evaluation
+from hf_lowprec.integrations.outputs import return_float32
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.shards import is_sharded
@@ -102,6 +103,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
+        return_float32(model)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
@@ -122,6 +124,7 @@ class LowPrecisionCallback(TrainerCallback):
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, self._patterns))
+            return_float32(model)
             if report.changed:
                 self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")
         return original(model, *args, **kwargs)
@@ -133,7 +136,7 @@ class LowPrecisionCallback(TrainerCallback):
 
         Raises:
             RuntimeError: the callback was not there when the Trainer was built.
-            ValueError: `optim` is one of our names and the optimizer is not one of ours.
+            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
         """
         if self.cast_report is None:
             raise RuntimeError(
@@ -141,6 +144,7 @@ class LowPrecisionCallback(TrainerCallback):
                 "that the model is cast before it is moved and wrapped"
             )
         optimizer = _unwrapped(kwargs["optimizer"])
+        check_liger(args, self.cast_report.heads)
         if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
             raise ValueError(
                 f"optim={optimizer_name(args)!r} was asked for, and {type(optimizer).__name__} of optimizers= or "
