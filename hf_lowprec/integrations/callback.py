@@ -123,7 +123,8 @@ class LowPrecisionCallback(TrainerCallback):
 
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
-            report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, self._patterns))
+            patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
+            report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
             return_float32(model)
             if report.changed:
                 self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")

@@ -1,7 +1,5 @@
 """Averages of a BF16 model's weights: torch's own stands still, ours follows the FP64 average of the FP32 estimates."""
 
-import io
-
 import pytest
 import torch
 from torch.optim import swa_utils
