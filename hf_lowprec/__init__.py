@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model
     from hf_lowprec.integrations.accelerator import prepare_accelerator
+    from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32 import fp32_state_dict
@@ -24,6 +25,7 @@ except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+source"
 
 _HOME = {
+    "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
     "fp32_state_dict": "optim.fp32",
@@ -36,6 +38,7 @@ _HOME = {
 
 __all__ = [
     "OPTIMIZER_NAMES",
+    "AveragedModel",
     "CastReport",
     "LowPrecisionCallback",
     "cast_model",

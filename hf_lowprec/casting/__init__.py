@@ -5,7 +5,7 @@ neighbours see one format, and the model gets one for its inputs. transformers i
 known by class name and attributes.
 """
 
-from hf_lowprec.casting.cast import cast_model
+from hf_lowprec.casting.cast import cast_model, uncast_model
 from hf_lowprec.casting.report import CastReport
 
-__all__ = ["CastReport", "cast_model"]
+__all__ = ["CastReport", "cast_model", "uncast_model"]

@@ -58,8 +58,8 @@ class NarrowInputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
-        args = tuple([_converted(arg, self._narrow, name) for arg, name in zip(args, names, strict=False)])
-        return args, {name: _converted(value, self._narrow, name) for name, value in kwargs.items()}
+        args = tuple([converted(arg, self._narrow, name) for arg, name in zip(args, names, strict=False)])
+        return args, {name: converted(value, self._narrow, name) for name, value in kwargs.items()}
 
     def _narrow(self, tensor: Tensor, name: str) -> Tensor:
         if tensor.dtype.itemsize <= self.dtype.itemsize or (self.spares_references and is_reference(name)):
@@ -70,16 +70,16 @@ class NarrowInputs:
 
 
 def enter_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _converted(args, _float32), _converted(kwargs, _float32)
+    return converted(args, _float32), converted(kwargs, _float32)
 
 
 # Not the input's dtype: T5 itself converts the input of `wo` to FP32, which would leak into 16-bit layers.
 def leave_bfloat16(module: nn.Module, args: Any, output: Any) -> Any:
-    return _converted(output, _bfloat16)
+    return converted(output, _bfloat16)
 
 
 def leave_float16(module: nn.Module, args: Any, output: Any) -> Any:
-    return _converted(output, _float16)
+    return converted(output, _float16)
 
 
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
@@ -104,6 +104,18 @@ def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
+def remove_all(module: nn.Module) -> None:
+    """Take away what a cast installed on this module; hooks of others stay."""
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, NarrowInputs) or hook in (enter_float32, leave_bfloat16, leave_float16):
+                del hooks[key]
+                with_kwargs.pop(key, None)
+
+
 def _float32(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float32)
 
@@ -116,18 +128,18 @@ def _float16(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float16)
 
 
-def _converted(value: Any, convert: Convert, name: str = "") -> Any:
+def converted(value: Any, convert: Convert, name: str = "") -> Any:
     """`value` with its floating tensors converted; the same object where that changes none."""
     if isinstance(value, Tensor):
         return convert(value, name) if value.is_floating_point() else value
     if isinstance(value, tuple | list):
-        items = [_converted(item, convert, name) for item in value]
+        items = [converted(item, convert, name) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         # A key names what is under it, but cannot hide that all of it came in as labels.
-        entries = {key: _converted(item, convert, f"{name}.{key}") for key, item in value.items()}
+        entries = {key: converted(item, convert, f"{name}.{key}") for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value
         if is_dataclass(value):

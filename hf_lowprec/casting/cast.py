@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.boundaries import install_float32, install_narrowing
+from hf_lowprec.casting.boundaries import install_float32, install_narrowing, remove_all
 from hf_lowprec.casting.places import input_boundaries, output_heads
 from hf_lowprec.casting.policy import HALVES, Entry, Owners, callable_parts, kind_of, plan, top_of
 from hf_lowprec.casting.report import CastReport, DtypeTotal
@@ -101,6 +101,20 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         *(upcast, tuple(restored), untouched, tuple(warnings), before, _totals(owners)),
         *(bool(marks), bool(cast or upcast or restored or any(fresh))),
     )
+
+
+def uncast_model(model: nn.Module) -> None:
+    """Make a model that was cast an FP32 model again, in place: tensors of 16 bits widen, boundaries go.
+
+    What the cast has rounded stays rounded. `Parameter` objects and ties survive. A model that was not cast keeps its
+    tensors' values and computes in FP32.
+    """
+    for module in model.modules():
+        remove_all(module)
+        vars(module).pop(_MARK, None)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.dtype in HALVES:
+                tensor.data = tensor.data.float()
 
 
 def _check(model: nn.Module, dtype: torch.dtype, keep: tuple[Entry, ...]) -> list[tuple[torch.dtype, Any]]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.integrations import seams
+from hf_lowprec.integrations.beside import is_evaluation
 from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
@@ -72,10 +73,10 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
     known: Models = weakref.WeakSet()
-    _wrap(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
-    _wrap(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
-    _wrap(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    _wrap(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
+    wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
+    wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
+    wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
+    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
     return reduction
 
 
@@ -85,7 +86,8 @@ def say_autocast_is_off(reduction: Reduction) -> None:
     logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
 
 
-def _wrap(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
+def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
+    """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one accelerator."""
     original = getattr(accelerator, name)
 
     @functools.wraps(original)
@@ -132,6 +134,9 @@ def _prepare_model(
     """`Accelerator.prepare_model`, which is where DDP wraps a model."""
     if model in known:
         return original(model, *args, **kwargs)
+    if is_evaluation(*args, **kwargs):
+        with seams.prepared_again_later(model):
+            return original(model, *args, **kwargs)
     sums = None
     if reduction.grad_accumulation != "nearest":
         sums = MicroBatches(model, reduction.grad_accumulation)

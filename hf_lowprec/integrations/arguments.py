@@ -70,6 +70,15 @@ def optimizer_name(args: Any) -> str:
 def checked_arguments(args: Any) -> dict[str, Any]:
     """The optimizer's arguments; raises what building it would raise, before any model is touched."""
     cls, kwargs = optimizer_arguments(args)
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} chooses the modules of GaLore and APOLLO; "
+            f"optim={optimizer_name(args)!r} trains everything that requires a gradient: remove it"
+        )
+    if getattr(args, "cast_lm_head_to_fp32", False):  # of TRL's configurations; it widens what was rounded already
+        raise ValueError(
+            "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
+        )
     cls([torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
     return kwargs
 
@@ -79,6 +88,25 @@ def callback_arguments(args: Any) -> dict[str, Any]:
     words = parse_optim_args(args.optim_args)
     parsers: Iterable[tuple[str, Callable[[str], Any]]] = zip(CALLBACK_KEYS, (_patterns, str, int), strict=True)
     return {key: _parsed(parse, key, words[key]) for key, parse in parsers if key in words}
+
+
+def check_liger(args: Any, heads: Iterable[str]) -> None:
+    """Raise ValueError, naming what to change, if `use_liger_kernel` cannot run.
+
+    Args:
+        args: as Trainer has them when training begins.
+        heads: the modules that end the model in FP32.
+    """
+    if not args.use_liger_kernel:
+        return
+    if args.device.type == "cpu":
+        raise ValueError("use_liger_kernel=True: Liger's Triton kernels do not run on a CPU; remove it")
+    heads = ", ".join(heads)
+    if heads and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            f"use_liger_kernel=True multiplies 16-bit hidden states by the weight of {heads}, which is kept in FP32; "
+            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
 
 
 def parse_optim_args(text: str | None) -> dict[str, str]:

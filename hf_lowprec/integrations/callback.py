@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,12 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.casting import CastReport, cast_model
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
-from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off
+from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
+from hf_lowprec.integrations.arguments import check_liger, optimizer_name
+from hf_lowprec.integrations.beside import cast_beside, is_evaluation
+from hf_lowprec.integrations.outputs import return_float32
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.shards import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.micro_batches import check_mode
@@ -92,16 +96,21 @@ class LowPrecisionCallback(TrainerCallback):
             raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
         self.reduction: Reduction | None = None
         self.cast_report: CastReport | None = None
+        self._trained: nn.Module | None = None
         self._lost: float | None = None
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
         self.cast_report = cast_model(model, self.dtype, self._patterns)
+        self._trained = model
+        return_float32(model)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
     def prepare(self, accelerator: Accelerator, autocast_off: bool = False) -> None:
         """Let `accelerator` sum gradients in FP32; called by the Trainer when it makes one.
+
+        Models that it prepares for evaluation alone (references, teachers, judges) are cast like the trained one.
 
         Args:
             accelerator: as `prepare_accelerator` takes it.
@@ -110,15 +119,39 @@ class LowPrecisionCallback(TrainerCallback):
         self.reduction = prepare_accelerator(accelerator, self._accumulation)
         if autocast_off:
             say_autocast_is_off(self.reduction)
+        wrap_method(accelerator, "prepare_model", self._prepare_model)
+
+    def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
+            patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
+            report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
+            return_float32(model)
+            if report.changed:
+                self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")
+        return original(model, *args, **kwargs)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report, once per training."""
+        """Print the precision report, once per training.
+
+        Raises:
+            RuntimeError: the callback was not there when the Trainer was built.
+            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
+        """
         if self.cast_report is None:
             raise RuntimeError(
                 "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]), so "
                 "that the model is cast before it is moved and wrapped"
+            )
+        optimizer = _unwrapped(kwargs["optimizer"])
+        check_liger(args, self.cast_report.heads)
+        if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
+            raise ValueError(
+                f"optim={optimizer_name(args)!r} was asked for, and {type(optimizer).__name__} of optimizers= or "
+                "create_optimizer would round its updates of 16-bit weights away. Build it there as one of hf_lowprec "
+                "or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch', and "
+                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 all the same"
             )
         self._lost = None
         if self.report and state.is_world_process_zero:
@@ -128,7 +161,7 @@ class LowPrecisionCallback(TrainerCallback):
                     f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds as often; "
                     "grad_accumulation='kahan' does not, for 2 bytes per parameter"
                 )
-            print(precision_report(kwargs["model"], _unwrapped(kwargs["optimizer"]), self.cast_report, lines))
+            print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed.fsdp
 import transformers
-from transformers import trainer_optimizer
+from transformers import PreTrainedModel, Trainer, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
+
+LOAD_CHECKPOINT = "_load_from_checkpoint"
+"""Trainer's method that reads the weights of a checkpoint into its model."""
+
+_PREPARED = "_is_accelerate_prepared"
+"""What accelerate leaves on a model that it has prepared."""
 
 OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
@@ -98,3 +106,42 @@ def prepared_models(accelerator: Any) -> list[Any]:
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+@contextmanager
+def prepared_again_later(model: Any) -> Iterator[None]:
+    """Let `Accelerator.prepare_model` take `model` for a new one after what it does inside.
+
+    Accelerate marks what it has prepared, also for evaluation alone, and returns a marked model as it is. So
+    `Trainer.evaluate()` before `Trainer.train()` would leave it without DDP: every process trains alone.
+    """
+    known = getattr(model, _PREPARED, False)
+    try:
+        yield
+    finally:
+        if not known:
+            vars(model).pop(_PREPARED, None)
+
+
+def read_checkpoints_in_float32(trainer: Trainer) -> None:
+    """Let a trainer that reads checkpoints by `from_pretrained`, as those of sentence-transformers, get what was saved.
+
+    By default that gives every weight the one dtype of the saved config, and rounds FP32 norms on their way back.
+    """
+    if getattr(type(trainer), LOAD_CHECKPOINT) is not getattr(Trainer, LOAD_CHECKPOINT):
+        setattr(trainer, LOAD_CHECKPOINT, functools.partial(_in_float32, getattr(trainer, LOAD_CHECKPOINT)))
+
+
+def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What `load` returns, called where `from_pretrained` without a `dtype` loads FP32."""
+    original = vars(PreTrainedModel)["from_pretrained"]
+
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        default = {} if {"dtype", "torch_dtype"} & kwargs.keys() else {"dtype": torch.float32}
+        return original.__func__(cls, *args, **default, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    try:
+        return load(*args, **kwargs)
+    finally:
+        PreTrainedModel.from_pretrained = original

@@ -90,6 +90,7 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         given["model_init"] = _casting(given["model_init"], callback)
     given["callbacks"] = [*(cb for cb in callbacks if not _is_ours(cb)), callback]
     original(*bound.args, **bound.kwargs)
+    seams.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass makes its accelerator in a way of its own
         callback.prepare(trainer.accelerator)
     # First, so that trackers and the user's callbacks see what it adds to the logs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,20 +27,29 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     Raises:
         ValueError: `optimizer` holds none of the model's parameters.
     """
+    estimate = fp32_estimates(model, optimizer)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: estimate(named.get(name, tensor)) for name, tensor in model.state_dict().items()}
+
+
+def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """What gives the best FP32 estimate of any tensor of `model`, as `fp32_state_dict` does, one at a time.
+
+    Raises:
+        ValueError: `optimizer` holds none of the model's parameters.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    named = dict(model.named_parameters(remove_duplicate=False))
-    if not any(id(param) in groups for param in named.values()):
+    if not any(id(param) in groups for param in model.parameters()):
         raise ValueError("the optimizer holds none of the model's parameters; give the one that trained this model")
 
-    def estimate(name: str, tensor: Tensor) -> Tensor:
+    def estimate(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         full = tensor.detach().to(torch.float32, copy=True)
-        param = named.get(name)
-        if id(param) in groups and groups[id(param)].get("rounding") == "kahan":
-            compensation = optimizer.state[param].get("compensation")
+        if groups.get(id(tensor), {}).get("rounding") == "kahan":
+            compensation = optimizer.state[tensor].get("compensation")
             full = full if compensation is None else full + compensation.float()
         return full
 
-    return {name: estimate(name, tensor) for name, tensor in model.state_dict().items()}
+    return estimate

@@ -37,6 +37,13 @@ def test_sharded_is_replicated():
     assert sharded["digest"] == four_ranks("adamw_bf16_sr")["digest"]
 
 
+def test_a_model_that_was_evaluated_first_is_trained_together():
+    """Accelerate marks it as prepared then, and would leave it without DDP, every process on its own."""
+    words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no"]
+    report = trained(2, "ddp", *words, EVALUATED_FIRST="1")["report"]  # the script compares replicas at its end
+    assert "DDP: FP32 sums over 2 ranks" in report
+
+
 def test_the_last_batches_of_an_epoch_may_be_uneven():
     """13 sequences in batches of 2 on 2 ranks, two micro-batches a step: the fourth step of an epoch has but one."""
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--gradient_accumulation_steps", "2"]

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
@@ -58,6 +60,24 @@ def test_random_states_are_saved_before_the_trainers_state(tmp_path):
     assert "rng_state.pth" in there
     assert "trainer_state.json" not in there, f"Trainer no longer writes its state last {WHERE}"
     assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
+    """DDP would not wrap it: `tests/distributed` shows it with ranks."""
+    model = torch.nn.Linear(2, 2)
+    accelerator = Accelerator(cpu=True)
+    with seams.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+        assert getattr(model, seams._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
+    assert not hasattr(model, seams._PREPARED)
+    accelerator.prepare_model(model)
+    with seams.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+    assert getattr(model, seams._PREPARED), "what is prepared for training stays so"
+
+
+def test_checkpoints_are_read_by_one_method():
+    assert hasattr(Trainer, seams.LOAD_CHECKPOINT), f"Trainer.{seams.LOAD_CHECKPOINT} is gone {WHERE}"
 
 
 def test_trainer_keeps_the_arguments_that_the_wrapper_reads():

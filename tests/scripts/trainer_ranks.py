@@ -3,6 +3,7 @@
 trainer_ranks.py ddp|fsdp2|hsdp [--words of TrainingArguments]
 
 With ROWS=n in the environment there are n sequences to train on.
+With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
 With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
@@ -87,6 +88,8 @@ def main(kind: str, *words: str) -> None:
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
     trainer = Trainer(llama(), args, train_dataset=text(rows), eval_dataset=text(8), callbacks=[change])
+    if "EVALUATED_FIRST" in os.environ:
+        trainer.evaluate()
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     check_replicas(trainer.model, trainer.optimizer)

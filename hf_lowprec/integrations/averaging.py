@@ -1,0 +1,78 @@
+"""Averages of weights (EMA, SWA) that move although the model is BF16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from hf_lowprec.casting import uncast_model
+from hf_lowprec.optim.fp32 import fp32_estimates
+from hf_lowprec.optim.shards import is_sharded
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """`torch.optim.swa_utils.AveragedModel` that averages in FP32 what training knows in FP32.
+
+    Torch's own keeps the average in the model's format. In BF16 it stops: with a decay of 0.999 a thousandth of the
+    distance between weight and average would have to reach half of the average's spacing, 2^-9 of it. This one holds
+    an FP32 copy of the model, four bytes per parameter, and averages `weight + compensation` (see `fp32_state_dict`).
+
+    `ema.module` is an FP32 model, to evaluate or to save; `ema.state_dict()` is what a checkpoint needs::
+
+        ema = hf_lowprec.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        ...
+        optimizer.step()
+        ema.update_parameters(model, optimizer)
+
+    Args:
+        model: the model in training, cast or not; it is copied.
+        device: where the average is kept.
+        avg_fn: as torch's; without it and `multi_avg_fn` all weights count the same (SWA).
+        multi_avg_fn: as torch's, `get_ema_multi_avg_fn(decay)` for one; called with one tensor at a time.
+        use_buffers: average floating-point buffers as well; what is not averaged is copied.
+
+    Raises:
+        ValueError: the model is sharded (FSDP).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | None = None,
+        avg_fn: Any = None,
+        multi_avg_fn: Any = None,
+        use_buffers: bool = False,
+    ) -> None:
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError("AveragedModel copies whole models; this one is sharded. Average checkpoints instead")
+        super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
+        uncast_model(self.module)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module, optimizer: Any) -> None:  # type: ignore[override]
+        """Take the model's weights into the average; the first time they become the average.
+
+        Args:
+            model: the model in training.
+            optimizer: what trains it, or accelerate's wrapper of that, after its step.
+
+        Raises:
+            ValueError: `optimizer` holds none of the model's parameters.
+        """
+        already = int(self.n_averaged)
+        estimate = fp32_estimates(model, optimizer)
+        many = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
+        averaged = [*self.module.parameters(), *self.module.buffers()]
+        count = len(averaged) if self.use_buffers else len(list(self.module.parameters()))
+        for k, (average, tensor) in enumerate(zip(averaged, [*model.parameters(), *model.buffers()], strict=True)):
+            current = estimate(tensor).to(average.device)
+            if already == 0 or k >= count or not average.is_floating_point():
+                average.copy_(current)
+            elif self.avg_fn is not None:
+                average.copy_(self.avg_fn(average, current, already))
+            else:
+                many([average.detach()], [current], already)
+        self.n_averaged += 1

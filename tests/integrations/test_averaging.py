@@ -1,0 +1,162 @@
+"""Averages of a BF16 model's weights: torch's own stands still, ours follows the FP64 average of the FP32 estimates."""
+
+import pytest
+import torch
+from torch.optim import swa_utils
+from torch.optim.swa_utils import SWALR, get_ema_avg_fn, get_ema_multi_avg_fn
+from transformers import TrainerCallback
+
+import hf_lowprec
+from tests.integrations.tiny_training import counting_data, llama, optimizer_of, trained
+from tests.tiny_models import gpt2
+
+OURS = hf_lowprec.AveragedModel
+STEPS, DECAY = 40, 0.99
+INPUTS = torch.stack([row["input_ids"] for row in counting_data(8)])
+
+
+def prepared(rounding="kahan", lr=1e-3):
+    model = llama()
+    hf_lowprec.cast_model(model)
+    return model, hf_lowprec.AdamW(model.parameters(), lr=lr, rounding=rounding)
+
+
+def step(model, optimizer):
+    model(input_ids=INPUTS, labels=INPUTS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def estimates(model, optimizer):
+    """Weight plus compensation in FP64, without the code under test."""
+    return {
+        name: p.detach().double()
+        + (optimizer.state[p]["compensation"].double() if "compensation" in optimizer.state[p] else 0)
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize(
+    ("functions", "weight"),
+    [
+        ({"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}, lambda k: 1 - DECAY),
+        ({"avg_fn": get_ema_avg_fn(DECAY)}, lambda k: 1 - DECAY),
+        ({}, lambda k: 1 / (k + 1)),
+    ],
+    ids=["ema", "ema_one_by_one", "swa"],
+)
+def test_the_average_is_that_of_fp64(rounding, functions, weight):
+    model, optimizer = prepared(rounding)
+    averaged = hf_lowprec.AveragedModel(model, **functions)
+    exact = None
+    for k in range(STEPS):
+        step(model, optimizer)
+        averaged.update_parameters(model, optimizer)
+        now = estimates(model, optimizer)
+        exact = now if exact is None else {n: exact[n] + weight(k) * (now[n] - exact[n]) for n in now}
+    assert int(averaged.n_averaged) == STEPS
+    for name, average in averaged.module.named_parameters():
+        assert average.dtype == torch.float32
+        # FP32 rounds each estimate once (2^-24 relative) and each update at most three times, errors adding up linearly
+        # at worst; a norm's weight, the largest here, is about 1.
+        bound = 4 * STEPS * 2**-24 * exact[name].abs().max()
+        assert (average.double() - exact[name]).abs().max() < bound, name
+
+
+def test_torchs_own_average_of_a_bf16_model_stands_still():
+    """A step takes it by `1 - decay` of the distance; BF16 wants half a spacing of the average, at least 2^-9 of it."""
+    decay = 0.9999
+    model, optimizer = prepared()
+    torchs, ours = (cls(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) for cls in (swa_utils.AveragedModel, OURS))
+    torchs.update_parameters(model)
+    ours.update_parameters(model, optimizer)
+    first, farthest = model.lm_head.weight.detach().clone(), 0.0
+    for _ in range(STEPS):
+        step(model, optimizer)
+        torchs.update_parameters(model)
+        ours.update_parameters(model, optimizer)
+        farthest = max(farthest, (model.lm_head.weight - first).abs().max().item())
+    stuck = first.abs() > (1 - decay) * farthest * 2**9
+    assert stuck.float().mean() > 0.8
+    assert (model.lm_head.weight != first)[stuck].float().mean() > 0.9
+    assert torch.equal(torchs.module.lm_head.weight[stuck], first[stuck])
+    assert (ours.module.lm_head.weight != first.float())[stuck].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("build", [lambda: (llama(), {"input_ids": INPUTS}), lambda: gpt2(tied=True)])
+def test_the_averaged_model_is_an_fp32_model_like_one_that_was_never_cast(build):
+    """Copied before any step: the model it came from, with weights rounded once."""
+    model, inputs = build()
+    fresh, _ = build()
+    rounded = {name: p.to(torch.bfloat16) if p.dim() > 1 else p for name, p in fresh.state_dict().items()}
+    fresh.load_state_dict(rounded)
+    hf_lowprec.cast_model(model)
+    averaged = hf_lowprec.AveragedModel(model)
+    with torch.no_grad():
+        assert torch.equal(averaged.eval()(**inputs).logits, fresh.eval()(**inputs).logits)
+    assert model.get_output_embeddings().weight.dtype == torch.bfloat16
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    module = averaged.module
+    assert (module.get_input_embeddings().weight is module.get_output_embeddings().weight) == tied
+
+
+def test_an_average_resumes_bit_for_bit_in_a_trainer(tmp_path):
+    class Average(TrainerCallback):
+        def __init__(self, path=None):
+            self.path, self.model = path, None
+
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            self.model = hf_lowprec.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+            if self.path is not None:
+                self.model.load_state_dict(torch.load(self.path, weights_only=True))
+
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+            self.model.update_parameters(model, optimizer)
+
+        def on_save(self, args, state, control, **kwargs):
+            torch.save(self.model.state_dict(), tmp_path / f"average-{state.global_step}.pt")
+
+    settings = {"optim": "adamw_bf16_kahan", "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole, halves = Average(), Average(tmp_path / "average-3.pt")
+    trained(tmp_path, callbacks=[whole], **settings)
+    trained(tmp_path, callbacks=[halves], resume=str(tmp_path / "checkpoint-3"), **settings)
+    for (name, ours), theirs in zip(halves.model.state_dict().items(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_buffers_are_averaged_or_copied():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    hf_lowprec.cast_model(model)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2)
+    averages = [hf_lowprec.AveragedModel(model, use_buffers=use) for use in (False, True)]
+    seen = []
+    for _ in range(4):
+        model(torch.randn(16, 4)).sum().backward()
+        optimizer.step()
+        seen.append(model[1].running_mean.double())
+        for average in averages:
+            average.update_parameters(model, optimizer)
+    copied, averaged = (average.module[1] for average in averages)
+    assert torch.equal(copied.running_mean, model[1].running_mean)
+    assert int(copied.num_batches_tracked) == 4
+    torch.testing.assert_close(averaged.running_mean.double(), torch.stack(seen).mean(0), rtol=1e-6, atol=1e-8)
+
+
+def test_swalr_sets_the_rate_of_our_groups():
+    model, optimizer = prepared()
+    schedule = SWALR(optimizer, swa_lr=5e-4, anneal_epochs=2)
+    for _ in range(3):
+        step(model, optimizer)
+        schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4]
+
+
+def test_the_optimizer_must_be_that_of_the_model(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
+    averaged = hf_lowprec.AveragedModel(trainer.model)
+    averaged.update_parameters(trainer.model, trainer.optimizer)  # accelerate's wrapper
+    averaged.update_parameters(trainer.model, optimizer_of(trainer))
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        averaged.update_parameters(llama(), trainer.optimizer)
