@@ -31,6 +31,17 @@ def presents_float32(tensor: Tensor) -> bool:
     return type(tensor.data) is not Tensor and tensor.dtype == torch.float32
 
 
+def holds_codes(module: nn.Module) -> bool:
+    """Whether the weights of `module` are codes: its own parameters, or buffers of a childless module with floating
+    ones (scales) beside them."""
+    buffers = list(module.buffers(recurse=False))
+    if any(map(is_quantized, module.parameters(recurse=False))):
+        return True
+    beside = any(buffer.is_floating_point() and not is_quantized(buffer) for buffer in buffers)
+    plain = module._parameters.get("weight") is not None
+    return beside and not plain and not module._modules and any(map(is_quantized, buffers))
+
+
 def untouchable(owners: Owners) -> dict[int, str]:
     """What a cast must leave as it is: id of the tensor -> what it is.
 

@@ -25,6 +25,7 @@ from hf_lowprec.integrations.arguments import (
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
 from hf_lowprec.integrations.loading import same_parameters
+from hf_lowprec.integrations.quantization import refuse_frozen
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 
 _CALLBACK = "_hf_lowprec_callback"
@@ -45,6 +46,7 @@ def register() -> None:
 def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
     """What Trainer's dispatch table answers; the model was cast when the Trainer was built."""
     if context.model is not None:
+        refuse_frozen(context.model)
         halves = {p.dtype for p in context.model.parameters()} & {torch.bfloat16, torch.float16}
         if not halves:
             raise ValueError(
