@@ -20,18 +20,19 @@ class Int8Linear(nn.Linear):
     """Codes and scales as buffers; computes in the format of its input. A linear, so that PEFT takes it for one."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        del self.weight
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         codes, scale = quantize(linear.weight)
         self.register_buffer("qweight", codes)
         self.register_buffer("scales", scale)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
 
-    def dequantized(self) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
         return self.qweight.float() * self.scales
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return nn.functional.linear(inputs, self.dequantized().to(inputs.dtype), self.bias)
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype), self.bias)
 
 
 class Codes(nn.Parameter):
@@ -46,7 +47,8 @@ class StoredLinear(Int8Linear):
         packed = torch.Tensor._make_subclass(Codes, self._buffers.pop("qweight").view(torch.float32), False)
         self.register_parameter("qweight", packed)
 
-    def dequantized(self) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
         return self.qweight.data.view(torch.int8).float() * self.scales
 
 
