@@ -157,6 +157,19 @@ class TestDtypesInsidePeft:
         assert seen["lora_A.default"][1] == seen["lora_B.default"][1] == BF16
         assert {p.grad.dtype for p in adapters(model).values()} == {FP32}
 
+    @pytest.mark.parametrize("part", ["lora_magnitude_vector", "lora_A", "lora_B"])
+    def test_a_part_alone(self, part):
+        """DoRA's magnitude is handed the other parts, and computes with them in their format."""
+        model, (_, batch) = adapted("dora"), tiny_models.llama()
+        twin = copy.deepcopy(model)
+        hf_lowprec.cast_model(model, keep_fp32=part)
+        loss = model(**batch).loss
+        loss.backward()
+        assert {name for name, p in adapters(model).items() if p.grad.dtype == FP32} == {
+            name for name in adapters(model) if f".{part}." in name
+        }
+        assert abs(loss - twin(**batch).loss) < LOSS_NOISE
+
 
 class TestLoraPlus:
     @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
