@@ -14,6 +14,7 @@ from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.insight.memory import memory_use
+from hf_lowprec.insight.report import precision_report
 from hf_lowprec.integrations.quantization import quantization_notes
 from tests import tiny_models
 from tests.integrations.tiny_training import arguments, counting_data, losses, optimizer_of, trained
@@ -70,15 +71,19 @@ def test_the_report_of_a_model_that_trains_as_a_whole_names_weights(tmp_path, ca
 
 def test_memory_is_counted_as_it_is_stored():
     model = quantized("wrapper_subclass")
-    hf_lowprec.cast_model(model)
+    cast = hf_lowprec.cast_model(model)
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2)
+    trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert re.search(rf"exp_avg  .*\(bfloat16 {trains:,}\)", precision_report(model, optimizer, cast)), (
+        "of frozen ones none"
+    )
     _, batch = tiny_models.llama()
     model(**batch).loss.backward()
     optimizer.step()
-    use, count = memory_use(model, optimizer), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    use = memory_use(model, optimizer)
     assert use.weights[torch.int8] == 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
-    assert use.gradients == {BF16: 2 * count}
-    assert use.state[BF16] == 3 * 2 * count
+    assert use.gradients == {BF16: 2 * trains}
+    assert use.state[BF16] == 3 * 2 * trains
 
 
 class TestRefusals:
