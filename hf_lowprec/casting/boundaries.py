@@ -70,6 +70,8 @@ class NarrowInputs:
 
 
 def enter_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
+        return args, kwargs  # it computes with those, in their formats (PEFT's DoRA)
     return converted(args, _float32), converted(kwargs, _float32)
 
 

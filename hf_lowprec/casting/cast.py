@@ -4,17 +4,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lowprec.casting.boundaries import install_float32, install_narrowing, remove_all
 from hf_lowprec.casting.places import input_boundaries, output_heads
 from hf_lowprec.casting.policy import HALVES, Entry, Owners, callable_parts, kind_of, plan, top_of
+from hf_lowprec.casting.quantized import is_quantized, presents_float32, untouchable
 from hf_lowprec.casting.report import CastReport, DtypeTotal
 from hf_lowprec.casting.rotary import restore
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
-# Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage, which only it may convert.
-_CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MARK = "_low_precision_cast"
 
 Keep = Entry | Iterable[Entry]
@@ -27,7 +26,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     rotary embeddings, in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions
     searched in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties
     survive, gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing,
-    unless the model grew.
+    unless the model grew. Quantized weights stay as they are, with the scales beside them in their modules; a module
+    whose quantized weights present themselves as FP32 is kept.
 
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
     `dtype`. Only a kept output head leaves its output in FP32: a kept module that is or contains what
@@ -49,8 +49,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
             with the childless module that owns it (else alone, no boundary). A class keeps its instances.
 
     Raises:
-        ValueError: another `dtype`, or not an earlier cast's; an entry that matches nothing or names what an
-            earlier cast has rounded; a model already wrapped or sharded.
+        ValueError: another `dtype`, or not an earlier cast's; an entry that matches nothing, covers quantized
+            weights or names what an earlier cast has rounded; a model already wrapped or sharded.
         TypeError: an entry is neither a string nor a module class.
     """
     keep = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
@@ -63,26 +63,33 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
                 owners.setdefault(id(tensor), []).append((name, f"{name}.{attribute}".lstrip("."), tensor))
     inherited = tuple(dict.fromkeys(entry for _, entries in marks for entry in entries))
     kept, kept_tensors = plan(modules, owners, keep, inherited)
+    for path, name, tensor in (owners[key][0] for key in kept_tensors):
+        why = kept.get(top_of(path, kept) or "", kept_tensors[id(tensor)])
+        if why.startswith("keep_fp32") and is_quantized(tensor):
+            raise ValueError(f"{why} covers {name}, which is quantized and has no FP32 form; name what is beside it")
     known = plan(modules, owners, (), inherited)[1] if marks else kept_tensors
     late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
     if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
         raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
+    fixed = untouchable(owners)
     before = _totals(owners)
     reported, upcast = dict[str, str](), dict[str, torch.dtype]()
     cast, restored, warnings, untouched = list[str](), list[str](), list[str](), dict[str, str]()
     for key, group in owners.items():
         name, tensor, old = group[0][1], group[0][2], group[0][2].dtype
-        if type(tensor.data) is not Tensor or old not in _CASTABLE:
-            untouched[name] = f"{type(tensor.data).__name__} of {old}"
-            continue
-        target = torch.float32 if key in kept_tensors else dtype
-        tensor.data = tensor.data.to(target)
-        if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.to(target)
-        if key not in kept_tensors:
-            cast += [name] if old != dtype else []
-            continue
-        upcast |= {name: old} if old != torch.float32 else {}
+        if key in fixed:
+            untouched[name] = fixed[key]
+            if not presents_float32(tensor):
+                continue
+        else:
+            target = torch.float32 if key in kept_tensors else dtype
+            tensor.data = tensor.data.to(target)
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(target)
+            if key not in kept_tensors:
+                cast += [name] if old != dtype else []
+                continue
+            upcast |= {name: old} if old != torch.float32 else {}
         for path, name, _ in group:
             top = top_of(path, kept)
             reported[name if top is None else top] = kept_tensors[key] if top is None else kept[top]

@@ -7,6 +7,8 @@ import re
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.casting.quantized import presents_float32
+
 HALVES = (torch.bfloat16, torch.float16)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead)*$", re.IGNORECASE)
@@ -30,6 +32,9 @@ def kind_of(module: nn.Module) -> str:
 
 def plan(modules: Modules, owners: Owners, new: tuple[Entry, ...], earlier: tuple[Entry, ...]) -> Kept:
     kept = {n: f"{kind} ({type(m).__name__})" for n, m in modules.items() if (kind := kind_of(m))}
+    for path, _, tensor in (owner for group in owners.values() for owner in group):
+        if presents_float32(tensor):
+            kept[path] = f"weights quantized as {type(tensor.data).__name__} of {tensor.dtype}"
     tensors: dict[int, str] = {}
     entries = [(key, path, name) for key, group in owners.items() for path, name, _ in group]
     leaves = {name for name, module in modules.items() if not module._modules}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ class MemoryUse:
 
     Attributes:
         parameters: number of parameters; of sharded ones those that this rank holds.
-        weights: bytes of the parameters, by dtype.
+        weights: bytes of the parameters, by dtype; of quantized ones in the dtypes they are stored in, without what
+            a quantizer keeps outside of parameters.
         gradients: bytes of the gradients there are, by dtype.
         state: bytes of the optimizer state there is, by dtype.
     """
@@ -51,8 +52,17 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
     )
 
 
+def stored(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The plain tensors that `tensors` consist of on this rank: shards, and codes and scales of quantized weights."""
+    for tensor in map(local, tensors):
+        if type(tensor.data) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            yield from stored(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
 def _bytes(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     count: Counter[torch.dtype] = Counter()
-    for tensor in map(local, tensors):
+    for tensor in stored(tensors):
         count[tensor.dtype] += tensor.numel() * tensor.element_size()
     return count

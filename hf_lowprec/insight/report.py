@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
+from hf_lowprec.casting.quantized import holds_codes
+from hf_lowprec.insight.memory import stored
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends import expected
 from hf_lowprec.optim.shards import local
@@ -26,9 +28,11 @@ def precision_report(
         cast: what `cast_model` returned.
         notes: further lines.
     """
-    weights = _by_dtype(model.parameters())
-    lines = [f"hf_lowprec: {_name(cast.dtype)} training of {type(model).__name__}", _row("weights", weights)]
-    lines.append(_row("gradients", _by_dtype(p for p in model.parameters() if p.requires_grad)))
+    trainable = _by_dtype(p for p in model.parameters() if p.requires_grad)
+    frozen = _by_dtype(_frozen(model))
+    lines = [f"hf_lowprec: {_name(cast.dtype)} training of {type(model).__name__}"]
+    lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
+    lines.append(_row("gradients", trainable))
     if isinstance(optimizer, LowPrecisionOptimizer):
         lines += _states(optimizer)
         lines.append(f"  {'rounding':<13}{_modes(optimizer)}")
@@ -42,11 +46,18 @@ def precision_report(
     return "\n".join(lines)
 
 
+def _frozen(model: nn.Module) -> Iterator[Tensor]:
+    """Frozen parameters, and the buffers of modules whose weights are quantized into buffers."""
+    for module in model.modules():
+        yield from module.buffers(recurse=False) if holds_codes(module) else ()
+    yield from (param for param in model.parameters() if not param.requires_grad)
+
+
 def _states(optimizer: LowPrecisionOptimizer) -> list[str]:
     """One row per state name; what a lazy state will be is known before it exists."""
     rows: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group in optimizer.param_groups:
-        for param in group["params"]:
+        for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
             for state in optimizer.stored_states(group, param.dtype):
                 rows[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
     return [_row(name, count) for name, count in rows.items()]
@@ -67,16 +78,19 @@ def _backends(optimizer: LowPrecisionOptimizer) -> str:
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     count: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        count[tensor.dtype] += local(tensor).numel()
+    for tensor in stored(tensors):
+        count[tensor.dtype] += tensor.numel()
     return count
 
 
 def _row(title: str, count: Counter[torch.dtype]) -> str:
     total = sum(count.values())
     size = sum(n * dtype.itemsize for dtype, n in count.items())
+    # An element of a quantizer's storage may be several weights, or a part of one.
+    floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
+    each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{_name(dtype)} {n:,}" for dtype, n in count.most_common())
-    return f"  {title:<13}{size / 2**20:>10,.1f} MiB {size / max(total, 1):>5.2f} bytes/parameter  ({shares})"
+    return f"  {title:<13}{size / 2**20:>10,.1f} MiB {each}  ({shares})"
 
 
 def _name(dtype: torch.dtype) -> str:

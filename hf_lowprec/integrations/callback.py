@@ -19,6 +19,7 @@ from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocas
 from hf_lowprec.integrations.arguments import check_liger, optimizer_name
 from hf_lowprec.integrations.beside import cast_beside, is_evaluation
 from hf_lowprec.integrations.outputs import return_float32
+from hf_lowprec.integrations.quantization import quantization_notes, refuse_quantized_training
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.shards import is_sharded
@@ -42,9 +43,9 @@ class LowPrecisionCallback(TrainerCallback):
     Our `optim=` names bring it along by themselves. Pass one as `Trainer(callbacks=[…])` to choose its arguments, or to
     train in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
 
-    Added to every training log: `lost_updates`, the share of the intended weight changes of that step that
-    rounding did not store (0 is none, 1 is all; see `insight.updates`); with `skip_nonfinite` also `skipped_steps`, how
-    many steps were left out so far.
+    Added to every training log: `lost_updates`, if weights of 16 bits train: the share of the intended weight changes
+    of that step that rounding did not store (0 is none, 1 is all; see `insight.updates`); with `skip_nonfinite` also
+    `skipped_steps`, how many steps were left out so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -101,6 +102,7 @@ class LowPrecisionCallback(TrainerCallback):
 
     def cast(self, model: nn.Module) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
+        refuse_quantized_training(model)
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
         return_float32(model)
@@ -156,6 +158,7 @@ class LowPrecisionCallback(TrainerCallback):
         self._lost = None
         if self.report and state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
+            lines += quantization_notes(kwargs["model"])
             if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
                 lines.append(
                     f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds as often; "
@@ -175,7 +178,8 @@ class LowPrecisionCallback(TrainerCallback):
             due = step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
         else:
             due = step % _MEASURE_EVERY == 0 or self._lost is None
-        if due:
+        halves = any(p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"])
+        if due and halves:  # of FP32 adapters nothing is rounded
             self._lost = lost_updates(optimizer)
 
     def on_optimizer_step(

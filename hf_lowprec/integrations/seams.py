@@ -18,7 +18,10 @@ SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
-"""Trainer's method that reads the weights of a checkpoint into its model."""
+"""Trainer's method that loads a checkpoint's weights when a training is resumed; its last argument is the model."""
+
+LOAD_BEST = "_load_best_model"
+"""Trainer's method that loads the best weights when a training ends."""
 
 _PREPARED = "_is_accelerate_prepared"
 """What accelerate leaves on a model that it has prepared."""

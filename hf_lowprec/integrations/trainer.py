@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from hf_lowprec.integrations.arguments import (
     optimizer_name,
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.integrations.loading import same_parameters
+from hf_lowprec.integrations.quantization import refuse_frozen
 from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
@@ -38,11 +41,14 @@ def register() -> None:
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)
     _wrap_once(seams.SAVE_RANDOM_STATE, _save_random_state)
+    _wrap_once(seams.LOAD_CHECKPOINT, _load)
+    _wrap_once(seams.LOAD_BEST, _load)
 
 
 def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
     """What Trainer's dispatch table answers; the model was cast when the Trainer was built."""
     if context.model is not None:
+        refuse_frozen(context.model)
         halves = {p.dtype for p in context.model.parameters()} & {torch.bfloat16, torch.float16}
         if not halves:
             raise ValueError(
@@ -179,3 +185,9 @@ def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs
     original(trainer, *args, **kwargs)
     if getattr(trainer, _CALLBACK, None) is not None:
         trainer.accelerator.wait_for_everyone()
+
+
+def _load(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """The optimizer, and what FP32 estimates of weights are made of, goes on with the parameters that it has."""
+    with same_parameters(trainer.model) if getattr(trainer, _CALLBACK, None) is not None else nullcontext():
+        original(trainer, *args, **kwargs)

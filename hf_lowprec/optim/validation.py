@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.shards import check_placements
+from hf_lowprec.optim.shards import check_placements, is_sharded
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
@@ -127,6 +127,15 @@ def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
 
 def check_param(param: Tensor, group: Group, where: str) -> None:
     """Raise ValueError if `param` cannot be stepped with the settings of `group`."""
+    # The memory of a subclass that is no shard holds something else than the numbers that it presents.
+    codes = type(param.data) is not Tensor and not is_sharded(param)
+    if (codes or not param.is_floating_point() or param.itemsize == 1) and not param.requires_grad:
+        return  # a quantized weight, frozen: no step reaches it
+    if codes:
+        raise ValueError(
+            f"a parameter in {where} is quantized ({type(param.data).__name__} of {param.dtype}), and its codes cannot "
+            "be stepped; freeze it (requires_grad_(False)) and train adapters"
+        )
     check_placements(param, f"a parameter in {where}")
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
         raise ValueError(f"a parameter in {where} is expanded: several elements share one place in memory; clone it")

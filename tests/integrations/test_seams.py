@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations import seams
-from tests.integrations.tiny_training import trained
+from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
 WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/seams.py"
@@ -122,3 +122,22 @@ hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf1
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
+    """Both methods run, the one while resuming and the other at the end, before `on_train_end`."""
+    called = []
+    for name in (seams.LOAD_CHECKPOINT, seams.LOAD_BEST):
+        assert hasattr(Trainer, name), f"Trainer.{name} is gone {WHERE}"
+        original = getattr(Trainer, name)
+        monkeypatch.setattr(
+            Trainer, name, lambda self, *a, _o=original, _n=name, **k: (called.append(_n), _o(self, *a, **k))[1]
+        )
+    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "eval_strategy": "steps"}
+    settings |= {"save_steps": 1, "eval_steps": 1, "load_best_model_at_end": True}
+    trained(tmp_path, max_steps=1, **settings)
+    assert called == [seams.LOAD_BEST], f"the best weights are loaded elsewhere {WHERE}"
+    Trainer(llama(), arguments(tmp_path, max_steps=2, **settings), None, counting_data(), counting_data(8)).train(
+        resume_from_checkpoint=True
+    )
+    assert called[1:] == [seams.LOAD_CHECKPOINT, seams.LOAD_BEST], f"checkpoints are loaded elsewhere {WHERE}"

@@ -1,0 +1,90 @@
+"""What quantized models cannot do here: train their quantized weights. Refused before anything is changed, with what to
+change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.quantized import holds_codes, is_quantized
+
+_RECIPES = {
+    "torchao.float8": "FP8 training (convert_to_float8_training)",
+    "torchao.prototype.moe_training": "FP8 training of experts",
+    "torchao.prototype.mx_formats": "MX training",
+    "torchao.prototype.quantized_training": "quantized training",
+    "torchao.quantization.qat": "quantization-aware training (QATConfig)",
+    "torch.ao.nn.qat": "quantization-aware training (prepare_qat)",
+    "torch.ao.nn.intrinsic.qat": "quantization-aware training (prepare_qat)",
+    "torch.ao.quantization.fake_quantize": "quantization-aware training (prepare_qat)",
+}
+"""Where the modules and tensors live that round weights in every forward pass. They see the 16-bit weight and never its
+compensation, and their own arithmetic expects the formats that they chose."""
+_ADAPTERS = "train adapters on it (peft.get_peft_model), or load it without quantization_config"
+
+
+def refuse_quantized_training(model: nn.Module) -> None:
+    """Raise ValueError if training `model` would train quantized weights, or weights that are quantized on the fly.
+
+    Quantized weights that are frozen, below trainable adapters, are fine.
+    """
+    for where, found in _homes(model):
+        recipe = next((text for home, text in _RECIPES.items() if where == home or where.startswith(f"{home}.")), None)
+        if recipe:
+            raise ValueError(
+                f"the model is prepared for {recipe}: {found}; that does not go with pure BF16 training. Leave the "
+                "preparation out, or train with another optim="
+            )
+    for name, param in model.named_parameters():
+        if param.requires_grad and is_quantized(param):
+            kind = f"{type(param.data).__name__} of {param.dtype}"
+            raise ValueError(f"{name} is quantized ({kind}) and requires a gradient: {_ADAPTERS}")
+    adapters = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if adapters:
+        return
+    if getattr(model, "is_quantized", False):
+        aware = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
+        what = "quantization-aware training" if aware else "training all weights"
+        raise ValueError(
+            f"{what} of a model with quantization_config={type(config).__name__} is not supported: {_ADAPTERS}"
+        )
+    codes = next((name for name, module in model.named_modules() if holds_codes(module)), None)
+    # Somebody who trains adapters, or norms, has frozen the rest.
+    if codes is not None and all(param.requires_grad for param in model.parameters() if not is_quantized(param)):
+        raise ValueError(
+            f"the model trains as a whole, and its weights are quantized ({codes}), so they would stay as they are: "
+            f"{_ADAPTERS}"
+        )
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Raise ValueError if nothing of `model` is trainable."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "no parameter of the model requires a gradient, so nothing would be trained; adapters that are loaded to "
+            "be trained further need PeftModel.from_pretrained(…, is_trainable=True)"
+        )
+
+
+def quantization_notes(model: nn.Module) -> list[str]:
+    """What a precision report should say about the quantized weights of `model`."""
+    wide = [name for name, m in model.named_modules() if getattr(m, "compute_dtype", None) == torch.float32]
+    if not any(holds_codes(model.get_submodule(name)) for name in wide):
+        return []
+    return [
+        f"{len(wide)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "
+        "BitsAndBytesConfig is faster"
+    ]
+
+
+def _homes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The Python modules that define the classes of the model's modules and parameters, each with who is of it."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        yield from ((cls.__module__, f"{name or 'it'} is {kind.__module__}.{kind.__name__}") for cls in kind.__mro__)
+    for name, param in model.named_parameters():
+        stored = type(param.data)
+        yield stored.__module__, f"{name} is {stored.__module__}.{stored.__name__}"
