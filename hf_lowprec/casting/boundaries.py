@@ -69,7 +69,7 @@ class NarrowInputs:
         return (tensor.clamp(min=lowest) if "mask" in name.lower() else tensor).to(self.dtype)
 
 
-def enter_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_float32(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _converted(args, _float32), _converted(kwargs, _float32)
 
 

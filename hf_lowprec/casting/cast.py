@@ -7,8 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.boundaries import install_float32, install_narrowing
+from hf_lowprec.casting.losses import widen_loss
 from hf_lowprec.casting.places import input_boundaries, output_heads
-from hf_lowprec.casting.policy import HALVES, Entry, Owners, callable_parts, kind_of, plan, top_of
+from hf_lowprec.casting.policy import (
+    HALVES,
+    Entry,
+    Owners,
+    callable_parts,
+    is_bounded,
+    kind_of,
+    needs_float32,
+    plan,
+    top_of,
+)
 from hf_lowprec.casting.report import CastReport, DtypeTotal
 from hf_lowprec.casting.rotary import restore
 
@@ -88,16 +99,22 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
             reported[name if top is None else top] = kept_tensors[key] if top is None else kept[top]
         if kind_of(modules[group[0][0]]) == "rotary":
             restore(modules[group[0][0]], *group[0][1:], restored, warnings)
+    reported |= {n: kept[n] for n in kept if top_of(n, kept) == n and needs_float32(modules[n])}
     tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
-    boundaries = tuple(name for name in tops if kind_of(modules[name]) != "rotary")
+    boundaries = tuple(name for name in tops if is_bounded(modules[name]))
     inputs = input_boundaries(modules, dtype)
     heads, before_head = output_heads(modules, kept, dtype)
     inputs += [name for name in before_head if name not in inputs]
-    fresh = [install_float32(modules[name], dtype, name not in heads) for name in boundaries]
+    losses = [name for name in boundaries if kind_of(modules[name]) == "loss"]
+    exact = heads.union(losses)
+    fresh = [install_float32(modules[name], dtype, name not in exact) for name in boundaries]
+    widened = {name: new for name, module in modules.items() if (new := widen_loss(module)) is not None}
+    fresh += widened.values()
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
     setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     return CastReport(
         *(dtype, tuple(cast), reported, boundaries, tuple(inputs), tuple(n for n in boundaries if n in heads)),
+        *((*losses, *widened),),
         *(upcast, tuple(restored), untouched, tuple(warnings), before, _totals(owners)),
         *(bool(marks), bool(cast or upcast or restored or any(fresh))),
     )

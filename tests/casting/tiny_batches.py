@@ -149,14 +149,20 @@ def _speech(config: Any, names: set[str]) -> Iterator[Batch]:
         mask = mask if "input_features_mask" in names else {}
         whisper = find(config, "max_source_positions", default=FRAMES // 2) * 2
         wide = find(config, "feature_projection_input_dim", default=2 * mel)
-        shapes = (ROWS, mel, whisper), (ROWS, FRAMES, mel), (ROWS, mel, FRAMES), (ROWS, FRAMES, wide), (ROWS, 1, FRAMES, mel)
+        shapes = (
+            (ROWS, mel, whisper),
+            (ROWS, FRAMES, mel),
+            (ROWS, mel, FRAMES),
+            (ROWS, FRAMES, wide),
+            (ROWS, 1, FRAMES, mel),
+        )
         for shape in shapes:
             features = torch.randn(shape)
             if "feature_attention_mask" in names:
-                yield {"input_features": features, "feature_attention_mask": torch.ones(ROWS, max(shape[1:])).long()}
+                yield {"input_features": features, "feature_attention_mask": torch.ones(ROWS, max(shape)).long()}
             yield {"input_features": features, **mask}
             if "attention_mask" in names and "input_ids" not in names:
-                yield {"input_features": features, **mask, "attention_mask": torch.ones(ROWS, max(shape[1:])).long()}
+                yield {"input_features": features, **mask, "attention_mask": torch.ones(ROWS, max(shape)).long()}
     if "input_values" in names:
         yield {"input_values": torch.randn(ROWS, SAMPLES)}
         yield {"input_values": torch.randn(ROWS, 1, SAMPLES)}
