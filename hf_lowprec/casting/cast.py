@@ -34,14 +34,17 @@ Keep = Entry | Iterable[Entry]
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: Keep = ()) -> CastReport:
     """Cast `model` in place to `dtype`, keeping what needs FP32, and return what was done.
 
-    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of
-    rotary embeddings, in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions
-    searched in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties
-    survive, gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing,
-    unless the model grew.
+    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of rotary
+    embeddings and other tables named `inv_freq`, of losses, of the few modules whose code needs FP32
+    (`float32_code.py`), in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions searched
+    in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties survive,
+    gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing, unless the model
+    grew.
 
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
-    `dtype`. Only a kept output head leaves its output in FP32: a kept module that is or contains what
+    `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters, and the `loss_function`
+    of models as transformers has it, get exact FP32 copies of what is handed to them, and their result stays FP32.
+    Beside those only a kept output head leaves its output in FP32: a kept module that is or contains what
     `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child with floating tensors
     (or the last of that child, and so on). Calls of `model`, and of each model in it (a module with a
     `main_input_name`, as transformers has it), that hold 16-bit tensors round floating inputs wider than `dtype`
@@ -113,10 +116,21 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
     setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     return CastReport(
-        *(dtype, tuple(cast), reported, boundaries, tuple(inputs), tuple(n for n in boundaries if n in heads)),
-        *((*losses, *widened),),
-        *(upcast, tuple(restored), untouched, tuple(warnings), before, _totals(owners)),
-        *(bool(marks), bool(cast or upcast or restored or any(fresh))),
+        dtype=dtype,
+        cast=tuple(cast),
+        kept=reported,
+        boundaries=boundaries,
+        inputs=tuple(inputs),
+        heads=tuple(name for name in boundaries if name in heads),
+        losses=(*losses, *widened),
+        upcast=upcast,
+        restored=tuple(restored),
+        untouched=untouched,
+        warnings=tuple(warnings),
+        before=before,
+        after=_totals(owners),
+        already_cast=bool(marks),
+        changed=bool(cast or upcast or restored or any(fresh)),
     )
 
 

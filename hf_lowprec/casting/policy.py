@@ -48,8 +48,8 @@ def is_bounded(module: nn.Module) -> bool:
 
 def plan(modules: Modules, owners: Owners, new: tuple[Entry, ...], earlier: tuple[Entry, ...]) -> Kept:
     kept = {n: f"{kind} ({type(m).__name__})" for n, m in modules.items() if (kind := kind_of(m))}
-    names = {n: type(m).__name__ for n, m in modules.items() if type(m).__name__ in FLOAT32_CODE}
-    kept |= {n: f"{name}: {FLOAT32_CODE[name]}" for n, name in names.items()}
+    codes = {n: type(m).__name__ for n, m in modules.items() if type(m).__name__ in FLOAT32_CODE}
+    kept |= {n: f"{code}: {FLOAT32_CODE[code]}" for n, code in codes.items()}
     tensors: dict[int, str] = {}
     entries = [(key, path, name) for key, group in owners.items() for path, name, _ in group]
     leaves = {name for name, module in modules.items() if not module._modules}

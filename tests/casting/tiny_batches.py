@@ -60,7 +60,10 @@ def find(config: PreTrainedConfig, *names: str, default: Any = None, kind: type 
 
 
 def _tokens(config: PreTrainedConfig, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several; input_ids are the encoder's
+        text = config.get_text_config(encoder=True)
     most = find(text, "vocab_size", default=VOCABULARY)
     return torch.randint(min(FIRST_TOKEN, most // 2), min(most, VOCABULARY), (rows, length))
 
@@ -87,6 +90,8 @@ def _text(config: Any, names: set[str], model: nn.Module) -> Batch:
     tokens = _tokens(config)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
+    if "SequenceClassification" in type(model).__name__ and isinstance(config.eos_token_id, int):
+        tokens[:, LENGTH - 4] = config.eos_token_id  # where BART looks
     text: Batch = {"input_ids": tokens}
     if "attention_mask" in names:
         text["attention_mask"] = mask

@@ -89,7 +89,7 @@ def sizes_of(name: str, values: Any, stages: bool) -> Any:
         return type(values)(2 ** min(ranks.index(v), 3) for v in values)
     if re.fullmatch(r".*(image_size|img_size|input_size)", name):
         return type(values)(IMAGE for _ in values)
-    return type(values)(map(eighth, values)) if WIDTHS.fullmatch(name) else values
+    return [eighth(v) for v in values] if WIDTHS.fullmatch(name) else values
 
 
 def eighth(width: int) -> int:
