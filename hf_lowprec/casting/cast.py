@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.boundaries import install_float32, install_narrowing
+from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding
+from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
 from hf_lowprec.casting.losses import widen_loss
 from hf_lowprec.casting.places import input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
@@ -113,6 +114,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     fresh = [install_float32(modules[name], dtype, name not in exact) for name in boundaries]
     widened = {name: new for name, module in modules.items() if (new := widen_loss(module)) is not None}
     fresh += widened.values()
+    results = {n: FLOAT32_RESULTS.get(type(m).__name__, "") for n, m in modules.items() if top_of(n, kept) is None}
+    results = {name: why for name, why in results.items() if why}
+    fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
     setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     return CastReport(
@@ -123,6 +127,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         inputs=tuple(inputs),
         heads=tuple(name for name in boundaries if name in heads),
         losses=(*losses, *widened),
+        results=results,
         upcast=upcast,
         restored=tuple(restored),
         untouched=untouched,
