@@ -35,7 +35,7 @@ SIZES: list[tuple[str, int]] = [
     (r"(num_|n_)?(key_value|kv|query)_heads?|num_attention_groups|num_key_heads|linear_num_key_heads", HEADS // 2),
     (r".*(head_dim|d_kv|dim_head|d_head|head_size)", WIDTH // HEADS),
     (r".*heads?", HEADS),
-    (r".*(num_experts_per_tok|moe_topk|top_?k|num_activated_experts)(_experts)?", 2),
+    (r".*(num_experts_per_tok|moe_topk|moe_k|top_?k|num_activated_experts)(_experts)?", 2),
     (r".*(num|n|local|routed)_.*experts|num_experts|moe_num_experts", HEADS),
     (r".*shared_experts", 1),
     (r"image_size|.*_image_size|img_size|input_size", IMAGE),
@@ -62,7 +62,7 @@ FILLED = {
     **{"pad_token_id": 0, "vocab_size": VOCABULARY, "head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS // 2},
     **{"moe_intermediate_size": WIDTH, "n_routed_experts": HEADS, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
-TOKEN = re.compile(r".*(token_(id|index)|_id|_index|_idx)s?|.*(bos|eos|pad|boi|eoi)_token.*")
+TOKEN = re.compile(r"(?!moe_layer).*(token_(id|index)|_id|_index|_idx)s?|.*(bos|eos|pad|boi|eoi)_token.*")
 
 
 def size_of(name: str, value: int) -> int:
