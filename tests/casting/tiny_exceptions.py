@@ -178,4 +178,4 @@ DISCRETE: dict[str, str] = {
 }
 
 # Model types whose tiny models take seconds: walked for the page, left out of the tests.
-LONG: set[str] = set()
+LONG = {"inkling_mm_model", "vibevoice", "vibevoice_asr", "emu3", "slanext", "univnet"}
