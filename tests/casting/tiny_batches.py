@@ -5,19 +5,17 @@ caller takes the first on which the FP32 model trains.
 """
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from tests.casting.tiny_configs import FIRST_TOKEN, IMAGE, VOCABULARY
+from tests.casting.tiny_configs import IMAGE
 from tests.casting.tiny_exceptions import BATCHES
+from tests.casting.tiny_labels import LENGTH, ROWS, Batch, asks_labels, find, labels_of, tokens_of
 
-Batch = dict[str, Any]
-ROWS, LENGTH, SAMPLES, FRAMES = 2, 12, 1600, 64
+SAMPLES, FRAMES = 1600, 64
 
 
 def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
@@ -33,39 +31,18 @@ def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
         return
     seen: list[Batch] = []
     for note, parts in _inputs(model, config, names):
-        for labels in (_labels(model, config, names, parts), {}):
+        for labels in (labels_of(model, config, names, parts), {}):
             for more in ({}, _decoder(config, names)):
                 batch = {**parts, **labels, **more}
                 if not any(batch.keys() == old.keys() and _same(batch, old) for old in seen):
                     seen.append(batch)
-                    words = [note] * bool(note) + ["without labels"] * (not labels and bool(_asks_labels(names)))
+                    words = [note] * bool(note) + ["without labels"] * (not labels and bool(asks_labels(names)))
                     yield ", ".join(words), batch
 
 
 def _same(one: Batch, two: Batch) -> bool:
     shape = {k: getattr(v, "shape", None) for k, v in one.items()}
     return shape == {k: getattr(v, "shape", None) for k, v in two.items()}
-
-
-def find(config: PreTrainedConfig, *names: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
-    """The first field of that name in the config or in a config inside it."""
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, kind) and not isinstance(value, bool):
-            return value
-    for part in vars(config).values():
-        if isinstance(part, PreTrainedConfig) and (value := find(part, *names, kind=kind)) is not None:
-            return value
-    return default
-
-
-def _tokens(config: PreTrainedConfig, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several; input_ids are the encoder's
-        text = config.get_text_config(encoder=True)
-    most = find(text, "vocab_size", default=VOCABULARY)
-    return torch.randint(min(FIRST_TOKEN, most // 2), min(most, VOCABULARY), (rows, length))
 
 
 def _inputs(model: nn.Module, config: Any, names: set[str]) -> Iterator[tuple[str, Batch]]:
@@ -87,7 +64,7 @@ def _inputs(model: nn.Module, config: Any, names: set[str]) -> Iterator[tuple[st
 
 
 def _text(config: Any, names: set[str], model: nn.Module) -> Batch:
-    tokens = _tokens(config)
+    tokens = tokens_of(config)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
     if "SequenceClassification" in type(model).__name__ and isinstance(config.eos_token_id, int):
@@ -223,97 +200,4 @@ def _with_sound(model: nn.Module, config: Any, names: set[str], text: Batch, sou
 
 
 def _decoder(config: Any, names: set[str]) -> Batch:
-    return {"decoder_input_ids": _tokens(config)} if "decoder_input_ids" in names else {}
-
-
-def _asks_labels(names: set[str]) -> set[str]:
-    return names & {"labels", "start_positions", "class_labels", "return_loss"}
-
-
-def _boxes(count: int) -> Tensor:
-    return torch.cat((torch.rand(count, 2) * 0.4 + 0.3, torch.rand(count, 2) * 0.2 + 0.1), -1)
-
-
-def _map(parts: Batch) -> tuple[int, int]:
-    pixels = parts.get("pixel_values", torch.empty(1, 1, IMAGE, IMAGE))
-    return pixels.shape[-2], pixels.shape[-1]
-
-
-def _objects(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    height, width = _map(parts)
-    return {
-        "labels": [
-            {
-                "class_labels": torch.tensor([0, 1]),
-                "boxes": _boxes(2),
-                "masks": (torch.rand(2, height, width) > 0.5).float(),
-            }
-            for _ in range(ROWS)
-        ]
-    }
-
-
-def _masks(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    height, width = _map(parts)
-    return {
-        "mask_labels": [(torch.rand(2, height, width) > 0.5).float() for _ in range(ROWS)],
-        "class_labels": [torch.tensor([0, 1]) for _ in range(ROWS)],
-    }
-
-
-def _pixels(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.randint(0, config.num_labels, (ROWS, *_map(parts)))}
-
-
-def _depth(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.rand(ROWS, *_map(parts)) + 0.1}
-
-
-def _span(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])}
-
-
-def _one_each(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": torch.arange(ROWS) % config.num_labels}
-
-
-def _each_token(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": parts["input_ids"] % config.num_labels}
-
-
-def _words(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"labels": _tokens(config, length=5)}
-
-
-def _return_loss(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    return {"return_loss": True}
-
-
-LABELS: list[tuple[str, Callable[[nn.Module, Any, Batch], Batch]]] = [
-    (r"ForMultipleChoice|NextSentence", lambda m, c, p: {"labels": torch.arange(ROWS) % 2}),
-    (r"Sequence|Image|Video|Audio|Document)Classification|XVector", _one_each),
-    (r"TokenClassification|AudioFrameClassification", _each_token),
-    (r"QuestionAnswering", _span),
-    (r"ObjectDetection|ForSegmentation|TableRecognition", _objects),
-    (r"UniversalSegmentation|InstanceSegmentation", _masks),
-    (r"SemanticSegmentation", _pixels),
-    (r"DepthEstimation", _depth),
-    (r"CTC|RNNT|TDT|Transducer", _words),
-]
-LABELS = [(pattern if pattern.count("(") == pattern.count(")") else f"({pattern}", make) for pattern, make in LABELS]
-
-
-def _labels(model: nn.Module, config: Any, names: set[str], parts: Batch) -> Batch:
-    make = next((make for pattern, make in LABELS if re.search(pattern, type(model).__name__)), None)
-    if make is not None:
-        try:
-            return {name: value for name, value in make(model, config, parts).items() if name in names}
-        except (KeyError, AttributeError):
-            return {}
-    if "labels" in names and "input_ids" in parts:
-        mask = parts.get("attention_mask", torch.ones_like(parts["input_ids"]))
-        special = parts["input_ids"] < FIRST_TOKEN // 2
-        return {"labels": parts["input_ids"].masked_fill((mask == 0) | special, -100)}
-    if "labels" in names:
-        return _words(model, config, parts)
-    return _return_loss(model, config, parts) if "return_loss" in names else {}
+    return {"decoder_input_ids": tokens_of(config)} if "decoder_input_ids" in names else {}

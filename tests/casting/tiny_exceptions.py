@@ -18,11 +18,10 @@ PYRAMID = {**NO_TIMM, "backbone_config": RESNET, "num_feature_levels": 3}
 # Half the pixels of a patch, so that all four stages are wider than a window.
 SWIN = {"patch_size": 2, "window_size": 2}
 EFFICIENTNET = {
-    **{"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 64, "kernel_sizes": [3, 3, 5]},
+    **{"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "kernel_sizes": [3, 3, 5]},
     **{"in_channels": [32, 16, 24], "out_channels": [16, 24, 40], "strides": [1, 2, 2], "expand_ratios": [1, 6, 6]},
     **{"num_block_repeats": [1, 1, 1], "depthwise_padding": []},
 }
-EFFICIENTNET["hidden_dim"] = 1280  # rounded by a rule of its own
 HISTORY = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1}
 HISTORY |= {"encoder_layers": 1, "decoder_layers": 1}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
@@ -129,9 +128,8 @@ def _masked_video(model: nn.Module) -> Batch:
 
 def _flattened(model: nn.Module) -> Batch:
     config: Any = model.config
-    patches = torch.randn(2, 16, config.vision_config.patch_embed_hidden_size)
     place = torch.stack(torch.meshgrid(torch.arange(1, 5), torch.arange(1, 5), indexing="ij"), -1).reshape(16, 2)
-    width = config.vision_config.patch_embed_hidden_size - 0
+    width = config.vision_config.patch_embed_hidden_size
     patches = torch.randn(2, 16, width)
     return {"flattened_patches": torch.cat((place.expand(2, -1, -1).float(), patches), -1), "labels": _text()}
 
