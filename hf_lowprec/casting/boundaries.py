@@ -69,7 +69,7 @@ class NarrowInputs:
         return (tensor.clamp(min=lowest) if "mask" in name.lower() else tensor).to(self.dtype)
 
 
-def enter_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_float32(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
         return args, kwargs  # it computes with those, in their formats (PEFT's DoRA)
     return converted(args, _float32), converted(kwargs, _float32)
@@ -86,16 +86,21 @@ def leave_float16(module: nn.Module, args: Any, output: Any) -> Any:
 
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
     """Give a kept module its boundary, as far as it has none; whether anything was missing."""
-    leave = leave_bfloat16 if dtype == torch.bfloat16 else leave_float16
     enters = enter_float32 not in module._forward_pre_hooks.values()
-    # Never taken away: a cast of a part cannot know what consumes the output in the whole.
-    leaves = rounds_output and leave not in module._forward_hooks.values()
     if enters:
         module.register_forward_pre_hook(enter_float32, with_kwargs=True)
-    if leaves:
-        # First, so that every other forward hook sees what the neighbours see.
-        module.register_forward_hook(leave, prepend=True)
-    return enters or leaves
+    # Never taken away: a cast of a part cannot know what consumes the output in the whole.
+    return (rounds_output and install_rounding(module, dtype)) or enters
+
+
+def install_rounding(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let a module round its floating outputs; whether it did not yet."""
+    leave = leave_bfloat16 if dtype == torch.bfloat16 else leave_float16
+    if leave in module._forward_hooks.values():
+        return False
+    # First, so that every other forward hook sees what the neighbours see.
+    module.register_forward_hook(leave, prepend=True)
+    return True
 
 
 def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:

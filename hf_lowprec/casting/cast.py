@@ -6,9 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.casting.boundaries import install_float32, install_narrowing, remove_all
+from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding, remove_all
+from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
+from hf_lowprec.casting.losses import widen_loss
 from hf_lowprec.casting.places import input_boundaries, output_heads
-from hf_lowprec.casting.policy import HALVES, Entry, Owners, callable_parts, kind_of, plan, top_of
+from hf_lowprec.casting.policy import (
+    HALVES,
+    Entry,
+    Owners,
+    callable_parts,
+    is_bounded,
+    kind_of,
+    needs_float32,
+    plan,
+    top_of,
+)
 from hf_lowprec.casting.quantized import is_quantized, presents_float32, untouchable
 from hf_lowprec.casting.report import CastReport, DtypeTotal
 from hf_lowprec.casting.rotary import restore
@@ -22,15 +34,18 @@ Keep = Entry | Iterable[Entry]
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: Keep = ()) -> CastReport:
     """Cast `model` in place to `dtype`, keeping what needs FP32, and return what was done.
 
-    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of
-    rotary embeddings, in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions
-    searched in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties
-    survive, gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing,
-    unless the model grew. Quantized weights stay as they are, with the scales beside them in their modules; a module
-    whose quantized weights present themselves as FP32 is kept.
+    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of rotary
+    embeddings and other tables named `inv_freq`, of losses, of the few modules whose code needs FP32
+    (`float32_code.py`), in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions searched
+    in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties survive,
+    gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing, unless the model
+    grew. Quantized weights stay as they are, with the scales beside them in their modules; a module whose quantized
+    weights present themselves as FP32 is kept.
 
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
-    `dtype`. Only a kept output head leaves its output in FP32: a kept module that is or contains what
+    `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters, and the `loss_function`
+    of models as transformers has it, get exact FP32 copies of what is handed to them, and their result stays FP32.
+    Beside those only a kept output head leaves its output in FP32: a kept module that is or contains what
     `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child with floating tensors
     (or the last of that child, and so on). Calls of `model`, and of each model in it (a module with a
     `main_input_name`, as transformers has it), that hold 16-bit tensors round floating inputs wider than `dtype`
@@ -95,18 +110,39 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
             reported[name if top is None else top] = kept_tensors[key] if top is None else kept[top]
         if kind_of(modules[group[0][0]]) == "rotary":
             restore(modules[group[0][0]], *group[0][1:], restored, warnings)
+    reported |= {n: kept[n] for n in kept if top_of(n, kept) == n and needs_float32(modules[n])}
     tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
-    boundaries = tuple(name for name in tops if kind_of(modules[name]) != "rotary")
+    boundaries = tuple(name for name in tops if is_bounded(modules[name]))
     inputs = input_boundaries(modules, dtype)
     heads, before_head = output_heads(modules, kept, dtype)
     inputs += [name for name in before_head if name not in inputs]
-    fresh = [install_float32(modules[name], dtype, name not in heads) for name in boundaries]
+    losses = [name for name in boundaries if kind_of(modules[name]) == "loss"]
+    exact = heads.union(losses)
+    fresh = [install_float32(modules[name], dtype, name not in exact) for name in boundaries]
+    widened = {name: new for name, module in modules.items() if (new := widen_loss(module)) is not None}
+    fresh += widened.values()
+    results = {n: FLOAT32_RESULTS.get(type(m).__name__, "") for n, m in modules.items() if top_of(n, kept) is None}
+    results = {name: why for name, why in results.items() if why}
+    fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
     setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     return CastReport(
-        *(dtype, tuple(cast), reported, boundaries, tuple(inputs), tuple(n for n in boundaries if n in heads)),
-        *(upcast, tuple(restored), untouched, tuple(warnings), before, _totals(owners)),
-        *(bool(marks), bool(cast or upcast or restored or any(fresh))),
+        dtype=dtype,
+        cast=tuple(cast),
+        kept=reported,
+        boundaries=boundaries,
+        inputs=tuple(inputs),
+        heads=tuple(name for name in boundaries if name in heads),
+        losses=(*losses, *widened),
+        results=results,
+        upcast=upcast,
+        restored=tuple(restored),
+        untouched=untouched,
+        warnings=tuple(warnings),
+        before=before,
+        after=_totals(owners),
+        already_cast=bool(marks),
+        changed=bool(cast or upcast or restored or any(fresh)),
     )
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_lowprec.casting.policy import Modules, callable_parts, top_of
+from hf_lowprec.casting.policy import Modules, callable_parts, kind_of, top_of
 
 
 def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
@@ -30,7 +30,7 @@ def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> 
         if name is not None and (top := top_of(name, kept)) is not None:
             heads |= set(callable_parts(top, modules))
     name, before = "", list[str]()
-    while children := [n for n in _children(name, modules) if _dtypes(modules[n])]:
+    while children := [n for n in _children(name, modules) if _dtypes(modules[n]) and kind_of(modules[n]) != "loss"]:
         name = children[-1]
         before += children[:-1]
         if name not in kept:

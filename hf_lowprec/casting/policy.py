@@ -1,4 +1,4 @@
-"""What stays in FP32, and why: norms, rotary embeddings, what the model's class names, what the caller names."""
+"""What stays in FP32, and why: norms, rotary embeddings, losses, what the model's class or the caller names."""
 
 import difflib
 import fnmatch
@@ -7,12 +7,15 @@ import re
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.casting.float32_code import FLOAT32_CODE
 from hf_lowprec.casting.quantized import presents_float32
 
 HALVES = (torch.bfloat16, torch.float16)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
-_NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead)*$", re.IGNORECASE)
+_NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead|Layer)*$", re.IGNORECASE)
 _ROTARY_NAME = re.compile(r"Rotary|Rope\w*Embedding", re.IGNORECASE)
+_FREQUENCIES = re.compile(r"(\w+_)?inv_freq")
+_LOSS_NAME = re.compile(r"(Loss|Criterion)$")
 
 Entry = str | type[nn.Module]
 Modules = dict[str, nn.Module]
@@ -21,17 +24,33 @@ Owners = dict[int, list[tuple[str, str, Tensor]]]  # id of a tensor -> (module n
 
 
 def kind_of(module: nn.Module) -> str:
-    """`"norm"`, `"rotary"` or `""`."""
+    """`"norm"`, `"rotary"`, `"loss"` or `""`."""
     names = [cls.__name__ for cls in type(module).__mro__]
     inner = [m for m in module.modules() if m is not module and (m._parameters or m._buffers)]
     # By name alone, whole encoders (Wav2Vec2EncoderStableLayerNorm) and norms that own linears would count.
     if isinstance(module, _NORMS) or any(map(_NORM_NAME.search, names)):
         return "norm" if all(kind_of(m) == "norm" for m in inner) else ""
-    return "rotary" if any(map(_ROTARY_NAME.search, names)) and not inner else ""
+    # A table of frequencies has its format for its values; its module decides what it returns.
+    tables = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
+    if (tables or any(map(_ROTARY_NAME.search, names))) and not inner:
+        return "rotary"
+    return "loss" if any(map(_LOSS_NAME.search, names)) and not any(m._parameters for m in module.modules()) else ""
+
+
+def needs_float32(module: nn.Module) -> bool:
+    """Whether it is the code of a module, with or without tensors, that works in FP32."""
+    return kind_of(module) == "loss" or type(module).__name__ in FLOAT32_CODE
+
+
+def is_bounded(module: nn.Module) -> bool:
+    """Whether a kept module gets a boundary: a rotary embedding converts by itself, but for those known not to."""
+    return kind_of(module) != "rotary" or type(module).__name__ in FLOAT32_CODE
 
 
 def plan(modules: Modules, owners: Owners, new: tuple[Entry, ...], earlier: tuple[Entry, ...]) -> Kept:
     kept = {n: f"{kind} ({type(m).__name__})" for n, m in modules.items() if (kind := kind_of(m))}
+    codes = {n: type(m).__name__ for n, m in modules.items() if type(m).__name__ in FLOAT32_CODE}
+    kept |= {n: f"{code}: {FLOAT32_CODE[code]}" for n, code in codes.items()}
     for path, _, tensor in (owner for group in owners.values() for owner in group):
         if presents_float32(tensor):
             kept[path] = f"weights quantized as {type(tensor.data).__name__} of {tensor.dtype}"

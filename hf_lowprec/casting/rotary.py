@@ -1,7 +1,5 @@
-"""Rotary embeddings whose frequencies were rounded before the cast."""
+"""Rotary embeddings, and other tables of frequencies, whose values were rounded before the cast."""
 
-import re
-import sys
 from typing import Any
 
 import torch
@@ -15,21 +13,20 @@ def restore(module: nn.Module, name: str, tensor: Tensor, restored: list[str], w
     halves = [] if tensor.is_meta else [h for h in HALVES if torch.equal(tensor, tensor.to(h).float())]
     if not halves:
         return
-    # transformers 5 names: `inv_freq`, `original_inv_freq`, with a layer type before if there are several.
-    layer_type = re.sub(r"_?(original_)?inv_freq$", "", name.rpartition(".")[2])
-    kind = getattr(module, "rope_type", None)
-    kind = (kind.get(layer_type) if isinstance(kind, dict) else kind) or "default"
-    build: Any = getattr(module, f"compute_{kind}_rope_parameters", getattr(module, "rope_init_fn", None))
-    for cls in type(module).__mro__:
-        build = build or getattr(sys.modules.get(cls.__module__), "ROPE_INIT_FUNCTIONS", {}).get(kind)
-    try:
-        with torch.device("cpu"):
-            exact = build(module.config, **({"layer_type": layer_type} if layer_type else {}))[0]
-        rounded = [exact.to(half).float().to(tensor.device) for half in halves]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        exact, rounded = tensor.new_empty(0), []
-    if any(torch.equal(tensor, values) for values in rounded):
+    exact = _table(module, name.rpartition(".")[2])
+    if exact is not None and any(torch.equal(tensor.cpu(), exact.to(half).float()) for half in halves):
         restored += [name] * (not torch.equal(tensor.cpu(), exact))
         tensor.data.copy_(exact)
     else:
         warnings.append(f"{name} looks rounded to 16 bits and could not be recomputed")
+
+
+def _table(module: nn.Module, name: str) -> Tensor | None:
+    """The buffer of a second module of that class, made from the same config, as transformers makes it."""
+    try:
+        with torch.device("cpu"):
+            twin: Any = type(module)(module.config)  # type: ignore[arg-type]
+    except Exception:  # the constructor is anyone's
+        return None
+    table = twin._buffers.get(name)
+    return table.float() if isinstance(table, Tensor) else None

@@ -1,0 +1,200 @@
+"""Every model class of transformers, cast and trained: the walk that writes `docs/model-support.md`, and its reading.
+
+python -m tests.casting.model_support [--write] [model_type or class …]
+"""
+
+import argparse
+import itertools
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.models.auto.modeling_auto as auto
+
+from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome, check
+
+PAGE = Path(__file__).parents[2] / "docs" / "model-support.md"
+COMMAND = "python -m tests.casting.model_support --write"
+SECONDS = 20  # for one class
+# The class a model type is known for: the first of these names that one has, else its first class.
+MAIN = (
+    *("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification"),
+    *("ForObjectDetection", "ForCTC", "ForSequenceClassification", "For"),
+)
+TITLES = {"Trains": TRAINS, "Does not train": FAILS, "Not compared": NO_REFERENCE}
+HEAD = """\
+# Models of transformers
+
+Written by `{command}`, with transformers {transformers} and torch {torch} on a CPU.
+
+Each class of transformers' model mappings was made tiny, trained for a step in FP32, cast with `cast_model`, and
+trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager attention where it has both. It *trains*
+if nothing fails, the loss is that of FP32 but for rounding (a bound from the FP32 gradients and BF16's unit roundoff,
+2⁻⁸), norms and rotary tables are FP32 and as they were, all else is BF16, norms return BF16, ties hold, and every
+parameter with a gradient in FP32 has a finite one in its own format.
+
+- **{trains} of {compared} classes that train in FP32 train in BF16: {percent}%**; {types} of {all_types} model types
+  with all their classes.
+- {rest} further classes are not compared: with a tiny config and an invented batch they do not train in FP32 either,
+  for the reason beside them. The cast is not that reason.
+
+Notes: *text alone*, the model also takes images or sound, which the batch has not; *without labels*, the loss is the
+mean square of what the model returns.
+"""
+
+
+def classes_by_type() -> dict[str, list[str]]:
+    """Every model type of transformers' mappings, with the names of its classes."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(vars(auto)):
+        mapping = getattr(auto, name)
+        if name.startswith("MODEL") and name.endswith("_NAMES") and isinstance(mapping, dict):
+            for model_type, value in mapping.items():
+                classes = found.setdefault(model_type, [])
+                classes += [c for c in ([value] if isinstance(value, str) else value) if c not in classes]
+    return {model_type: sorted(found[model_type]) for model_type in sorted(found)}
+
+
+def main_class(classes: list[str]) -> str:
+    return next((name for word in MAIN for name in classes if word in name), classes[0])
+
+
+def try_class(name: str, model_type: str, attentions: tuple[str | None, ...] = (None,)) -> Outcome:
+    """The outcome of a class; of several attentions the worst."""
+    model_class: Any = getattr(transformers, name, None)
+    if model_class is None:
+        return Outcome(NO_REFERENCE, "transformers does not export it")
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {SECONDS} s")
+
+    outcome = Outcome(NO_REFERENCE, "")
+    old = signal.signal(signal.SIGALRM, stop)
+    try:
+        for attention in attentions:
+            signal.alarm(SECONDS)
+            new = check(model_class, model_type, attention)
+            if attention is not None and new.kind == NO_REFERENCE:
+                continue  # the model has no such attention
+            outcome = new
+            if outcome.kind != TRAINS:
+                break
+    except TimeoutError as error:
+        outcome = Outcome(NO_REFERENCE, str(error))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    return outcome
+
+
+def walk(chosen: list[str]) -> dict[str, dict[str, Outcome]]:
+    """Every class of every model type, with its default attention and with eager attention."""
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for model_type, classes in classes_by_type().items():
+        for name in classes:
+            if chosen and not {model_type, name} & set(chosen):
+                continue
+            start = time.perf_counter()
+            two = getattr(getattr(transformers, name, None), "_supports_sdpa", False)
+            outcome = try_class(name, model_type, (None, "eager") if two else (None,))
+            outcomes.setdefault(model_type, {})[name] = outcome
+            words = f"{model_type} {name}: {outcome.kind} ({outcome.note}) {outcome.error:.2f}"
+            print(f"{words} {time.perf_counter() - start:.2f} s", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
+    """The page's text."""
+    kinds = Counter(outcome.kind for classes in outcomes.values() for outcome in classes.values())
+    types = Counter(
+        TRAINS if all(kinds == TRAINS for kinds in compared) else FAILS
+        for classes in outcomes.values()
+        if (compared := [outcome.kind for outcome in classes.values() if outcome.kind != NO_REFERENCE])
+    )
+    compared = kinds[TRAINS] + kinds[FAILS]
+    tables = [(title, _table(outcomes, kind)) for title, kind in TITLES.items()]
+    head = HEAD.format(
+        command=COMMAND,
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        trains=kinds[TRAINS],
+        compared=compared,
+        percent=f"{100 * kinds[TRAINS] / max(compared, 1):.1f}",
+        types=types[TRAINS],
+        all_types=types[TRAINS] + types[FAILS],
+        rest=kinds[NO_REFERENCE],
+    )
+    return head + "".join(f"\n## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in tables)
+
+
+def _table(outcomes: dict[str, dict[str, Outcome]], kind: str) -> list[str]:
+    lines = ["| model type | classes | note |", "|---|---|---|"]
+    for model_type, classes in outcomes.items():
+        notes: dict[str, list[str]] = {}
+        for name, outcome in classes.items():
+            if outcome.kind == kind:
+                notes.setdefault(_shortened(outcome.note), []).append(name)
+        lines += [f"| {model_type} | {_joined(names)} | {note} |" for note, names in notes.items()]
+    return lines if len(lines) > 2 else ["None."]
+
+
+def _shortened(note: str) -> str:
+    if found := re.search(r"requires the (\w+) library", note):
+        return f"needs {found[1]}"
+    note = re.sub(r"^(RuntimeError: )(?=\w+Error: )", "", note).replace("|", "/").replace("`", "")
+    return re.sub(r"<[^>]*>", "…", note)[:110].strip()
+
+
+def _joined(names: list[str]) -> str:
+    """Class names, with what they begin with in common written once: `Llama: ForCausalLM, Model`."""
+    start = "".join(
+        letters[0] for letters in itertools.takewhile(lambda x: len(set(x)) == 1, zip(*names, strict=False))
+    )
+    rests = [name[len(start) :] for name in names]
+    clear = len(names) > 1 and start and all(rest[:1].isupper() for rest in rests)
+    return f"{start}: {', '.join(rests)}" if clear else ", ".join(names)
+
+
+def read(text: str) -> dict[tuple[str, str], str]:
+    """What a page says: (model type, class) -> kind of outcome."""
+    found, kind = {}, ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            kind = TITLES[line[3:]]
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 5 and kind and cells[1] not in ("model type", "---"):
+            start, colon, rest = cells[2].rpartition(": ")
+            for name in rest.split(", "):
+                found[cells[1], start + name if colon else name] = kind
+    return found
+
+
+def version_of(text: str) -> str:
+    """The version of transformers that a page was written with."""
+    found = re.search(r"with transformers (\S+) and", text)
+    return found[1] if found else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead of printing it")
+    parser.add_argument("names", nargs="*", help="model types or classes; all of them without")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(50)
+    text = page(walk(options.names))
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

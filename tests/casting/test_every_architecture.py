@@ -1,0 +1,71 @@
+"""One class of every model type of transformers, against the page that says which of them train."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import transformers
+
+from tests.casting import model_support
+from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS
+from tests.casting.tiny_exceptions import LONG
+
+TEXT = model_support.PAGE.read_text(encoding="utf-8")
+SAID = model_support.read(TEXT)
+SAME_VERSION = model_support.version_of(TEXT) == transformers.__version__
+TYPES = model_support.classes_by_type()
+ADVICE = f"if that is right, write the page anew: {model_support.COMMAND}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def silence() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    transformers.logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_trains_as_the_page_says(model_type: str) -> None:
+    name = model_support.main_class(TYPES[model_type])
+    said = SAID.get((model_type, name))
+    if model_type in LONG or (said is None and not SAME_VERSION):
+        return  # walked for the page only; or not there in the version the page was written with
+    outcome = model_support.try_class(name, model_type)
+    found = (
+        f"{name} ({model_type}): {outcome.kind}, {outcome.note or 'no note'}; {model_support.PAGE.name} says: {said}"
+    )
+    if not SAME_VERSION or (said == NO_REFERENCE and outcome.kind == TRAINS):
+        # Configs differ between versions, optional packages between machines: only the cast is ours.
+        assert outcome.kind != FAILS or said == FAILS, found
+    else:
+        assert outcome.kind == said, f"{found}; {ADVICE}"
+
+
+@pytest.mark.skipif(not SAME_VERSION, reason="the page was written with another version of transformers")
+def test_the_page_has_every_class() -> None:
+    here = {(model_type, name) for model_type, names in TYPES.items() for name in names}
+    assert here == set(SAID), f"{sorted(here ^ set(SAID))[:5]}; {ADVICE}"
+
+
+def test_enough_train() -> None:
+    kinds = [kind for kind in SAID.values() if kind != NO_REFERENCE]
+    assert kinds.count(TRAINS) >= 0.95 * len(kinds) and len(kinds) > 500
+
+
+def test_reading_is_the_inverse_of_writing() -> None:
+    outcomes = {
+        "llama": {
+            "LlamaForCausalLM": model_support.Outcome(TRAINS, ""),
+            "LlamaModel": model_support.Outcome(TRAINS, ""),
+        },
+        "fnet": {"FNetModel": model_support.Outcome(FAILS, "a | b: `c`"), "Other": model_support.Outcome(TRAINS, "x")},
+        "detr": {"Detr": model_support.Outcome(NO_REFERENCE, "requires the timm library")},
+    }
+    text = model_support.page(outcomes)
+    said = {(model_type, name): o.kind for model_type, classes in outcomes.items() for name, o in classes.items()}
+    assert model_support.read(text) == said
+    assert model_support.version_of(text) == transformers.__version__
+    assert "3 of 4 classes" in text and "1 of 2 model types" in text and "needs timm" in text

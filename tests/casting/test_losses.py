@@ -1,0 +1,132 @@
+"""Losses of a cast model are computed in FP32, on copies of its 16-bit predictions."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_lowprec.casting import cast_model
+from tests import tiny_models
+from tests.casting.inspection import BF16, FP32, gradient_dtypes
+
+
+class Weighted(nn.Module):
+    """A model that ends in a loss module with a buffer."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.classifier = nn.Linear(8, 3)
+        self.criterion = criterion
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.classifier(self.body(x))
+        return self.criterion(logits, labels), logits
+
+
+class PairwiseMatchLoss(nn.Module):
+    """What DETR does: `cdist` does not take BF16, nor different formats."""
+
+    def forward(self, boxes: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        return torch.cdist(boxes, targets[0]["boxes"], p=1).mean()
+
+
+class TestLossModules:
+    def test_weights_and_result_are_float32(self) -> None:
+        torch.manual_seed(0)
+        weight = torch.tensor([0.1, 0.3, 0.7])
+        model = Weighted(nn.CrossEntropyLoss(weight=weight.clone()))
+        report = cast_model(model)
+        assert report.losses == ("criterion",) and "criterion" in report.kept and not report.heads
+        assert torch.equal(model.criterion.weight, weight)
+        labels = torch.tensor([0, 1, 2, 1])
+        loss, logits = model(torch.randn(4, 4), labels)
+        assert logits.dtype == BF16 and loss.dtype == FP32
+        # The same operation on the same numbers.
+        assert torch.equal(loss, nn.functional.cross_entropy(logits.float(), labels, weight))
+        loss.backward()
+        assert gradient_dtypes(model) == {BF16}
+        assert "loss in float32" in str(report)
+        assert not cast_model(model).changed
+
+    def test_without_tensors(self) -> None:
+        model = Weighted(nn.CrossEntropyLoss())
+        assert cast_model(model).losses == ("criterion",)
+        assert model(torch.randn(4, 4), torch.arange(4) % 3)[0].dtype == FP32
+
+    def test_does_not_hide_the_head(self) -> None:
+        model = Weighted(nn.CrossEntropyLoss(weight=torch.ones(3)))
+        assert cast_model(model, keep_fp32="classifier").heads == ("classifier",)
+
+    def test_a_network_by_that_name_is_none(self) -> None:
+        class PerceptualLoss(nn.Linear):
+            pass
+
+        model = nn.Sequential(nn.Linear(4, 4), PerceptualLoss(4, 4))
+        assert not cast_model(model).losses and model[1].weight.dtype == BF16
+
+    def test_labels_of_any_depth(self) -> None:
+        model = nn.ModuleDict({"body": nn.Linear(4, 4), "match": PairwiseMatchLoss()})
+        cast_model(model)
+        boxes = model["body"](torch.rand(5, 4, dtype=BF16))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            PairwiseMatchLoss()(boxes, [{"boxes": torch.rand(2, 4)}])
+        loss = model["match"](boxes, [{"boxes": torch.rand(2, 4)}])
+        loss.backward()
+        assert loss.dtype == FP32 and model["body"].weight.grad.any()
+
+
+class TestLossFunctions:
+    def test_of_a_classifier(self) -> None:
+        model, batch = tiny_models.vit()
+        report = cast_model(model)
+        assert report.losses == ("",)
+        outputs = model(**batch)
+        expected = nn.functional.cross_entropy(outputs.logits.float(), batch["labels"])
+        assert outputs.logits.dtype == BF16 and outputs.loss.dtype == FP32
+        assert torch.equal(outputs.loss, expected)
+
+    def test_once_and_copied(self) -> None:
+        model, batch = tiny_models.vit()
+        cast_model(model)
+        function = model.loss_function
+        assert not cast_model(model).changed and model.loss_function is function
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(**batch).loss, model(**batch).loss)
+
+    def test_of_the_users_own(self) -> None:
+        seen: list[torch.dtype] = []
+
+        def own(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+            seen.append(logits.dtype)
+            return logits.square().mean()
+
+        model, batch = tiny_models.llama()
+        model.loss_function = own
+        cast_model(model)
+        model(**batch).loss.backward()
+        assert seen == [FP32]
+
+    def test_parts_without_a_loss_have_none(self) -> None:
+        model, _ = tiny_models.llama()
+        assert cast_model(model).losses == ("",)
+        assert "_loss_function" not in vars(model.model)
+
+    def test_boxes(self) -> None:
+        torch.manual_seed(0)
+        size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.YolosConfig(
+            **size, intermediate_size=32, image_size=[32, 32], patch_size=8, num_detection_tokens=4, num_labels=3
+        )
+        model = transformers.YolosForObjectDetection(config)
+        boxes = torch.tensor([[0.5, 0.5, 0.2, 0.2], [0.4, 0.6, 0.1, 0.3]])
+        labels = [{"class_labels": torch.tensor([0, 1]), "boxes": boxes}] * 2
+        cast_model(model)
+        loss = model(pixel_values=torch.randn(2, 3, 32, 32), labels=labels).loss
+        loss.backward()
+        assert loss.dtype == FP32 and loss.isfinite()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
