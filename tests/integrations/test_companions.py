@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from transformers import Trainer, TrainerCallback
+from transformers.models.llama import modeling_llama
 
 import hf_lowprec
 from tests.integrations.tiny_training import (
@@ -190,7 +191,16 @@ def test_weights_saved_alone_are_trained_on(tmp_path):
 class TestLiger:
     @pytest.fixture(autouse=True)
     def liger(self):
-        return pytest.importorskip("liger_kernel.transformers")
+        """Liger, whose patches of transformers' Llama end with the test."""
+        kernels = pytest.importorskip("liger_kernel.transformers")
+        names = dict(vars(modeling_llama))
+        methods = {cls: dict(vars(cls)) for cls in names.values() if isinstance(cls, type) and "Llama" in cls.__name__}
+        yield kernels
+        vars(modeling_llama).update(names)
+        for cls, before in methods.items():
+            for name, value in vars(cls).copy().items():
+                if value is not before.get(name):
+                    setattr(cls, name, before[name])
 
     def test_it_is_refused_on_a_cpu(self, tmp_path):
         with pytest.raises(ValueError, match="use_liger_kernel=True: Liger's Triton kernels do not run on a CPU"):
