@@ -13,6 +13,7 @@ from hf_lowprec.casting.places import input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
     HALVES,
     Entry,
+    Modules,
     Owners,
     callable_parts,
     is_bounded,
@@ -78,16 +79,29 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
                 owners.setdefault(id(tensor), []).append((name, f"{name}.{attribute}".lstrip("."), tensor))
     inherited = tuple(dict.fromkeys(entry for _, entries in marks for entry in entries))
     kept, kept_tensors = plan(modules, owners, keep, inherited)
-    for path, name, tensor in (owners[key][0] for key in kept_tensors):
-        why = kept.get(top_of(path, kept) or "", kept_tensors[id(tensor)])
-        if why.startswith("keep_fp32") and is_quantized(tensor):
-            raise ValueError(f"{why} covers {name}, which is quantized and has no FP32 form; name what is beside it")
     known = plan(modules, owners, (), inherited)[1] if marks else kept_tensors
-    late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
-    if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
-        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
-    fixed = untouchable(owners)
+    _check_plan(owners, kept, kept_tensors, known)
     before = _totals(owners)
+    tensors = _convert_tensors(modules, owners, kept, kept_tensors, dtype)
+    boundaries = _install_boundaries(modules, kept, tensors["kept"], dtype)
+    setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
+    fresh = boundaries.pop("fresh")
+    return CastReport(
+        dtype=dtype,
+        before=before,
+        after=_totals(owners),
+        already_cast=bool(marks),
+        changed=bool(fresh or tensors["cast"] or tensors["upcast"] or tensors["restored"]),
+        **tensors,
+        **boundaries,
+    )
+
+
+def _convert_tensors(
+    modules: Modules, owners: Owners, kept: dict[str, str], kept_tensors: dict[int, str], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Give every tensor the format that it is to have; the report's fields about them."""
+    fixed = untouchable(owners)
     reported, upcast = dict[str, str](), dict[str, torch.dtype]()
     cast, restored, warnings, untouched = list[str](), list[str](), list[str](), dict[str, str]()
     for key, group in owners.items():
@@ -111,39 +125,42 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         if kind_of(modules[group[0][0]]) == "rotary":
             restore(modules[group[0][0]], *group[0][1:], restored, warnings)
     reported |= {n: kept[n] for n in kept if top_of(n, kept) == n and needs_float32(modules[n])}
+    return {
+        "cast": tuple(cast),
+        "kept": reported,
+        "upcast": upcast,
+        "restored": tuple(restored),
+        "untouched": untouched,
+        "warnings": tuple(warnings),
+    }
+
+
+def _install_boundaries(
+    modules: Modules, kept: dict[str, str], reported: dict[str, str], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Let every module give its neighbours what they expect; the report's fields about it, and `fresh`: was any new?"""
     tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
-    boundaries = tuple(name for name in tops if is_bounded(modules[name]))
+    bounded = tuple(name for name in tops if is_bounded(modules[name]))
     inputs = input_boundaries(modules, dtype)
     heads, before_head = output_heads(modules, kept, dtype)
     inputs += [name for name in before_head if name not in inputs]
-    losses = [name for name in boundaries if kind_of(modules[name]) == "loss"]
+    losses = [name for name in bounded if kind_of(modules[name]) == "loss"]
     exact = heads.union(losses)
-    fresh = [install_float32(modules[name], dtype, name not in exact) for name in boundaries]
+    fresh = [install_float32(modules[name], dtype, name not in exact) for name in bounded]
     widened = {name: new for name, module in modules.items() if (new := widen_loss(module)) is not None}
     fresh += widened.values()
     results = {n: FLOAT32_RESULTS.get(type(m).__name__, "") for n, m in modules.items() if top_of(n, kept) is None}
     results = {name: why for name, why in results.items() if why}
     fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
-    setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
-    return CastReport(
-        dtype=dtype,
-        cast=tuple(cast),
-        kept=reported,
-        boundaries=boundaries,
-        inputs=tuple(inputs),
-        heads=tuple(name for name in boundaries if name in heads),
-        losses=(*losses, *widened),
-        results=results,
-        upcast=upcast,
-        restored=tuple(restored),
-        untouched=untouched,
-        warnings=tuple(warnings),
-        before=before,
-        after=_totals(owners),
-        already_cast=bool(marks),
-        changed=bool(cast or upcast or restored or any(fresh)),
-    )
+    return {
+        "boundaries": bounded,
+        "inputs": tuple(inputs),
+        "heads": tuple(name for name in bounded if name in heads),
+        "losses": (*losses, *widened),
+        "results": results,
+        "fresh": any(fresh),
+    }
 
 
 def uncast_model(model: nn.Module) -> None:
@@ -174,6 +191,24 @@ def _check(model: nn.Module, dtype: torch.dtype, keep: tuple[Entry, ...]) -> lis
     if earlier := {str(mark[0]) for mark in marks if mark[0] != dtype}:
         raise ValueError(f"the model was already cast to {min(earlier)}, so it cannot be cast to {dtype}")
     return marks
+
+
+def _check_plan(owners: Owners, kept: dict[str, str], kept_tensors: dict[int, str], known: dict[int, str]) -> None:
+    """Raise ValueError if `keep_fp32` names what has no FP32 form, or no longer has one.
+
+    Args:
+        owners: every tensor's.
+        kept: modules that are to stay in FP32, and why.
+        kept_tensors: tensors of these, by id.
+        known: those of them that an earlier cast has kept as well.
+    """
+    for path, name, tensor in (owners[key][0] for key in kept_tensors):
+        why = kept.get(top_of(path, kept) or "", kept_tensors[id(tensor)])
+        if why.startswith("keep_fp32") and is_quantized(tensor):
+            raise ValueError(f"{why} covers {name}, which is quantized and has no FP32 form; name what is beside it")
+    late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
+    if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
+        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
 
 
 def _totals(owners: Owners) -> dict[torch.dtype, DtypeTotal]:
