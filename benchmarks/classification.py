@@ -1,16 +1,16 @@
 """Fine-tuning of a pretrained encoder: how far each way of training ends from FP32, and whether norms move.
 
-A small BERT is pre-trained in FP32 on the standard library and its documentation (masked words and neighbouring pieces,
-as BERT was; some minutes, kept in --work). It is then fine-tuned to tell from which of six packages a passage is, with
-files of their own for validation, at 2e-5, over several seeds. A seed sets the new head's weights and the data order;
-within a seed all ways share both, so differences from FP32 are paired.
+A small ModernBERT is pre-trained in FP32 on the standard library and its documentation (masked tokens; some minutes,
+kept in --work). It is then fine-tuned at 2e-5 to tell from which of six packages a passage is, with files of their own
+for validation, over several seeds. A seed sets the new head's weights and the data order; within a seed all ways share
+both, so differences from FP32 are paired.
 
 The second part fine-tunes for 200 steps and counts the weights of norms that are stored with the same bits at the end
 as at the start: LayerNorms of the encoder, RMSNorms of a small Llama, after pre-training and from random weights, where
 norms are 1.
 
     python benchmarks/classification.py
-    python benchmarks/classification.py --model FOLDER      # another encoder of transformers, instead of the small BERT
+    python benchmarks/classification.py --model FOLDER      # another encoder of transformers
 """
 
 from __future__ import annotations
@@ -177,15 +177,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run, print the tables, write the numbers; returns the path of the file written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
-    parser.add_argument("--steps", type=int, default=800, help="of fine-tuning, per run (default 800)")
-    parser.add_argument("--batch-size", type=int, default=16, help="passages per step (default 16)")
+    parser.add_argument("--steps", type=int, default=1000, help="of fine-tuning, per run (default 1000)")
+    parser.add_argument("--batch-size", type=int, default=8, help="passages per step (default 8)")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="peak of fine-tuning (default 2e-5)")
     parser.add_argument("--passages", type=int, default=1000, help="per class at most (default 1000)")
     parser.add_argument("--length", type=int, default=64, help="tokens per passage (default 64)")
     parser.add_argument("--norm-steps", type=int, default=200, help="of the second part; 0: without (default 200)")
-    parser.add_argument("--pretraining-steps", type=int, default=Pretraining.steps, help="of the small BERT")
+    parser.add_argument("--pretraining-steps", type=int, default=Pretraining.steps, help="of the small ModernBERT")
     parser.add_argument("--llama-steps", type=int, default=500, help="of the small Llama's pre-training (default 500)")
-    parser.add_argument("--hidden", type=int, default=Pretraining.hidden, help="width of the small BERT")
+    parser.add_argument("--hidden", type=int, default=Pretraining.hidden, help="width of the small ModernBERT")
     parser.add_argument("--text", default="", help="a file with more text to pre-train on")
     parser.add_argument("--model", help="an encoder to fine-tune instead: a folder, or a name on the hub")
     parser.add_argument("--work", type=Path, default=WORK, help="where the pretrained encoder is kept")
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "device": f"cpu, {torch.get_num_threads()} threads",
         "seconds": time.perf_counter() - started,
-        "model": options.model or "small BERT",
+        "model": options.model or "small ModernBERT",
         "pretraining": made,
         "data": data,
         "settings": asdict(settings),

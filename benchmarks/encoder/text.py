@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
-
-import torch
 
 from hf_lowprec.cli.demo.text import InputError, standard_library_documentation, standard_library_sources
 
@@ -80,67 +79,30 @@ def passages(files: list[list[str]], tokenizer: Any, length: int, most: int) -> 
         most: passages per class at most, spread evenly over its text.
 
     Returns:
-        `datasets.Dataset` with columns `input_ids` and `labels`, classes in turn.
+        `datasets.Dataset` with columns `input_ids` and `labels`, one class after another.
     """
     from datasets import Dataset
 
     rows, labels = list[list[int]](), list[int]()
     for label, texts in enumerate(files):
-        cut = [piece for text in texts for piece in pieces(tokenizer, text, length - 2)]
-        for k in range(min(most, len(cut))):
-            rows.append([tokenizer.cls_token_id, *cut[k * len(cut) // min(most, len(cut))], tokenizer.sep_token_id])
-            labels.append(label)
+        found = [piece for text in texts for piece in pieces(tokenizer, text, length)]
+        count = min(most, len(found))
+        rows += [found[k * len(found) // count] for k in range(count)]
+        labels += [label] * count
     return Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
-def pieces(tokenizer: Any, text: str, length: int) -> Iterator[list[int]]:
-    """`text` cut into pieces of `length` tokens; the rest is left out."""
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return (tokens[k : k + length] for k in range(0, len(tokens) - length + 1, length))
-
-
-def sentence_pairs(texts: list[str], tokenizer: Any, length: int, count: int) -> Any:
-    """What BERT is pre-trained on: pairs of neighbouring pieces, or (half of them) of pieces from two documents.
-
-    Args:
-        texts: documents.
-        tokenizer: of transformers.
-        length: tokens per pair, an even number, [CLS] and two [SEP] included.
-        count: pairs.
-
-    Returns:
-        `datasets.Dataset` with columns `input_ids`, `token_type_ids` and `next_sentence_label` (0: neighbours), in
-        random order.
-
-    Raises:
-        InputError: there is too little text.
-    """
+def unlabelled(texts: list[str], tokenizer: Any, length: int, most: int) -> Any:
+    """As `passages`, without a class: the first `most` of the texts."""
     from datasets import Dataset
 
-    half = length // 2
-    found = list[tuple[int, list[int]]]()
-    for number, text in enumerate(texts):
-        found += [(number, piece) for piece in pieces(tokenizer, text, length - 3)]
-        if len(found) >= count and found[0][0] != number:
-            break
-    if not found or found[0][0] == found[-1][0]:
-        raise InputError(f"too little text for two pairs of {length} tokens from two documents")
-    generator = torch.Generator().manual_seed(0)
+    rows = islice((piece for text in texts for piece in pieces(tokenizer, text, length)), most)
+    return Dataset.from_dict({"input_ids": list(rows)})
 
-    def draw() -> int:
-        return int(torch.randint(len(found), (), generator=generator))
 
-    rows, labels = list[list[int]](), list[int]()
-    order = [
-        k for _ in range(-(-count // len(found))) for k in torch.randperm(len(found), generator=generator).tolist()
-    ]
-    for turn, at in enumerate(order[:count]):
-        number, piece = found[at]
-        other_number, other = number, piece
-        while turn % 2 and other_number == number:
-            other_number, other = found[draw()]
-        first, second = piece[: half - 2], other[half - 2 :]
-        rows.append([tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id])
-        labels.append(turn % 2)
-    types = [[0] * half + [1] * (length - half)] * len(rows)
-    return Dataset.from_dict({"input_ids": rows, "token_type_ids": types, "next_sentence_label": labels})
+def pieces(tokenizer: Any, text: str, length: int) -> Iterator[list[int]]:
+    """`text` cut into pieces of `length` tokens, [CLS] and [SEP] included; the rest is left out."""
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    inner = length - 2
+    for start in range(0, len(tokens) - inner + 1, inner):
+        yield [tokenizer.cls_token_id, *tokens[start : start + inner], tokenizer.sep_token_id]

@@ -16,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 from classification import accuracies, accuracy_table, largest_difference, main, norm_table  # noqa: E402
 from encoder.fine_tuning import NormMoves, Outcome, norm_moves, norm_weights  # noqa: E402
 from encoder.pretraining import word_pieces  # noqa: E402
-from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, passages, pieces, sentence_pairs  # noqa: E402
+from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, passages, unlabelled  # noqa: E402
 
 STILL = NormMoves(4, 0.25, (0.5, 1.0, 2.0), 0.75, 1.0, 0.0)
 
@@ -92,20 +92,17 @@ def test_passages_are_whole_and_of_all_classes(texts, tokenizer):
     rows = passages([files[:3] for files in texts.train], tokenizer, 16, most=5)
     assert {len(row) for row in rows["input_ids"]} == {16}
     assert rows["labels"] == [label for label in range(len(PACKAGES)) for _ in range(5)]
-    first = next(pieces(tokenizer, texts.train[0][0], 14))
-    assert rows["input_ids"][0] == [tokenizer.cls_token_id, *first, tokenizer.sep_token_id]
+    # The first passage of a class is the beginning of its first file.
+    tokens = tokenizer(texts.train[0][0], add_special_tokens=False)["input_ids"]
+    assert rows["input_ids"][0] == [tokenizer.cls_token_id, *tokens[:14], tokenizer.sep_token_id]
 
 
-def test_half_of_the_pairs_are_neighbours(tokenizer):
-    letters = ["a b c d e f g h i j k l m n o p", "q r s t u v w x y z A B C D E F"]
-    pairs = sentence_pairs(letters, tokenizer, 10, 20)
-    assert sum(pairs["next_sentence_label"]) == 10
-    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in letters]
-    for row, types, label in zip(*(pairs[name] for name in pairs.column_names), strict=True):
-        assert types == [0] * 5 + [1] * 5
-        first, second = row[1:4], row[5:9]
-        joined = any(text[k : k + 7] == first + second for text in texts for k in range(10))
-        assert joined == (label == 0)
+def test_passages_are_spread_over_the_text(tokenizer):
+    text = " ".join("abcdefghijkl")
+    every = passages([[text]], tokenizer, 4, most=99)["input_ids"]
+    assert len(every) == 6  # pairs of letters
+    assert passages([[text]], tokenizer, 4, most=3)["input_ids"] == every[::2]
+    assert unlabelled([text, text], tokenizer, 4, most=8)["input_ids"] == [*every, *every[:2]]
 
 
 def test_a_norm_table_has_a_row_for_each_way():
