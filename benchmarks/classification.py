@@ -10,7 +10,7 @@ as at the start: LayerNorms of the encoder, RMSNorms of a small Llama, after pre
 norms are 1.
 
     python benchmarks/classification.py
-    python benchmarks/classification.py --model FOLDER      # another encoder of transformers
+    python benchmarks/classification.py --model google-bert/bert-base-uncased --task mrpc --length 128 --norm-steps 0
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 from encoder.fine_tuning import Outcome, fine_tune
 from encoder.norms import Moving, norm_runs
 from encoder.pretraining import Pretraining, pretrained
-from encoder.text import PACKAGES, corpus, passages
+from encoder.text import Task, glue, packages
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_lowprec.cli.demo import quiet_libraries
@@ -142,35 +141,29 @@ def norm_table(runs: dict[str, dict[str, Outcome]]) -> str:
 
 
 def classify(
-    model: str, length: int, most: int, settings: Settings, seeds: Sequence[int], work: Path, say: Say
-) -> tuple[list[dict[str, Outcome]], dict[str, Any]]:
-    """The first part: for each seed the outcome of each way, and how large the data are."""
-    texts = corpus()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    train = passages(texts.train, tokenizer, length, most)
-    validation = passages(texts.validation, tokenizer, length, most // 4)
-    labels = validation["labels"]
-    data = {
-        "classes": PACKAGES,
-        "train": len(train),
-        "validation": len(validation),
-        "length": length,
-        "majority": max(map(labels.count, set(labels))) / len(labels),
-    }
+    model: str, task: Task, settings: Settings, seeds: Sequence[int], work: Path, say: Say
+) -> list[dict[str, Outcome]]:
+    """The first part: for each seed the outcome of each way."""
     by_seed = []
     for seed in seeds:
         runs = {}
         for name, way in WAYS.items():
             torch.manual_seed(seed)  # of the head
             encoder = AutoModelForSequenceClassification.from_pretrained(
-                model, num_labels=len(PACKAGES), dtype=torch.float32
+                model, num_labels=task.classes, dtype=torch.float32
             )
-            with_seed = Settings(**{**asdict(settings), "seed": seed})
-            runs[name] = fine_tune(way, encoder, train, validation, with_seed, work / "trainer")
+            with_seed = replace(settings, seed=seed)
+            runs[name] = fine_tune(way, encoder, task.train, task.validation, with_seed, work / "trainer")
             start, end = runs[name].accuracy
             say(f"seed {seed}, {way.label}: accuracy {start:.4f} → {end:.4f}, {runs[name].seconds:.0f} s of training")
         by_seed.append(runs)
-    return by_seed, data
+    return by_seed
+
+
+def majority(task: Task) -> float:
+    """Share of the most frequent class in the validation set."""
+    labels = list(task.validation["labels"])
+    return max(map(labels.count, set(labels))) / len(labels)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -188,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--hidden", type=int, default=Pretraining.hidden, help="width of the small ModernBERT")
     parser.add_argument("--text", default="", help="a file with more text to pre-train on")
     parser.add_argument("--model", help="an encoder to fine-tune instead: a folder, or a name on the hub")
+    parser.add_argument("--task", help="a classification of GLUE instead, from the hub: sst2, mrpc, rte, ...")
     parser.add_argument("--work", type=Path, default=WORK, help="where the pretrained encoder is kept")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
@@ -213,11 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     warmup = max(1, options.steps // 10)
     settings = Settings(options.steps, options.batch_size, options.learning_rate, "linear", warmup, 0)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    by_seed, data = classify(model, options.length, options.passages, settings, seeds, options.work, say)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    task = (
+        glue(options.task, tokenizer, options.length)
+        if options.task
+        else packages(tokenizer, options.length, options.passages)
+    )
+    by_seed = classify(model, task, settings, seeds, options.work, say)
     found = accuracies(by_seed)
     starts = [runs["fp32"].accuracy[0] for runs in by_seed]
     print(accuracy_table(found, by_seed))
-    print(f"\nMost frequent class: {data['majority']:.2%} of the validation set; before training: {mean(starts):.2%}.")
+    print(f"\nMost frequent class: {majority(task):.2%} of the validation set; before training: {mean(starts):.2%}.")
 
     norms = dict[str, dict[str, Outcome]]()
     if options.norm_steps:
@@ -225,15 +225,21 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         norms = norm_runs(Moving(model, options.length, options.llama_steps, options.norm_steps, rate, work), say)
         print(f"\n{norm_table(norms)}")
 
-    packages = ("hf-lowprec", "torch", "transformers", "datasets", "tokenizers")
+    installed = ("hf-lowprec", "torch", "transformers", "datasets", "tokenizers")
     path = options.output_dir / f"classification-{datetime.date.today().isoformat()}.json"
     numbers = {
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in installed}},
         "device": f"cpu, {torch.get_num_threads()} threads",
         "seconds": time.perf_counter() - started,
         "model": options.model or "small ModernBERT",
         "pretraining": made,
-        "data": data,
+        "data": {
+            "task": task.name,
+            "train": len(task.train),
+            "validation": len(task.validation),
+            "length": options.length,
+            "majority": majority(task),
+        },
         "settings": asdict(settings),
         "seeds": seeds,
         "ways": {name: {"label": way.label, "what": way.what} for name, way in WAYS.items()},

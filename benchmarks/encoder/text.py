@@ -92,6 +92,49 @@ def passages(files: list[list[str]], tokenizer: Any, length: int, most: int) -> 
     return Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
+@dataclass(frozen=True)
+class Task:
+    """Sequences to classify.
+
+    Attributes:
+        name: for the file of results.
+        classes: how many there are.
+        train: `datasets.Dataset` of sequences of one length, with `labels`.
+        validation: the same.
+    """
+
+    name: str
+    classes: int
+    train: Any
+    validation: Any
+
+
+def packages(tokenizer: Any, length: int, most: int) -> Task:
+    """`PACKAGES` to tell apart; a quarter as many passages to validate as to train."""
+    texts = corpus()
+    train = passages(texts.train, tokenizer, length, most)
+    validation = passages(texts.validation, tokenizer, length, most // 4)
+    return Task(f"packages: {', '.join(PACKAGES)}", len(PACKAGES), train, validation)
+
+
+def glue(task: str, tokenizer: Any, length: int) -> Task:
+    """A classification of GLUE, from the hub; sequences are padded, or cut, to `length`."""
+    from datasets import load_dataset
+
+    splits = load_dataset("nyu-mll/glue", task)
+    features = splits["train"].features
+    texts = [name for name, feature in features.items() if feature.dtype == "string"]  # one, or a pair in order
+
+    def encode(rows: Any) -> Any:
+        return tokenizer(*(rows[name] for name in texts), truncation=True, padding="max_length", max_length=length)
+
+    train, validation = (
+        splits[split].rename_column("label", "labels").map(encode, batched=True, remove_columns=[*texts, "idx"])
+        for split in ("train", "validation_matched" if task == "mnli" else "validation")
+    )
+    return Task(f"glue/{task}", features["label"].num_classes, train, validation)
+
+
 def unlabelled(texts: list[str], tokenizer: Any, length: int, most: int) -> Any:
     """As `passages`, without a class: the first `most` of the texts."""
     from datasets import Dataset

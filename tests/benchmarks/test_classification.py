@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 
-from classification import accuracies, accuracy_table, largest_difference, main, norm_table  # noqa: E402
+from classification import accuracies, accuracy_table, largest_difference, main, majority, norm_table  # noqa: E402
 from encoder.fine_tuning import NormMoves, Outcome, norm_moves, norm_weights  # noqa: E402
 from encoder.pretraining import word_pieces  # noqa: E402
-from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, passages, unlabelled  # noqa: E402
+from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, glue, passages, unlabelled  # noqa: E402
 
 STILL = NormMoves(4, 0.25, (0.5, 1.0, 2.0), 0.75, 1.0, 0.0)
 
@@ -103,6 +103,21 @@ def test_passages_are_spread_over_the_text(tokenizer):
     assert len(every) == 6  # pairs of letters
     assert passages([[text]], tokenizer, 4, most=3)["input_ids"] == every[::2]
     assert unlabelled([text, text], tokenizer, 4, most=8)["input_ids"] == [*every, *every[:2]]
+
+
+def test_a_task_of_glue_is_padded_to_one_length(monkeypatch, tokenizer):
+    rows = {"sentence1": ["a b", "c"], "sentence2": ["d", "e f g h"], "label": [1, 0], "idx": [0, 1]}
+    split = datasets.Dataset.from_dict(rows).cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    loaded = datasets.DatasetDict(train=split, validation=split.select([1]))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, task: {("nyu-mll/glue", "mrpc"): loaded}[name, task])
+    task = glue("mrpc", tokenizer, 6)
+    assert (task.classes, len(task.train), task.validation["labels"][:]) == (2, 2, [0])
+    a, b, d = tokenizer.convert_tokens_to_ids(["a", "b", "d"])
+    assert task.train["input_ids"][0][:3] == tokenizer("a b", "d")["input_ids"][:3]
+    assert {a, b, d} < set(task.train["input_ids"][0])
+    assert [len(row) for row in task.train["input_ids"]] == [6, 6]
+    assert set(task.train.column_names) <= {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    assert majority(task) == 1
 
 
 def test_a_norm_table_has_a_row_for_each_way():
