@@ -15,8 +15,10 @@ sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 
 from classification import accuracies, accuracy_table, largest_difference, main, majority, norm_table  # noqa: E402
 from encoder.fine_tuning import NormMoves, Outcome, norm_moves, norm_weights  # noqa: E402
-from encoder.pretraining import word_pieces  # noqa: E402
+from encoder.pretraining import Pretraining, pretrained, word_pieces  # noqa: E402
 from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, glue, passages, unlabelled  # noqa: E402
+
+from hf_lowprec.cli.demo.report import json_text  # noqa: E402
 
 STILL = NormMoves(4, 0.25, (0.5, 1.0, 2.0), 0.75, 1.0, 0.0)
 
@@ -142,7 +144,9 @@ def test_everything_runs_once(tmp_path, capsys):
     for runs in found["norms"]["models"].values():
         assert runs["FP32 AdamW"]["norms"]["never_moved"] < 0.5
         assert runs["BF16 nearest"]["norms"]["never_moved"] > 0.9
-    # Made once: the second run finds the encoder.
-    stamp = (tmp_path / "encoder" / "model.safetensors").stat().st_mtime_ns
-    main([*sizes[:-4], "--norm-steps", "0", "--length", "16", *small, *folders])
-    assert (tmp_path / "encoder" / "model.safetensors").stat().st_mtime_ns == stamp
+    # Made once: the same settings find the encoder.
+    weights = tmp_path / "encoder" / "model.safetensors"
+    stamp = weights.stat().st_mtime_ns
+    made = pretrained(Pretraining(steps=2, hidden=32, length=16), tmp_path / "encoder")
+    assert weights.stat().st_mtime_ns == stamp
+    assert json_text(made) == json_text(found["pretraining"])
