@@ -72,6 +72,12 @@ def deviation(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else math.nan
 
 
+def over_seeds(values: Sequence[float], form: str) -> str:
+    """Mean ± standard deviation; for one seed the value alone."""
+    spread = f" ± {deviation(values):{form.removeprefix('+')}}" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{spread}"
+
+
 def accuracies(by_seed: Sequence[dict[str, Outcome]]) -> list[Accuracy]:
     """Every way, from the outcomes of every seed; FP32 is among them."""
     exact = [runs["fp32"].accuracy[-1] for runs in by_seed]
@@ -112,10 +118,10 @@ def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcom
         same = row.way == "fp32"
         cells = (
             WAYS[row.way].label,
-            f"{mean(row.accuracies):.2%} ± {deviation(row.accuracies):.2%}",
-            "" if same else f"{mean(row.differences):+.2%} ± {deviation(row.differences):.2%}",
-            f"{mean(row.losses):.4f} ± {deviation(row.losses):.4f}",
-            "" if same else f"{mean(row.loss_differences):+.4f} ± {deviation(row.loss_differences):.4f}",
+            over_seeds(row.accuracies, ".2%"),
+            "" if same else over_seeds(row.differences, "+.2%"),
+            over_seeds(row.losses, ".4f"),
+            "" if same else over_seeds(row.loss_differences, "+.4f"),
             "" if same else f"{apart:.4f}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -56,8 +56,10 @@ def test_differences_are_paired_by_seed():
 
 
 def test_one_seed_has_no_noise():
-    (only,) = accuracies([{"fp32": outcome(0.8, 0.5, [1])}])
+    by_seed = [{"fp32": outcome(0.8, 0.5, [1])}]
+    (only,) = accuracies(by_seed)
     assert math.isnan(only.fp32_noise)
+    assert "| 80.00% |  | 0.5000 |" in accuracy_table([only], by_seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,6 +131,7 @@ def test_a_norm_table_has_a_row_for_each_way():
     assert "25.0% exactly 1" in table
 
 
+@pytest.mark.slow
 def test_everything_runs_once(tmp_path, capsys):
     sizes = ["--steps", "4", "--seeds", "0", "--passages", "8", "--norm-steps", "2", "--length", "16"]
     small = ["--pretraining-steps", "2", "--hidden", "32", "--llama-steps", "2"]
