@@ -80,6 +80,12 @@ def standard_library_modules() -> Text:
         InputError: this Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
+    return _split("the standard library's modules", standard_library_sources(), root)
+
+
+def standard_library_sources() -> dict[str, str]:
+    """Path within the standard library -> source, of what `standard_library_modules` splits."""
+    root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, str] = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
@@ -88,7 +94,7 @@ def standard_library_modules() -> Text:
                 documents[name.as_posix()] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue
-    return _split("the standard library's modules", documents, root)
+    return documents
 
 
 def standard_library_documentation() -> Text:
