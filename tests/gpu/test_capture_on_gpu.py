@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import AdamW, Muon, StableAdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = torch.bfloat16
@@ -49,13 +49,19 @@ def assert_same_training(module, optimizer, twin, other) -> None:
             assert torch.equal(optimizer.state[mine][name], value), name
 
 
+def muon(params, **options) -> Muon:
+    params = list(params)
+    return Muon(params, matrices=[param for param in params if param.ndim == 2], **options)
+
+
 @pytest.mark.parametrize("static_gradients", [False, True], ids=["new gradients", "static gradients"])
 @pytest.mark.parametrize("options", CAPTURABLE)
-def test_a_captured_step_is_the_step(options, static_gradients):
+@pytest.mark.parametrize("make", [AdamW, StableAdamW, muon], ids=lambda make: make.__name__)
+def test_a_captured_step_is_the_step(make, options, static_gradients):
     """Backward and step in a CUDA graph, replayed; rates change and steps are taken outside of it in between."""
     (module, lr), (twin, rate) = two_layers(), two_layers()
-    optimizer = AdamW(module.parameters(), lr=lr, **options)
-    other = AdamW(twin.parameters(), lr=rate, **options)
+    optimizer = make(module.parameters(), lr=lr, **options)
+    other = make(twin.parameters(), lr=rate, **options)
     inputs = [torch.randn(32, 64, device="cuda", dtype=BF16) for _ in range(9)]
     static = inputs[0].clone()
 
@@ -100,8 +106,8 @@ def test_a_captured_step_is_the_step(options, static_gradients):
 def test_a_graph_of_two_steps_and_a_second_graph():
     (module, lr), (twin, rate) = two_layers(), two_layers()
     options = {"capturable": True, "max_grad_norm": 0.1}
-    optimizer = AdamW(module.parameters(), lr=lr, **options)
-    other = AdamW(twin.parameters(), lr=rate, **options)
+    optimizer = make(module.parameters(), lr=lr, **options)
+    other = make(twin.parameters(), lr=rate, **options)
     inputs = torch.randn(32, 64, device="cuda", dtype=BF16)
 
     def iteration(net, stepper):

@@ -99,7 +99,7 @@ def test_nothing_is_compiled_again():
     params = model_like()
     optimizer = AdamW(params, max_grad_norm=1.0)
     optimizer.step()
-    functions = [batch.kept["kernel"] for batch in optimizer._plan.batches]
+    functions = [batch.kept["step"] for batch in optimizer._plan.batches]
 
     def built() -> int:
         return sum(len(function.device_caches[torch.cuda.current_device()][0]) for function in functions)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, Adan, RAdam, launch
+from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW, launch
 from hf_lowprec.optim.step import fused_step
 from tests.triton_here import require_triton
 
@@ -114,6 +114,11 @@ def test_offsets_have_64_bits(start):
             assert torch.equal(state.cpu().float(), new_state[name]), name
 
 
+def muon(groups, **options) -> Muon:
+    """The first group's parameters are matrices."""
+    return Muon([{**group, "use_muon": k == 0} for k, group in enumerate(groups)], **options)
+
+
 @pytest.mark.parametrize("backend", ["eager", "native", "triton"])
 @pytest.mark.parametrize(
     ("cls", "options"),
@@ -123,8 +128,10 @@ def test_offsets_have_64_bits(start):
         (SGD, {"momentum": 0.9, "dampening": 0.5}),
         (RAdam, {}),
         (Adan, {"weight_decay": 0.1}),
+        (StableAdamW, {"max_grad_norm": 1.0}),
+        (muon, {}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_capturable_steps_are_the_same_steps(backend, cls, options):
     """Scalars and keys from step counts on the device are those from the host; with a learning rate there as well."""
