@@ -106,8 +106,8 @@ def test_a_captured_step_is_the_step(make, options, static_gradients):
 def test_a_graph_of_two_steps_and_a_second_graph():
     (module, lr), (twin, rate) = two_layers(), two_layers()
     options = {"capturable": True, "max_grad_norm": 0.1}
-    optimizer = make(module.parameters(), lr=lr, **options)
-    other = make(twin.parameters(), lr=rate, **options)
+    optimizer = AdamW(module.parameters(), lr=lr, **options)
+    other = AdamW(twin.parameters(), lr=rate, **options)
     inputs = torch.randn(32, 64, device="cuda", dtype=BF16)
 
     def iteration(net, stepper):
