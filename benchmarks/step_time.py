@@ -3,7 +3,7 @@
 All contenders step the same shapes, interleaved in one process, so that the machine's moods fall on all of them alike;
 medians are compared. Nothing is timed before the native step has been shown to equal the eager one bit for bit.
 
-    python benchmarks/step_time.py [--rounds 25] [--threads 2] [--output benchmarks/results/…json]
+    python benchmarks/step_time.py [--rounds 25] [--threads 2] [--algorithms] [--output benchmarks/results/…json]
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from hf_lowprec import AdamW, __version__
-from hf_lowprec.optim import native
+from hf_lowprec.optim import ALGORITHMS, native
 
 LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]
 BASELINE = "torch AdamW, FP32, fused"
 
-# Bytes of weight, gradient, moments and compensation that a step reads and writes, per parameter.
-BYTES = {
-    BASELINE: 28,
-    "torch AdamW, BF16, fused": 14,
-    "optimi AdamW, BF16, Kahan": 18,
-    "hf_lowprec AdamW, kahan": 18,
-    "hf_lowprec AdamW, stochastic": 14,
-    "hf_lowprec AdamW, nearest": 14,
-}
+
+def traffic(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that a step moves: gradients are read, weights and states read and written."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    return sum(param.grad.nbytes for param in params) + 2 * sum(tensor.nbytes for tensor in (*params, *states))
 
 
 def smollm2_135m() -> Shapes:
@@ -82,6 +82,19 @@ def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     return found
 
 
+def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """Every algorithm of ours beside the baseline; what is no matrix is AdamW's in Muon."""
+    params = parameters(shapes, torch.float32)
+    found: dict[str, torch.optim.Optimizer] = {
+        BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True)
+    }
+    for (name, cls), mode in product(ALGORITHMS.items(), ("kahan", "stochastic")):
+        params = parameters(shapes, torch.bfloat16)
+        options = {"SGD": {"momentum": 0.9}, "Muon": {"matrices": [p for p in params if p.ndim == 2]}}.get(name, {})
+        found[f"hf_lowprec {name}, {mode}"] = cls(params, lr=LR, rounding=mode, backend="native", **options)
+    return found
+
+
 def check_parity() -> None:
     """Raise if the compiled step is not the reference's: a wrong step has no speed."""
     for mode in ("kahan", "stochastic", "nearest"):
@@ -103,22 +116,20 @@ def _timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(shapes: Shapes, rounds: int) -> list[dict[str, object]]:
+def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[dict[str, object]]:
     """Interleaved rounds; the first two warm up. Times in seconds."""
-    optimizers = contenders(shapes)
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds + 2):
         for name, optimizer in optimizers.items():
             times[name].append(_timed(optimizer.step))
     medians = {name: statistics.median(series[2:]) for name, series in times.items()}
-    count = sum(torch.Size(shape).numel() for shape in shapes)
     return [
         {
             "optimizer": name,
             "median_ms": 1e3 * median,
             "fastest_ms": 1e3 * min(times[name][2:]),
             "ratio": median / medians[BASELINE],
-            "gigabytes_per_second": BYTES[name] * count / median / 1e9,
+            "gigabytes_per_second": traffic(optimizers[name]) / median / 1e9,
         }
         for name, median in medians.items()
     ]
@@ -138,6 +149,7 @@ def table(title: str, rows: list[dict[str, object]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--algorithms", action="store_true", help="every algorithm of ours, on the first set of shapes")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
@@ -149,9 +161,10 @@ def main() -> None:
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
     }
-    for name, shapes in SETS.items():
+    sets = dict(list(SETS.items())[:1]) if options.algorithms else SETS
+    for name, shapes in sets.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
-        rows = result[name] = measure(shapes, options.rounds)
+        rows = result[name] = measure((algorithms if options.algorithms else contenders)(shapes), options.rounds)
         print(table(f"{name}: {len(shapes)} tensors, {count / 1e6:.1f} M parameters", rows), flush=True)
         gc.collect()
     options.output.parent.mkdir(parents=True, exist_ok=True)
