@@ -25,9 +25,11 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     `optim_args` wins over the dedicated fields (`adam_beta1`, …), which win over the class's defaults where they were
     changed from their own: Adam's 0.999 is not to become every algorithm's β2.
 
+    A field that an algorithm has no place for is passed over, as Trainer does.
+
     Raises:
-        ValueError: `optim_args` has an unknown key or a value that does not parse, or a field was set that the
-            algorithm has no place for; all are named.
+        ValueError: `optim_args` has an unknown key or a value that does not parse, or two betas were set for an
+            algorithm of three; all are named.
     """
     name = optimizer_name(args)
     cls, kwargs = optimizer_factory(name)

@@ -61,6 +61,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     measure: ClassVar[Formula | None] = None
     """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.mean`."""
 
+    flags: ClassVar[tuple[str, ...]] = ()
+    """Keys of parameter groups, True or False, that are no arguments of the constructor."""
+
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
         cls.__signature__ = signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]

@@ -89,7 +89,8 @@ def prepare(batch: Batch) -> None:
         batch.kept["step"], batch.kept["measure"] = kernels(batch.layout)
         rows = batch.rows
         always = torch.ones((), dtype=torch.int32, device="cpu")
-        batch.kept["static"] = _upload(batch.device, rows.chunks(CHUNK), rows.lengths, rows.first_index, always)
+        batch.kept["chunks"] = rows.chunks(CHUNK)
+        batch.kept["static"] = _upload(batch.device, batch.kept["chunks"], rows.lengths, rows.first_index, always)
 
 
 def run(batch: Batch) -> None:
@@ -124,7 +125,7 @@ def measure(batch: Batch) -> Tensor:
             batch.kept["measure"][(len(chunks),)](
                 *(chunks, lengths, pointers, batch.factors(scalars), sums), **_sizes(batch.device)
             )
-    return batch.sums_by_work(batch.rows.chunks(CHUNK), sums)
+    return batch.sums_by_work(batch.kept["chunks"], sums)
 
 
 def square_sum(batch: Batch) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -47,19 +48,26 @@ def _heads(module: nn.Module) -> Iterable[nn.Module]:
         yield head
 
 
-def split_group(group: Group, matrices: Collection[int] | None) -> list[Group]:
+def split_group(group: Group, matrices: Iterable[Tensor] | None) -> list[Group]:
     """`group` as one or two groups that say `use_muon`, in the order matrices, rest.
 
     Args:
         group: a param group; one that says so itself stays whole.
-        matrices: ids of the parameters that are matrices; None is all.
+        matrices: the parameters that are matrices; None is all.
     """
-    if "use_muon" in group or matrices is None:
-        return [{"use_muon": True, **group}]
     given = group["params"]
+    if "use_muon" in group or matrices is None or isinstance(given, set):  # a set, which torch refuses, has no order
+        return [{"use_muon": True, **group}]
+    ids = {id(matrix) for matrix in matrices}
     params = [given] if isinstance(given, Tensor) else list(given)
-    parts = [[p for p in params if (id(_tensor(p)) in matrices) is inside] for inside in (True, False)]
-    return [{**group, "params": part, "use_muon": k == 0} for k, part in enumerate(parts) if part]
+    inside = [id(_tensor(param)) in ids for param in params]
+    parts: list[Group] = []
+    for wanted in (True, False) if params else (False,):
+        part = {**group, "params": list(compress(params, [is_one is wanted for is_one in inside])), "use_muon": wanted}
+        if "param_names" in group:
+            part["param_names"] = list(compress(group["param_names"], [is_one is wanted for is_one in inside]))
+        parts += [part] if part["params"] or not params else []
+    return parts
 
 
 def _tensor(param: Any) -> Any:

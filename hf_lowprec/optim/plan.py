@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.clipping import clip_factor
+from hf_lowprec.optim.matrices import check_matrix
 from hf_lowprec.optim.shards import Spread, is_sharded, local, spread
 from hf_lowprec.optim.step import Layout, Stored
 from hf_lowprec.optim.work import Group, Work
@@ -49,6 +50,8 @@ class Plan:
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 validation.check_param(param, group, f"param group {k}")
+                if optimizer.directed(group):
+                    check_matrix(param)
                 if param.grad is not None:
                     validation.check_gradient(param.grad)
         self._works: list[Work] = []

@@ -67,7 +67,7 @@ def _keywords(cls: Any) -> dict[str, Any]:
 
 def group_keys(optimizer: LowPrecisionOptimizer) -> set[str]:
     """The arguments of an optimizer that its parameter groups have; torch adds to the defaults of an unpickled one."""
-    return optimizer.defaults.keys() & keywords(type(optimizer)).keys()
+    return optimizer.defaults.keys() & {*keywords(type(optimizer)), *optimizer.flags}
 
 
 def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
@@ -90,7 +90,7 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # no device is asked in a step
         check_range("lr", group["lr"], 0.0)
-    for name, default in keywords(type(optimizer)).items():
+    for name, default in {**keywords(type(optimizer)), **dict.fromkeys(optimizer.flags, True)}.items():
         if isinstance(default, bool) and name in group and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
         if isinstance(default, tuple) and name in group:

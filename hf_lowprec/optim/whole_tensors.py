@@ -49,10 +49,10 @@ def look(optimizer: Any, batch: Batch, measure: Callable[[Batch], Tensor]) -> No
         batch.own = (sums / _sizes(batch)).float()[:, None]
     if batch.layout.directed:
         algorithm = cast(Directed, optimizer)
-        if "ratios" not in batch.kept:
-            ratios = [algorithm.ratio(work.group, work.param.shape) for work in batch.works]
-            batch.kept["ratios"] = torch.tensor(ratios, dtype=torch.float32, device=batch.device)[:, None]
-        batch.own = batch.kept["ratios"]
+        ratios = [algorithm.ratio(work.group, work.param.shape) for work in batch.works]
+        if batch.kept.get("ratios", ((), None))[0] != ratios:
+            batch.kept["ratios"] = ratios, torch.tensor(ratios, dtype=torch.float32, device=batch.device)[:, None]
+        batch.own = batch.kept["ratios"][1]
         batch.direct([_direction(algorithm, batch, k) for k in range(len(batch.works))])
 
 

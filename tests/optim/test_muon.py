@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -174,10 +175,55 @@ def test_named_parameters_keep_their_names_where_they_go():
     assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
 
 
+def test_another_ratio_holds_from_the_next_step_on():
+    ours, theirs = parameters([(8, 32)])[0], parameters([(8, 32)])[0]
+    optimizer = Muon([ours], lr=0.1, adjust_lr_fn="original")
+    reference = torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn="original")
+    for step in range(3):
+        ours.grad, theirs.grad = (normal((8, 32), 20 + step) for _ in range(2))
+        optimizer.param_groups[0]["adjust_lr_fn"] = reference.param_groups[0]["adjust_lr_fn"] = (
+            "original" if step == 0 else "match_rms_adamw"
+        )
+        before = ours.detach().clone(), theirs.detach().clone()
+        optimizer.step()
+        reference.step()
+        moved = [(param.detach() - old).norm().item() for param, old in zip((ours, theirs), before, strict=True)]
+        assert moved[0] == pytest.approx(moved[1], rel=2**-7)  # BF16 products of inputs that differ in a last bit
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy_still_knows_its_matrices(copied):
+    matrix, table = parameters([(4, 4), (5, 4)])
+    twin = copied(Muon([matrix], matrices=[matrix]))
+    twin.add_param_group({"params": [table]})
+    assert [group["use_muon"] for group in twin.param_groups] == [True, False]
+
+
+def test_names_that_a_group_has_already_are_split_with_it():
+    module = torch.nn.Linear(4, 3)
+    (group,) = torch.optim.SGD(module.named_parameters()).param_groups
+    given = {"params": list(group["params"]), "param_names": list(group["param_names"])}
+    optimizer = Muon([given], matrices=[module.weight])
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+    unnamed = Muon(parameters([(4, 4)]), matrices=[])
+    unnamed.add_param_group({"params": []})
+    assert [len(group["params"]) for group in unnamed.param_groups] == [1, 0]
+
+
+def test_an_empty_matrix_is_stepped():
+    empty = torch.nn.Parameter(torch.zeros(3, 0))
+    empty.grad = torch.zeros(3, 0)
+    for adjust in ("original", "match_rms_adamw"):
+        Muon([empty], adjust_lr_fn=adjust).step()
+
+
 REFUSED = [
     ({}, [(4,)], r"not a parameter of shape \(4,\); give matrices="),
     ({"momentum": 1.0}, [(4, 4)], "momentum=1.0 is invalid"),
     ({"ns_steps": 0}, [(4, 4)], "ns_steps=0 is invalid"),
+    ({"ns_steps": 5.0}, [(4, 4)], "ns_steps=5.0 is invalid; it must be an integer"),
+    ({"ns_coefficients": (1.0, math.nan, 2.0)}, [(4, 4)], r"ns_coefficients\[1\]=nan is invalid"),
+    ({"matrices": [torch.zeros(4, 4)]}, [(4, 4)], "none of matrices= is among the parameters"),
     ({"ns_eps": -1.0}, [(4, 4)], "ns_eps=-1.0 is invalid"),
     ({"adjust_lr_fn": "match"}, [(4, 4)], "adjust_lr_fn='match' in Muon is unknown; valid are 'original'"),
 ]
@@ -187,6 +233,29 @@ REFUSED = [
 def test_what_cannot_be_stepped_is_refused(options, shapes, message):
     with pytest.raises(ValueError, match=message):
         Muon(parameters(shapes), **options)
+
+
+@pytest.mark.parametrize(
+    ("group", "error", "message"),
+    [
+        ({"use_muon": "False"}, ValueError, "use_muon='False' in param group 0 is not True or False"),
+        ({"use_moun": False}, ValueError, "'use_moun' in param group 0 is not an argument of Muon; is it 'use_muon'"),
+        ({"params": set(parameters([(4, 4)]))}, TypeError, "set"),
+    ],
+    ids=str,
+)
+def test_a_group_that_says_something_else_is_refused(group, error, message):
+    with pytest.raises(error, match=message):
+        Muon([{"params": parameters([(4, 4)]), **group}], matrices=[])
+
+
+def test_what_a_group_says_later_is_checked_before_the_step():
+    (param,) = parameters([(4,)])
+    param.grad = torch.ones(4)
+    optimizer = Muon([{"params": [param], "use_muon": False}])
+    optimizer.param_groups[0]["use_muon"] = True
+    with pytest.raises(ValueError, match="give matrices="):
+        optimizer.step()
 
 
 def test_a_refused_group_leaves_no_trace():

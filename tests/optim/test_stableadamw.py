@@ -82,6 +82,20 @@ def test_a_spike_moves_no_weight_far():
     assert (param.detach().float() - before).square().mean().sqrt().item() <= 0.1 * 0.35 / 3
 
 
+@pytest.mark.parametrize("eps", [1e-24, 1e-6])
+def test_rows_without_gradients_do_not_undo_the_clipping(eps):
+    """0/0 would, and eps² is below FP32's numbers for the smaller eps."""
+    param = torch.nn.Parameter(torch.zeros(64))
+    optimizer = StableAdamW([param], lr=1.0, betas=(0.0, 0.99), eps=eps, weight_decay=0.0)
+    for size in (*[0.01] * 5, 100.0):
+        param.grad = torch.full((64,), size)
+        param.grad[32:] = 0
+        before = param.detach().clone()
+        optimizer.step()
+    # √v̂ is about 100·√0.01·√(1/(1-0.99⁶)) = 41: RMS √½ · 2.4 = 1.7 of an unclipped step of 2.4.
+    assert (param.detach() - before).abs().max().item() < 2
+
+
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"max_grad_norm": 0.5, "skip_nonfinite": True}], ids=str)
 def test_the_mean_is_of_the_clipped_gradients(options):
     """eps is large enough for the size of gradients to matter, so a mean of the unclipped ones would show."""

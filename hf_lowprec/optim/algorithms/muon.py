@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _RATIOS = {
-    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / max(columns, 1))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
 class Muon(TwoMoments):
     """`torch.optim.Muon` for weights stored in BF16, and AdamW for what is no hidden matrix, in one optimizer.
+
+    Other than there, `adjust_lr_fn` is `"match_rms_adamw"` by default and `eps` is AdamW's (Newton–Schulz has
+    `ns_eps`).
+    A group with matrices and others becomes two, so there may be more groups than were given.
 
     A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16; under
     FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
@@ -55,8 +59,11 @@ class Muon(TwoMoments):
     The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
 
     Raises:
-        ValueError: a matrix does not have two or three dimensions.
+        ValueError: a matrix does not have two or three dimensions, or none of `matrices` is a parameter here.
     """
+
+    flags = ("use_muon",)
+    _matrices: list[Tensor] | None = None
 
     def __init__(
         self,
@@ -76,18 +83,26 @@ class Muon(TwoMoments):
         maximize: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
-        self._matrices = None if matrices is None else {id(param) for param in matrices}
+        self._matrices = None if matrices is None else list(matrices)
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "ns_eps": ns_eps}
         defaults |= {"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "maximize": maximize}
         defaults["use_muon"] = True
         super().__init__(params, defaults, **shared)
+        if self._matrices and not any(group["use_muon"] for group in self.param_groups):
+            raise ValueError(
+                "none of matrices= is among the parameters; give the parameters themselves, as "
+                "hf_lowprec.hidden_matrices(model) does, of the same model"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_matrices": self._matrices}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, or two: its matrices and the rest. A group that is refused leaves no trace."""
         before = len(self.param_groups)
         try:
-            for part in split_group(param_group, getattr(self, "_matrices", None)):
+            for part in split_group(param_group, self._matrices):
                 super().add_param_group(part)
                 for param in part["params"] if part["use_muon"] else ():
                     check_matrix(param)
@@ -100,7 +115,11 @@ class Muon(TwoMoments):
         super().check_hyperparameters(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_range("ns_eps", group["ns_eps"], 0.0)
+        for k, coefficient in enumerate(group["ns_coefficients"]):
+            check_range(f"ns_coefficients[{k}]", coefficient, float("-inf"))
         check_range("ns_steps", group["ns_steps"], 1, 100)
+        if group["ns_steps"] != int(group["ns_steps"]) or isinstance(group["ns_steps"], float):
+            raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer")
         check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_RATIOS), "Muon")
 
     def states(self, group: Group) -> tuple[State, ...]:

@@ -31,7 +31,7 @@ class RAdam(TwoMoments):
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the two moments, each in [0, 1); up to β2 = 0.6 the second is never used.
+        betas: decay rates of the two moments, each in [0, 1); up to β2 = 2/3 the second is never used.
         eps: added to the root of the second moment, before its bias is corrected.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.

@@ -68,7 +68,7 @@ class StableAdamW(LowPrecisionOptimizer):
             "gain2": (1 - beta2) / (1 - beta2**step),
             "lr": lr,
             "eps": group["eps"],
-            "least": group["eps"] ** 2,
+            "least": max(group["eps"] ** 2, 2.0**-126),  # FP32's least normal number: 0/0 would undo the clipping
             "weight_decay": group["weight_decay"],
         }
 
