@@ -54,7 +54,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model)
     data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
     held_out = max(1, len(data) // 10)
-    trainer = Trainer(model=model, args=args, train_dataset=data[:-held_out], eval_dataset=data[-held_out:])
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data[:-held_out],
+        eval_dataset=data[-held_out:],
+        processing_class=tokenizer,
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

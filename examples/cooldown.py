@@ -94,6 +94,7 @@ def main() -> None:
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
+        processing_class=tokenizer,
         callbacks=[SwitchToKahan(args.max_steps - decay)],
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -32,6 +32,7 @@ import hf_lowprec  # noqa: F401  (registers the optimizer names)
 class Options:
     model: str = field(default="HuggingFaceTB/SmolLM2-135M", metadata={"help": "hub name or folder"})
     dataset: str = field(default="my-data", metadata={"help": "hub name or folder; columns prompt, completion"})
+    length: int = field(default=2048, metadata={"help": "tokens that a row may have; the rest is cut off"})
     smoke: bool = field(default=False, metadata={"help": "train a tiny model on generated data, within a minute"})
 
 
@@ -48,13 +49,15 @@ def main() -> None:
         options.model, options.dataset = smoke.causal_lm(args.output_dir), smoke.questions(args.output_dir)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many models are trained without one
     model = AutoModelForCausalLM.from_pretrained(options.model)
     data = load_dataset(options.dataset, split="train")
 
     def encode(row: dict[str, str]) -> dict[str, Any]:
         prompt = tokenizer(row["prompt"])["input_ids"]
         answer = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+        tokens, labels = prompt + answer, [-100] * len(prompt) + answer
+        return {"input_ids": tokens[: options.length], "labels": labels[: options.length]}
 
     data = data.map(encode, remove_columns=data.column_names).train_test_split(0.1, seed=args.seed)
     trainer = Trainer(

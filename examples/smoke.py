@@ -38,8 +38,6 @@ ARGUMENTS = {
     **{"logging_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": not torch.cuda.is_available()},
 }
 """Training arguments that `--smoke` changes the defaults of."""
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 _SOURCE = Path(sysconfig.get_path("stdlib")) / "argparse.py"
@@ -108,9 +106,9 @@ def _saved(rows: dict[str, list], folder: str, features: Features | None = None)
 
 
 def causal_lm(folder: str) -> str:
-    """A Llama of 0.2 million parameters."""
-    words = _tokenizer()
-    special = {"pad_token_id": words.pad_token_id, "eos_token_id": words.eos_token_id, "bos_token_id": None}
+    """A Llama of 0.2 million parameters, without a token to pad with, as many are."""
+    words = _tokenizer(pad_token=None)
+    special = {"eos_token_id": words.eos_token_id, "bos_token_id": None}
     config = LlamaConfig(vocab_size=len(words), num_key_value_heads=2, **special, **SIZES)
     return _written(LlamaForCausalLM, config, words, folder)
 
@@ -156,7 +154,7 @@ def _one_process_first() -> Iterator[bool]:
         yield state.is_local_main_process
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
     """512 pairs of bytes, learnt from `text`."""
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe = Tokenizer(models.BPE())
@@ -165,6 +163,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         vocab_size=512, special_tokens=["<pad>", "</s>"], initial_alphabet=bytewise.alphabet(), show_progress=False
     )
     bpe.train([text()], learner)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="</s>", model_max_length=256)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=pad_token, eos_token="</s>", model_max_length=256)
     wrapped.chat_template = CHAT
     return wrapped

@@ -62,7 +62,12 @@ def main() -> None:
 
     data = data.with_transform(prepare).train_test_split(0.1, seed=args.seed)
     trainer = Trainer(
-        model=model, args=args, train_dataset=data["train"], eval_dataset=data["test"], compute_metrics=accuracy
+        model=model,
+        args=args,
+        train_dataset=data["train"],
+        eval_dataset=data["test"],
+        processing_class=processor,
+        compute_metrics=accuracy,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()

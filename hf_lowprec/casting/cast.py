@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding, remove_all
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
-from hf_lowprec.casting.losses import widen_loss
+from hf_lowprec.casting.losses import narrow_loss, widen_loss
 from hf_lowprec.casting.places import input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
     HALVES,
@@ -72,11 +72,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     keep = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
     marks = _check(model, dtype, keep)
     modules = dict(model.named_modules(remove_duplicate=False))
-    owners: Owners = {}
-    for name, module in modules.items():
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                owners.setdefault(id(tensor), []).append((name, f"{name}.{attribute}".lstrip("."), tensor))
+    owners = _owners(modules)
     inherited = tuple(dict.fromkeys(entry for _, entries in marks for entry in entries))
     kept, kept_tensors = plan(modules, owners, keep, inherited)
     known = plan(modules, owners, (), inherited)[1] if marks else kept_tensors
@@ -97,6 +93,23 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     )
 
 
+def _owners(modules: Modules) -> Owners:
+    """Who has which tensor."""
+    owners: Owners = {}
+    for name, module in modules.items():
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append((name, f"{name}.{attribute}".lstrip("."), tensor))
+    return owners
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Convert a tensor, and its gradient, where they are."""
+    tensor.data = tensor.data.to(dtype)
+    if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(dtype)
+
+
 def _convert_tensors(
     modules: Modules, owners: Owners, kept: dict[str, str], kept_tensors: dict[int, str], dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -111,10 +124,7 @@ def _convert_tensors(
             if not presents_float32(tensor):
                 continue
         else:
-            target = torch.float32 if key in kept_tensors else dtype
-            tensor.data = tensor.data.to(target)
-            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(target)
+            _to(tensor, torch.float32 if key in kept_tensors else dtype)
             if key not in kept_tensors:
                 cast += [name] if old != dtype else []
                 continue
@@ -166,15 +176,18 @@ def _install_boundaries(
 def uncast_model(model: nn.Module) -> None:
     """Make a model that was cast an FP32 model again, in place: tensors of 16 bits widen, boundaries go.
 
-    What the cast has rounded stays rounded. `Parameter` objects and ties survive. A model that was not cast keeps its
-    tensors' values and computes in FP32.
+    What the cast has rounded stays rounded. `Parameter` objects and ties survive; quantized weights stay. A model that
+    was not cast keeps its tensors' values and computes in FP32.
     """
     for module in model.modules():
         remove_all(module)
+        narrow_loss(module)
         vars(module).pop(_MARK, None)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.dtype in HALVES:
-                tensor.data = tensor.data.float()
+    owners = _owners(dict(model.named_modules(remove_duplicate=False)))
+    for key in owners.keys() - untouchable(owners).keys():
+        tensor = owners[key][0][2]
+        if tensor.dtype in HALVES:
+            _to(tensor, torch.float32)
 
 
 def _check(model: nn.Module, dtype: torch.dtype, keep: tuple[Entry, ...]) -> list[tuple[torch.dtype, Any]]:

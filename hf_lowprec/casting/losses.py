@@ -1,5 +1,6 @@
 """Losses on FP32 copies of 16-bit predictions: the copies are exact, so only the loss itself is no longer rounded."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 from torch import nn
 
 from hf_lowprec.casting.boundaries import enter_float32
+
+_OWN = "_loss_function"
+"""Where transformers' property keeps a model's own function."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class FloatLoss:
     """
 
     function: Callable[..., Any]
+    own: bool  # whether it was the model's own, not the one that its class chooses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = enter_float32(None, args, kwargs)
@@ -25,14 +30,33 @@ class FloatLoss:
 
 
 def widen_loss(module: nn.Module) -> bool | None:
-    """Let a model's `loss_function`, as transformers has it, compute in FP32; whether it did not, None without one."""
+    """Let a model's `loss_function`, as transformers has it, compute in FP32; whether it did not, None without one.
+
+    None also for a model that computes its loss in `forward` by itself: that stays as it is.
+    """
     # Only where the class has it (PEFT's wrappers forward attributes) and a loss belongs to it (not to a part).
-    if not isinstance(getattr(type(module), "loss_function", None), property):
+    chosen = getattr(type(module), "loss_function", None)
+    if not isinstance(chosen, property) or chosen.fset is None:
         return None
-    if getattr(module, "loss_type", None) is None and "_loss_function" not in vars(module):
+    if getattr(module, "loss_type", None) is None and _OWN not in vars(module):
         return None
     model: Any = module
-    if isinstance(model.loss_function, FloatLoss):
-        return False
-    model.loss_function = FloatLoss(model.loss_function)
-    return True
+    if not isinstance(model.loss_function, FloatLoss):
+        # Through the property: nn.Module's own way fails where a module was assigned, which the property ignores.
+        chosen.fset(module, FloatLoss(model.loss_function, _OWN in vars(module)))
+        return True if _calls_it(module) else None
+    return False if _calls_it(module) else None
+
+
+def narrow_loss(module: nn.Module) -> None:
+    """Take `widen_loss` back."""
+    loss = vars(module).get(_OWN)
+    if isinstance(loss, FloatLoss) and loss.own:
+        setattr(module, _OWN, loss.function)
+    elif isinstance(loss, FloatLoss):
+        delattr(module, _OWN)
+
+
+def _calls_it(module: nn.Module) -> bool:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names

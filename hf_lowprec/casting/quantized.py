@@ -23,6 +23,8 @@ def is_quantized(tensor: Tensor) -> bool:
     no 16-bit floats."""
     if type(tensor) not in _PLAIN or type(tensor.data) is not Tensor:
         return True
+    if type(tensor) is Tensor and tensor.dim() < 2:
+        return False  # an index; codes fill a matrix
     return tensor.dtype not in (*CASTABLE, *_COUNTS) and not tensor.dtype.is_complex
 
 

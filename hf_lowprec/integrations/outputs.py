@@ -20,6 +20,13 @@ def return_float32(model: nn.Module) -> None:
         model.register_forward_hook(_widen_without_loss)
 
 
+def return_as_computed(model: nn.Module) -> None:
+    """Take `return_float32` back."""
+    for key, hook in list(model._forward_hooks.items()):
+        if hook is _widen_without_loss:
+            del model._forward_hooks[key]
+
+
 def _widen_without_loss(module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, dict) and output.get("loss") is not None:
         return output

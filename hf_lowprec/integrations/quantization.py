@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.quantized import holds_codes, is_quantized
+from hf_lowprec.integrations import seams
 
 _RECIPES = {
     "torchao.float8": "FP8 training (convert_to_float8_training)",
@@ -41,9 +42,8 @@ def refuse_quantized_training(model: nn.Module) -> None:
         if param.requires_grad and is_quantized(param):
             kind = f"{type(param.data).__name__} of {param.dtype}"
             raise ValueError(f"{name} is quantized ({kind}) and requires a gradient: {_ADAPTERS}")
-    adapters = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if adapters:
+    if getattr(model, "peft_config", None) or seams.has_adapters(model):
         return
     if getattr(model, "is_quantized", False):
         aware = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)

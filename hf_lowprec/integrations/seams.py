@@ -111,6 +111,11 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
+def has_adapters(model: Any) -> bool:
+    """Whether a transformers model was given adapters by its own `add_adapter` or `load_adapter`."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 @contextmanager
 def prepared_again_later(model: Any) -> Iterator[None]:
     """Let `Accelerator.prepare_model` take `model` for a new one after what it does inside.

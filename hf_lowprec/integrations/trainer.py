@@ -16,6 +16,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec.casting import cast_model
+from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations import checkpoints, seams
 from hf_lowprec.integrations.arguments import (
     callback_arguments,
@@ -49,13 +50,14 @@ def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
     """What Trainer's dispatch table answers; the model was cast when the Trainer was built."""
     if context.model is not None:
         refuse_frozen(context.model)
-        halves = {p.dtype for p in context.model.parameters()} & {torch.bfloat16, torch.float16}
+        plain = (param for param in context.model.parameters() if not is_quantized(param))
+        halves = {param.dtype for param in plain} & {torch.bfloat16, torch.float16}
         if not halves:
             raise ValueError(
                 f"optim={optimizer_name(context.args)!r} finds a model without any 16-bit parameter: `optim` must be "
                 "set before the Trainer is built, so that the model is cast"
             )
-        cast_model(context.model, halves.pop())  # what a checkpoint or an adapter brought in since
+        cast_model(context.model, min(halves, key=str))  # what a checkpoint or an adapter brought in since
     cls, kwargs = optimizer_arguments(context.args)
     if context.model is not None and "matrices" in keywords(cls):
         kwargs["matrices"] = hidden_matrices(context.model)
@@ -96,6 +98,11 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         given["model_init"] = _casting(given["model_init"], callback)
     given["callbacks"] = [*(cb for cb in callbacks if not _is_ours(cb)), callback]
     original(*bound.args, **bound.kwargs)
+    if trainer.args.n_gpu > 1:  # not before: Trainer sets it to 1 for a model that is spread over the GPUs
+        raise ValueError(
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start a process per "
+            "GPU: accelerate launch, torchrun --nproc-per-node, or CUDA_VISIBLE_DEVICES=0 for one GPU"
+        )
     seams.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass makes its accelerator in a way of its own
         callback.prepare(trainer.accelerator)
@@ -149,11 +156,6 @@ def _create_accelerator(original: Callable, trainer: Trainer, args: tuple, kwarg
     callback: LowPrecisionCallback | None = getattr(trainer, _CALLBACK, None)
     if callback is None:
         return original(trainer, *args, **kwargs)
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start a process per "
-            "GPU: accelerate launch, torchrun --nproc-per-node, or CUDA_VISIBLE_DEVICES=0 for one GPU"
-        )
     mixed_precision = trainer.args.mixed_precision
     try:
         trainer.args.mixed_precision = "no"  # where accelerate has made its state, it does not take another one

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -29,7 +29,13 @@ def saved(tmp_path_factory):
 # "dcp" is torch.distributed.checkpoint by itself, "sharded" and "full" are accelerator.save_state.
 @pytest.mark.parametrize(
     ("format", "ranks", "kind"),
-    [("dcp", 2, "fsdp2"), ("dcp", 3, "fsdp2"), ("dcp", 1, "ddp"), ("sharded", 3, "fsdp2"), ("full", 2, "fsdp2")],
+    [
+        ("dcp", 2, "fsdp2"),
+        ("dcp", 1, "ddp"),
+        ("full", 2, "fsdp2"),
+        pytest.param("dcp", 3, "fsdp2", marks=many_ranks),
+        pytest.param("sharded", 3, "fsdp2", marks=many_ranks),
+    ],
 )
 def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind):
     folder, expected = saved(format)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.ranks import many_ranks
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -63,9 +65,12 @@ def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
+LAUNCHES = [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), pytest.param("hsdp", 4, "HSDP", marks=many_ranks)]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "ranks", "kind"), [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), ("hsdp", 4, "HSDP")])
+@pytest.mark.parametrize(("name", "ranks", "kind"), LAUNCHES)
 def test_launch_configurations(tmp_path, name, ranks, kind):
     """As the reader would, but for a CPU, fewer processes, and `--mixed_precision bf16` left on by habit."""
     words = (
