@@ -14,7 +14,14 @@ from pathlib import Path
 
 import smoke
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import hf_lowprec  # noqa: F401  (registers the optimizer names)
 
@@ -59,6 +66,7 @@ def main() -> None:
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
+        data_collator=default_data_collator,  # blocks are of one length: nothing is padded
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -26,6 +26,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 import hf_lowprec  # noqa: F401  (registers the optimizer names)
@@ -94,6 +95,7 @@ def main() -> None:
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
+        data_collator=default_data_collator,  # blocks are of one length: nothing is padded
         processing_class=tokenizer,
         callbacks=[SwitchToKahan(args.max_steps - decay)],
     )
