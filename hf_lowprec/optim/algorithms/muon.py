@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,10 @@ class Muon(TwoMoments):
         for k, coefficient in enumerate(group["ns_coefficients"]):
             check_range(f"ns_coefficients[{k}]", coefficient, float("-inf"))
         check_range("ns_steps", group["ns_steps"], 1, 100)
-        if group["ns_steps"] != int(group["ns_steps"]) or isinstance(group["ns_steps"], float):
-            raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer")
+        try:
+            operator.index(group["ns_steps"])
+        except TypeError:
+            raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
         check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_RATIOS), "Muon")
 
     def states(self, group: Group) -> tuple[State, ...]:
