@@ -29,9 +29,9 @@ from hf_lowprec.optim.step import Layout
 from hf_lowprec.optim.trace import trace_measure, used
 
 BITS = 128
-SIGNATURE = {"chunks": "*i64", "lengths": "*i64", "first_index": "*i32", "pointers": "*i64"}
-SIGNATURE |= {"scalars": "*fp32", "keys": "*i32", "enabled": "*i32"}
-MEASURE_SIGNATURE = {"chunks": "*i64", "lengths": "*i64", "pointers": "*i64", "scalars": "*fp32", "sums": "*fp64"}
+TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
+SIGNATURE = TABLES | {"counts": "*fp32", "enabled": "*i32"}
+MEASURE_SIGNATURE = TABLES | {"sums": "*fp64"}
 CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

@@ -49,12 +49,12 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
 
 def _changes(batch: Batch, row: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
     """The wanted and the stored change of a sample of one row's elements, in FP64."""
-    count, first_index = int(batch.rows.lengths[row]), int(batch.rows.first_index[row])
+    count, shift = int(batch.rows.end[row]), int(batch.rows.shift[row])  # its elements begin at 0
     taken = min(sample, count)
     place = torch.arange(taken, device=batch.device) * count // taken
     elements = batch.elements(int(batch.rows.owner[row]), place)
     wanted, _ = wanted_update(batch.layout, *elements)
-    new_weight, new_state = fused_step(batch.layout, *elements, (place + first_index).to(torch.int32), keys)
+    new_weight, new_state = fused_step(batch.layout, *elements, (place + shift).to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()

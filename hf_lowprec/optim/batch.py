@@ -39,6 +39,7 @@ class Batch:
             captured in a graph and skipped without asking.
         rows: the static tables.
         written: every tensor that a step writes, but for the counts.
+        scalars: the coming step's that were `prepare`d, FP32 of shape (works, scalars); on `device` if deferred.
         clip: the step's clip factor, an FP32 scalar on `device`, if the layout is clipped.
         own: the scalars that are parameters' own, FP32 of shape (works, 1) on `device`, if the layout has one.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes.
@@ -54,7 +55,7 @@ class Batch:
         self.spread = spread
         self.works = works
         self.deferred = deferred
-        self.rows = Rows.of(layout, works)
+        self.rows = Rows(layout, works)
         self.written = [tensor for work in works for tensor in work.written]
         self.clip: Tensor | None = None
         self.own: Tensor | None = None
@@ -64,17 +65,13 @@ class Batch:
 
         where = device if deferred else torch.device("cpu")
         self._take_counts(where)
-        self._owner, self._streams, self._index_high = (
-            table.to(where) for table in (self.rows.owner, self.rows.streams, self.rows.index_high)
-        )
         read = [0] * len(layout.read)
         fixed = [[work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works]
         self._addresses = torch.tensor(fixed, dtype=torch.int64, device="cpu")
-        self._itemsizes = torch.tensor([dtype.itemsize for dtype in layout.tensors.values()], device="cpu")
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
         self._kind = torch.empty(0, device="cpu")
-        self._scalars = torch.empty(len(works), len(layout.scalars), dtype=torch.float32, device=where)
+        self.scalars = torch.empty(len(works), len(layout.scalars), dtype=torch.float32, device=where)
 
     def _take_counts(self, where: torch.device) -> None:
         """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
@@ -105,7 +102,7 @@ class Batch:
             self._packed += taken
 
     def prepare(self, scalars: Scalars) -> None:
-        """Compute the coming step's scalars, of shape (works, scalars)."""
+        """Compute the coming step's scalars."""
         if self.deferred:
             self._prepare_on_device(scalars)
         else:
@@ -124,7 +121,7 @@ class Batch:
         table = [
             list(scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) for group, by in self._kinds
         ]
-        self._scalars = torch.tensor(table, dtype=torch.float32, device="cpu").view(len(table), -1)[self._kind]
+        self.scalars = torch.tensor(table, dtype=torch.float32, device="cpu").view(len(table), -1)[self._kind]
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
         """For every parameter, in FP64 tensors."""
@@ -136,7 +133,7 @@ class Batch:
             if isinstance(lr, Tensor):
                 lr = lr.to(self.device, torch.float64, non_blocking=True).reshape(())
             for k, column in enumerate(scalars(group, lr, steps[first:end]).values()):
-                self._scalars[first:end, k] = column
+                self.scalars[first:end, k] = column
             first = end
 
     def direct(self, directions: Sequence[Tensor]) -> None:
@@ -157,39 +154,32 @@ class Batch:
         """Whether the step is not to be taken; asks the device."""
         return self.enabled is not None and not bool(self.enabled)
 
-    def scalars(self) -> Tensor:
-        """This step's scalars but for the clip factor, FP32 of shape (rows, scalars); on the device if deferred."""
-        return self._scalars[self._owner]
-
     def factors(self, scalars: Tensor) -> Tensor:
         """`scalars`, and as further columns those of the clip factor and the parameters' own that are there."""
         columns = [scalars]
         if self.clip is not None:
             columns.append(self.clip.to(scalars.device).expand(len(scalars), 1))
         if self.own is not None:
-            if "owner" not in self.kept:
-                self.kept["owner"] = self.rows.owner.to(self.device)
-            columns.append(self.own[self.kept["owner"]])
+            columns.append(self.own)
         return torch.cat(columns, dim=1) if len(columns) > 1 else scalars
 
     def pointers(self) -> Tensor:
-        """Addresses of the rows' first elements, int64 of shape (rows, tensors), on the host."""
+        """Addresses of the works' tensors, int64 of shape (works, tensors), on the host; overwritten by the next."""
         self._addresses[:, 1] = _addresses([work.grad for work in self.works])
         if self.layout.directed and self.works[0].direction is not None:
             self._addresses[:, 2] = _addresses([work.direction for work in self.works])
-        return self._addresses[self.rows.owner] + self.rows.first[:, None] * self._itemsizes
-
-    def keys(self) -> Tensor:
-        """This step's keys, int32 of shape (rows, words, 2); on the device if deferred."""
-        step = self.counts.to(torch.int32)[self._owner] + 1
-        return step_keys(self._streams, step[:, None], self._index_high[:, None])
+        return self._addresses
 
     def row_keys(self) -> list[dict[int, tuple[int, int]]]:
-        """This step's keys as numbers, by random word, for every row."""
-        return [
-            {word: (key0, key1) for word, (key0, key1) in zip(self.layout.words, row, strict=True)}
-            for row in self.keys().tolist()
-        ]
+        """This step's keys as numbers, by random word, for every row; asks the device if deferred."""
+        step = self.counts.to("cpu", torch.int32)[self.rows.owner] + 1
+        streams = self.rows.streams.to(torch.int32).unbind(1)
+        found: list[dict[int, tuple[int, int]]] = [{} for _ in step]
+        for word, halves in zip(self.layout.words, zip(streams[::2], streams[1::2], strict=True), strict=True):
+            key0, key1 = step_keys(*halves, step, self.rows.index_high.to(torch.int32))
+            for keys, *pair in zip(found, key0.tolist(), key1.tolist(), strict=True):
+                keys[word] = tuple(pair)
+        return found
 
     def sums_by_work(self, chunks: Tensor, sums: Tensor) -> Tensor:
         """Sums over works, of shape (works), from those over chunks, in an order that does not change."""
@@ -202,7 +192,7 @@ class Batch:
         """The FP32 values of some elements of one work, by slice or flat indices."""
         values = {name: tensor.view(-1)[part].float() for name, tensor in self.works[work].tensors.items()}
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
-        scalars = dict(zip(self.layout.scalars, self._scalars[work].unbind(), strict=True))
+        scalars = dict(zip(self.layout.scalars, self.scalars[work].unbind(), strict=True))
         if self.clip is not None:
             scalars[CLIP] = self.clip
         if self.own is not None:

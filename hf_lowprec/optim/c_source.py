@@ -6,11 +6,13 @@ The compiler must not contract or re-associate: see the flags in `native.py`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure, used
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_keys, trace_measure, used
+from hf_lowprec.optim.work import columns
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -34,22 +36,22 @@ static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &val
 /* NaNs that this processor makes have an empty low payload; one that was loaded may not. */
 static inline float quiet(float value) {{ return value != value ? NAN : value; }}
 
+{keys}
 static inline __attribute__((always_inline)) void element({parameters})
 {{
 {body}
 }}
 
-/* rows: contiguous runs of elements. Per row: pointers[{n_pointers}], scalars[{n_scalars}], keys[{n_words}][2],
-   the length and the low word of the first element's global index. chunks: (row, first element). */
-void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, const float *scalars,
-          const uint32_t *keys, const int64_t *lengths, const uint32_t *first_index, int threads)
+/* chunks: (row, element to begin with). rows: runs of an owner's elements.
+   By owner: pointers[{n_pointers}], scalars[{n_scalars}], and the steps counted so far. */
+void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
+          void *const (*pointers)[{n_pointers}], const float *scalars, const float *counts, int threads)
 {{
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t row = chunks[c][0], start = chunks[c][1];
-        const int64_t left = lengths[row] - start;
-        const int n = left < {chunk} ? (int)left : {chunk};
-        const uint32_t base = first_index[row] + (uint32_t)start;
+        const int64_t *row = rows[chunks[c][0]];
+        const int64_t start = chunks[c][1], {columns};
+        const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
         int done = 0;
 {prologue}
 {pairs}
@@ -63,6 +65,13 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, c
 }}
 """
 
+_KEYS = """
+static inline void row_keys({parameters})
+{{
+{body}
+}}
+"""
+
 _MEASURE = """
 static inline __attribute__((always_inline)) float measured({parameters})
 {{
@@ -70,15 +79,15 @@ static inline __attribute__((always_inline)) float measured({parameters})
     return {result};
 }}
 
-/* The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars} per row. */
-void measure(int64_t n_chunks, const int64_t (*chunks)[2], void *const *pointers, const float *scalars,
-             const int64_t *lengths, double *sums, int threads)
+/* The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}. */
+void measure(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
+             void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
 {{
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t row = chunks[c][0], start = chunks[c][1];
-        const int64_t left = lengths[row] - start;
-        const int n = left < {chunk} ? (int)left : {chunk};
+        const int64_t *row = rows[chunks[c][0]];
+        const int64_t start = chunks[c][1], {columns};
+        const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
 {prologue}
         double sum[{lanes}] = {{0}}, total = 0; /* several, since additions wait for one another */
         int i = 0;
@@ -153,13 +162,17 @@ def render(layout: Layout) -> str:
 def _render_step(layout: Layout) -> str:
     tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
-    keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
+    keys = _key_names(layout)
     second_keys = [f"key{word}_1" for word in layout.words]
     lines, results = statements(trace(layout), C(), {"index", *keys})
     weyls = [f"weyl{word}" for word in layout.words]
 
     prologue = _loaded(layout, scalars, written)
-    prologue += [f"const uint32_t {name} = keys[row * {len(keys)} + {k}];" for k, name in enumerate(keys)]
+    if keys:
+        drawn_from = ["(uint32_t)counts[owner] + 1", "(uint32_t)index_high", *_streams(layout)]
+        prologue.append(f"uint32_t {', '.join(keys)};")
+        prologue.append(f"row_keys({', '.join([*drawn_from, *(f'&{name}' for name in keys)])});")
+        prologue.append("const uint32_t base = (uint32_t)(start + shift);")
     prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in layout.words]
 
     parameters = [f"float {name}" for name in [*tensors, *scalars]] + [
@@ -192,10 +205,8 @@ def _render_step(layout: Layout) -> str:
             ),
         )
     return _TEMPLATE.format(
-        n_pointers=len(tensors),
-        n_scalars=len(scalars),
-        n_words=len(layout.words),
-        chunk=CHUNK,
+        **_sizes(layout, scalars),
+        keys=_keys(layout) if keys else "",
         parameters=", ".join(parameters),
         body=indented(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
         prologue=indented(8, prologue),
@@ -224,8 +235,7 @@ def _render_measure(layout: Layout) -> str:
         parameters=", ".join(f"float {name}" for name in [*read, *taken]),
         body=indented(4, lines),
         result=result,
-        n_scalars=len(scalars),
-        chunk=CHUNK,
+        **_sizes(layout, scalars),
         prologue=indented(8, _loaded(layout, scalars, ())),
         lanes=_LANES,
         ahead=call("i + j"),
@@ -234,9 +244,41 @@ def _render_measure(layout: Layout) -> str:
 
 
 def _loaded(layout: Layout, scalars: Sequence[str], written: Collection[str]) -> list[str]:
-    """Statements that take a row's pointers and scalars from their tables."""
+    """Statements that take a chunk's pointers and scalars from the tables of its owner."""
     lines = []
     for k, (name, dtype) in enumerate(layout.tensors.items()):
         kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
-        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[row * {len(layout.tensors)} + {k}] + start;")
-    return lines + [f"const float {name} = scalars[row * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
+        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[owner][{k}] + start;")
+    return lines + [f"const float {name} = scalars[owner * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
+
+
+def _keys(layout: Layout) -> str:
+    """The function that computes the keys of a row's random words from their streams."""
+    streams, keys = _streams(layout), _key_names(layout)
+    lines, results = statements(trace_keys(layout), C(), {"step", "index_high", *streams})
+    return _KEYS.format(
+        parameters=", ".join(
+            [f"uint32_t {name}" for name in ("step", "index_high", *streams)] + [f"uint32_t *{name}" for name in keys]
+        ),
+        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(keys, results, strict=True)]),
+    )
+
+
+def _streams(layout: Layout) -> list[str]:
+    return [name for name in columns(layout) if name.startswith("stream")]
+
+
+def _key_names(layout: Layout) -> list[str]:
+    return [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
+
+
+def _sizes(layout: Layout, scalars: Sequence[str]) -> dict[str, Any]:
+    """What both templates are filled in with."""
+    names = columns(layout)
+    return {
+        "n_columns": len(names),
+        "n_pointers": len(layout.tensors),
+        "n_scalars": len(scalars),
+        "chunk": CHUNK,
+        "columns": ", ".join(f"{name} = row[{k}]" for k, name in enumerate(names)),
+    }

@@ -16,16 +16,14 @@ def run(batch: Batch) -> None:
     """Step every parameter of `batch` in place."""
     if batch.skipped:
         return
-    rows, keys = batch.rows, batch.row_keys()
-    for row, (work, first, length, first_index) in enumerate(
-        zip(*(column.tolist() for column in (rows.owner, rows.first, rows.lengths, rows.first_index)), strict=True)
-    ):
-        for start in range(0, length, CHUNK):
-            count = min(CHUNK, length - start)
-            part = slice(first + start, first + start + count)
-            index = torch.arange(first_index + start, first_index + start + count, device=batch.device).to(torch.int32)
+    rows = batch.rows
+    columns = (column.tolist() for column in (rows.owner, rows.first, rows.end, rows.shift))
+    for work, first, end, shift, keys in zip(*columns, batch.row_keys(), strict=True):
+        for start in range(first, end, CHUNK):
+            part = slice(start, min(start + CHUNK, end))
+            index = torch.arange(part.start + shift, part.stop + shift, device=batch.device).to(torch.int32)
             elements = batch.elements(work, part)
-            new_weight, new_state = fused_step(batch.layout, *elements, index, keys[row])
+            new_weight, new_state = fused_step(batch.layout, *elements, index, keys)
             # Values are already representable, so these copies only change the format.
             param, *states = (tensor.view(-1)[part] for tensor in batch.works[work].written)
             param.copy_(new_weight)

@@ -20,15 +20,17 @@ def _block_square_sum(address, count, lanes, DTYPE: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def square_sum(
-    chunks, lengths, pointers, sums, WIDTH: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The sum of squares of each chunk's gradients, in FP64; chunks: (row, first element), pointers: (rows, WIDTH)."""
+    chunks, rows, pointers, sums,
+    COLUMNS: tl.constexpr, TENSORS: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of squares of each chunk's gradients, in FP64; tables as for a printed `step`."""
     chunk = tl.program_id(0).to(tl.int64)
-    row = tl.load(chunks + 2 * chunk)
+    row = rows + tl.load(chunks + 2 * chunk) * COLUMNS
     start = tl.load(chunks + 2 * chunk + 1)
-    left = tl.load(lengths + row) - start
+    owner, end = tl.load(row), tl.load(row + 1)
+    left = end - start
     size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(pointers + row * WIDTH + 1) + start * size
+    address = tl.load(pointers + owner * TENSORS + 1) + start * size
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     if (left >= CHUNK) & ((address & 15) == 0):

@@ -87,22 +87,21 @@ def prepare(batch: Batch) -> None:
     if "kernel" not in batch.kept:
         require(batch.device)
         batch.kept["step"], batch.kept["measure"] = kernels(batch.layout)
-        rows = batch.rows
         always = torch.ones((), dtype=torch.int32, device="cpu")
-        batch.kept["chunks"] = rows.chunks(CHUNK)
-        batch.kept["static"] = _upload(batch.device, batch.kept["chunks"], rows.lengths, rows.first_index, always)
+        batch.kept["chunks"] = batch.rows.chunks(CHUNK)
+        batch.kept["static"] = _upload(batch.device, batch.kept["chunks"], batch.rows.table, always)
 
 
 def run(batch: Batch) -> None:
     """Step every parameter of `batch`, which was prepared, in place: one launch, without waiting for the device."""
-    chunks, lengths, first_index, always = batch.kept["static"]
+    chunks, rows, always = batch.kept["static"]
     if len(chunks) == 0:
         return
-    pointers, scalars, keys = _dynamic(batch)
+    pointers, scalars, counts = _dynamic(batch)
     enabled = always if batch.enabled is None else batch.enabled.to(torch.int32)
     with _on(batch.device):
         batch.kept["step"][(len(chunks),)](
-            *(chunks, lengths, first_index, pointers, batch.factors(scalars), keys, enabled),
+            *(chunks, rows, pointers, batch.factors(scalars), counts, enabled),
             **_sizes(batch.device),
         )
     batch.kept["has run"] = True
@@ -117,13 +116,13 @@ def has_run(batch: Batch) -> bool:
 
 def measure(batch: Batch) -> Tensor:
     """The sums of the algorithm's measure over each parameter of `batch`; FP64 of shape (works) on its device."""
-    chunks, lengths, *_ = batch.kept["static"]
+    chunks, rows, _ = batch.kept["static"]
     sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
     if len(chunks) > 0:
         pointers, scalars, _ = _dynamic(batch)
         with _on(batch.device):
             batch.kept["measure"][(len(chunks),)](
-                *(chunks, lengths, pointers, batch.factors(scalars), sums), **_sizes(batch.device)
+                *(chunks, rows, pointers, batch.factors(scalars), sums), **_sizes(batch.device)
             )
     return batch.sums_by_work(batch.kept["chunks"], sums)
 
@@ -134,15 +133,16 @@ def square_sum(batch: Batch) -> Tensor:
 
     from hf_lowprec.optim.kernels import square_sum
 
-    chunks, lengths, *_ = batch.kept["static"]
+    chunks, rows, _ = batch.kept["static"]
     sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
     if len(chunks) > 0:
         pointers, *_ = _dynamic(batch)
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
         with _on(batch.device):
             square_sum[(len(chunks),)](
-                *(chunks, lengths, pointers, sums),
-                **{"WIDTH": len(batch.layout.tensors), "DTYPE": dtype[batch.layout.grad_dtype]},
+                *(chunks, rows, pointers, sums),
+                **{"COLUMNS": rows.shape[1], "TENSORS": len(batch.layout.tensors)},
+                **{"DTYPE": dtype[batch.layout.grad_dtype]},
                 **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(batch.device)},
             )
     return sums.sum()
@@ -164,12 +164,12 @@ def _on(device: torch.device) -> Any:
 
 
 def _dynamic(batch: Batch) -> list[Tensor]:
-    """This step's pointers, scalars and keys on the device."""
+    """This step's pointers, scalars and counts on the device."""
     if "dynamic" not in batch.passing:
         if batch.deferred:
-            batch.passing["dynamic"] = [_deferred_pointers(batch), batch.scalars(), batch.keys()]
+            batch.passing["dynamic"] = [_deferred_pointers(batch), batch.scalars, batch.counts]
         else:
-            batch.passing["dynamic"] = _upload(batch.device, batch.pointers(), batch.scalars(), batch.keys())
+            batch.passing["dynamic"] = _upload(batch.device, batch.pointers(), batch.scalars, batch.counts)
     return batch.passing["dynamic"]
 
 
@@ -197,7 +197,7 @@ def _deferred_pointers(batch: Batch) -> Tensor:
         reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
     known = batch.kept.get("pointers")
     if known is None or not torch.equal(known[0], pointers):
-        known = batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
+        known = batch.kept["pointers"] = (pointers.clone(), *_upload(batch.device, pointers.clone()))  # both stay
     return known[1]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.step import Layout, evaluate, fused_step
-from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding import quiet_nan, sqrt_rn, step_keys
 from hf_lowprec.rounding.random import weyl
 
 _INFIX: dict[Callable, str] = {
@@ -100,6 +100,16 @@ def trace(layout: Layout) -> fx.Graph:
     keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
     new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)
     return element.graph_of([new_weight, *(new_state[stored.name] for stored in layout.states)])
+
+
+def trace_keys(layout: Layout) -> fx.Graph:
+    """Record `step_keys` on a row's streams, `step` and `index_high`; outputs are the keys of each random word."""
+    element = _Elements()
+    step, index_high = element("step"), element("index_high")
+    keys: list[Any] = []
+    for word in layout.words:
+        keys += step_keys(element(f"stream{word}_0"), element(f"stream{word}_1"), step, index_high)
+    return element.graph_of(keys)
 
 
 def trace_measure(layout: Layout) -> fx.Graph:

@@ -7,12 +7,13 @@ alignment and moves 128 bits at once, any other is masked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_measure, used
+from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_keys, trace_measure, used
+from hf_lowprec.optim.work import columns
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -59,24 +60,29 @@ def part({operands}, count, BLOCK: tl.constexpr):
 {masked_stores}
 
 
+{keys}
 @triton.jit
 def step(
-    chunks, lengths, first_index, pointers, scalars, keys, enabled,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    chunks, rows, pointers, scalars, counts, enabled, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # chunks: (row, first element). By row: length, low word of the first global index, pointers[{n_tensors}],
-    # scalars[{n_scalars}], keys[{n_keys}]. enabled: one number, 0 to leave everything as it is.
-    chunk = tl.program_id(0).to(tl.int64)
-    row = tl.load(chunks + 2 * chunk)
-    start = tl.load(chunks + 2 * chunk + 1)
-    left = tl.load(lengths + row) - start
-    base = tl.load(first_index + row) + start.to(tl.int32)
+    # chunks: (row, element to begin with). rows: runs of an owner's elements. By owner:
+    # pointers[{n_tensors}], scalars[{n_scalars}], and the steps counted so far. enabled: 0 to leave all as it is.
+{chunk}
+    base = (start + shift).to(tl.int32)
 {prologue}
     left = tl.where(tl.load(enabled) != 0, left, 0)
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
         whole({operands}, CHUNK, BLOCK)
     else:
         part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL)
+"""
+
+_KEYS = """
+
+@triton.jit
+def row_keys({inputs}):
+{body}
+    return {results}
 """
 
 _MEASURE = """
@@ -110,13 +116,10 @@ def measure_part({operands}, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def measure(
-    chunks, lengths, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+    chunks, rows, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars} per row.
-    chunk = tl.program_id(0).to(tl.int64)
-    row = tl.load(chunks + 2 * chunk)
-    start = tl.load(chunks + 2 * chunk + 1)
-    left = tl.load(lengths + row) - start
+    # The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}.
+{chunk}
 {prologue}
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
         tl.store(sums + chunk, measure_whole({operands}, CHUNK, BLOCK))
@@ -168,10 +171,15 @@ def _render_step(layout: Layout) -> str:
     tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
     keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
+    streams = [name for name in columns(layout) if name.startswith("stream")]
     lines, results = statements(trace(layout), Triton(), {"index", *keys})
     addresses = [f"a_{name}" for name in tensors]
 
-    prologue = _looked_up(layout, scalars) + _table("keys", keys)
+    prologue = _looked_up(layout, scalars)
+    if keys:
+        words = ["tl.load(counts + owner).to(tl.int32) + 1", "index_high.to(tl.int32)"]
+        words += [f"{name}.to(tl.int32)" for name in streams]
+        prologue.append(f"{', '.join(keys)} = row_keys({', '.join(words)})")
 
     def stores(mask: str) -> str:
         values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
@@ -186,7 +194,8 @@ def _render_step(layout: Layout) -> str:
         results=", ".join(results),
         n_tensors=len(tensors),
         n_scalars=len(scalars),
-        n_keys=len(keys),
+        keys=_keys(layout, streams) if keys else "",
+        chunk=indented(4, _chunk(layout)),
         prologue=indented(4, prologue),
         aligned_loads=_loads(layout, tensors, ""),
         aligned_stores=stores(""),
@@ -207,6 +216,7 @@ def _render_measure(layout: Layout) -> str:
         body=indented(4, lines),
         result=result,
         n_scalars=len(scalars),
+        chunk=indented(4, _chunk(layout)),
         prologue=indented(4, _looked_up(layout, scalars)),
         addresses=" | ".join(f"a_{name}" for name in read),
         aligned_loads=_loads(layout, read, ""),
@@ -214,16 +224,33 @@ def _render_measure(layout: Layout) -> str:
     )
 
 
-def _table(name: str, entries: list[str]) -> list[str]:
-    """Statements that take a row's entries from a table."""
-    return [f"{entry} = tl.load({name} + row * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+def _table(name: str, row: str, entries: Sequence[str]) -> list[str]:
+    """Statements that take the entries of one row of a table."""
+    return [f"{entry} = tl.load({name} + {row} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+
+
+def _chunk(layout: Layout) -> list[str]:
+    """Statements that find out which chunk of which row a program works on."""
+    return [
+        "chunk = tl.program_id(0).to(tl.int64)",
+        *_table("chunks", "chunk", ["row", "start"]),
+        *_table("rows", "row", columns(layout)),
+        "left = end - start",
+    ]
 
 
 def _looked_up(layout: Layout, scalars: list[str]) -> list[str]:
-    """Statements that take a row's addresses and scalars from their tables, the addresses at the chunk's start."""
-    lines = _table("pointers", [f"a_{name}" for name in layout.tensors])
+    """Statements that take the owner's addresses and scalars from their tables, the addresses at the chunk's start."""
+    lines = _table("pointers", "owner", [f"a_{name}" for name in layout.tensors])
     lines += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in layout.tensors.items()]
-    return lines + _table("scalars", scalars)
+    return lines + _table("scalars", "owner", scalars)
+
+
+def _keys(layout: Layout, streams: list[str]) -> str:
+    """The function that computes the keys of a row's random words from their streams."""
+    inputs = ["step", "index_high", *streams]
+    lines, results = statements(trace_keys(layout), Triton(), inputs)
+    return _KEYS.format(inputs=", ".join(inputs), body=indented(4, lines), results=", ".join(results))
 
 
 def _loads(layout: Layout, names: Iterable[str], mask: str) -> str:

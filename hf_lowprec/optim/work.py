@@ -1,8 +1,8 @@
 """One parameter's part of a step, and the rows that its elements make.
 
 A *row* is a contiguous run of elements, in memory and in the global index alike, whose index keeps one high word. An
-unsharded tensor is one row (one per 2³² elements); a shard may be several. Keys, scalars and pointers belong to rows,
-so that kernels see nothing but flat runs.
+unsharded tensor is one row (one per 2³² elements); a shard may be several. Random keys belong to rows, addresses and
+scalars to the works that own them; kernels see nothing but flat runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ from hf_lowprec.rounding import stream_keys
 
 Group = dict[str, Any]
 _HIGH_WORD = 1 << 32
+
+
+_COLUMNS = ("owner", "end", "shift", "index_high")
+
+
+def columns(layout: Layout) -> tuple[str, ...]:
+    """Names of the columns of `Rows.table`."""
+    return (*_COLUMNS, *(f"stream{word}_{half}" for word in layout.words for half in (0, 1)))
 
 
 @dataclass
@@ -62,50 +70,35 @@ class Work:
                 first, length, start = first + count, length - count, start + count
 
 
-@dataclass
 class Rows:
     """The rows of a batch of works, on the host.
 
     Attributes:
+        table: int64 of shape (rows, columns), see `columns`.
         owner: position of each row's work.
         first: each row's first element in its work's tensors.
-        lengths: elements per row.
-        first_index: low words of the rows' first global indices.
-        index_high: their high words.
-        streams: keys of each row's random words, of shape (rows, words, 2).
+        end: the element after its last.
+        shift: what its elements' global indices are ahead of their places in these tensors.
+        index_high: the high word of these indices.
+        streams: `stream_keys` of the rows' random words, of shape (rows, 2 × words).
     """
 
-    owner: Tensor
-    first: Tensor
-    lengths: Tensor
-    first_index: Tensor
-    index_high: Tensor
-    streams: Tensor
-
-    @classmethod
-    def of(cls, layout: Layout, works: Sequence[Work]) -> Rows:
-        owner, first, lengths, start, streams = [], [], [], [], []
-        for k, work in enumerate(works):
-            keys = [stream_keys(work.group["seed"], work.parameter, word) for word in layout.words]
-            for run_first, length, global_first in work.rows():
-                owner.append(k)
-                first.append(run_first)
-                lengths.append(length)
-                start.append(global_first)
-                streams.append(keys)
-        index = torch.tensor(start, dtype=torch.int64, device="cpu")
-        return cls(
-            torch.tensor(owner, dtype=torch.int64, device="cpu"),
-            torch.tensor(first, dtype=torch.int64, device="cpu"),
-            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
-            index.to(torch.int32),
-            (index >> 32).to(torch.int32),
-            torch.tensor(streams, dtype=torch.int32, device="cpu").reshape(len(owner), len(layout.words), 2),
-        )
+    def __init__(self, layout: Layout, works: Sequence[Work]) -> None:
+        rows, firsts = [], []
+        for owner, work in enumerate(works):
+            keys = [half for word in layout.words for half in stream_keys(work.group["seed"], work.parameter, word)]
+            for first, length, start in work.rows():
+                rows.append((owner, first + length, start - first, start // _HIGH_WORD, *keys))
+                firsts.append(first)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), len(columns(layout)))
+        self.first = torch.tensor(firsts, dtype=torch.int64, device="cpu")
+        self.owner, self.end, self.shift, self.index_high = self.table[:, : len(_COLUMNS)].unbind(1)
+        self.streams = self.table[:, len(_COLUMNS) :]
 
     def chunks(self, size: int) -> Tensor:
         """`(row, first element)` of pieces of at most `size` elements, int64 of shape (chunks, 2)."""
-        pieces = (self.lengths + (size - 1)) // size
+        pieces = (self.end - self.first + (size - 1)) // size
         row = torch.repeat_interleave(torch.arange(len(self.owner), device="cpu"), pieces)
-        begin = torch.cumsum(pieces, 0) - pieces
-        return torch.stack([row, (torch.arange(len(row), device="cpu") - begin[row]) * size], dim=1).contiguous()
+        before = torch.cumsum(pieces, 0) - pieces
+        first = self.first[row] + (torch.arange(len(row), device="cpu") - before[row]) * size
+        return torch.stack([row, first], dim=1).contiguous()

@@ -79,20 +79,20 @@ def stream_keys(seed: int, parameter: int, word: int) -> tuple[int, int]:
     return _int32(int.from_bytes(digest[:4], "little")), _int32(int.from_bytes(digest[4:], "little"))
 
 
-def step_keys(streams: Tensor, step: Tensor, index_high: Tensor) -> Tensor:
-    """Keys of one optimizer step.
+def step_keys(stream0: Tensor, stream1: Tensor, step: Tensor, index_high: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of one optimizer step; all int32 tensors that broadcast.
 
     Args:
-        streams: int32 tensor of shape (..., 2), rows of `stream_keys`.
-        step: int32 tensor broadcastable to (...), counted from 1.
-        index_high: int32 tensor broadcastable to (...), the high word of the global element index.
+        stream0: first halves of `stream_keys`.
+        stream1: their second halves.
+        step: counted from 1.
+        index_high: the high word of the global element index.
 
     Returns:
-        int32 tensor of shape (..., 2): `key0` and `key1` for `random_word`.
+        `key0` and `key1` for `random_word`.
     """
-    key0 = _mix(streams[..., 0] + step * GOLDEN)
-    key1 = _mix(streams[..., 1] ^ key0) ^ _mix(index_high)
-    return torch.stack(torch.broadcast_tensors(key0, key1), dim=-1)
+    key0 = _mix(stream0 + step * GOLDEN)
+    return key0, _mix(stream1 ^ key0) ^ _mix(index_high)
 
 
 def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tensor) -> Tensor:
@@ -110,5 +110,5 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
     """
     streams = torch.tensor(stream_keys(seed, parameter, word_of(role)), dtype=torch.int32, device=index.device)
     high = (index >> 32).to(torch.int32)
-    keys = step_keys(streams, torch.tensor(step, dtype=torch.int32, device=index.device), high)
-    return lane(random_word(index.to(torch.int32), keys[..., 0], keys[..., 1]), role)
+    keys = step_keys(streams[0], streams[1], torch.tensor(step, dtype=torch.int32, device=index.device), high)
+    return lane(random_word(index.to(torch.int32), *keys), role)

@@ -151,7 +151,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     with optimizer.next_step() as plan:
         (batch,) = plan.batches
         (keys,) = batch.row_keys()
-        scalars = dict(zip(batch.layout.scalars, batch.scalars()[0].tolist(), strict=True))
+        scalars = dict(zip(batch.layout.scalars, batch.scalars[0].tolist(), strict=True))
     optimizer.step()
     for part, (weight, grad) in zip(parts, before, strict=True):
         index = torch.arange(part.start, part.stop).to(torch.int32)

@@ -96,18 +96,18 @@ def test_offsets_have_64_bits(start):
         tensors = list(batch.works[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
         chunks = torch.tensor([[0, start], [0, start + launch.CHUNK]], device=DEVICE)
-        lengths = torch.tensor([start + param.numel()], device=DEVICE)
-        first_index = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+        rows = batch.rows.table.clone()
+        rows[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
         addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
         launch.kernels(batch.layout)[0][(2,)](
-            *(chunks, lengths, first_index, torch.tensor(addresses, device=DEVICE)),
-            *(batch.scalars().to(DEVICE), batch.keys().to(DEVICE), torch.ones((), dtype=torch.int32, device=DEVICE)),
+            *(chunks, rows.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
+            *(batch.scalars.to(DEVICE), batch.counts.to(DEVICE), torch.ones((), dtype=torch.int32, device=DEVICE)),
             **{"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL, "enable_fp_fusion": False},
         )
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)
         named = dict(zip(list(batch.layout.tensors)[2:], states, strict=True))
-        scalars = dict(zip(batch.layout.scalars, batch.scalars()[0].tolist(), strict=True))
+        scalars = dict(zip(batch.layout.scalars, batch.scalars[0].tolist(), strict=True))
         new_weight, new_state = fused_step(batch.layout, weight, grad, named, scalars, index, batch.row_keys()[0])
         assert torch.equal(param.detach().cpu().float(), new_weight)
         for name, state in zip(list(batch.layout.tensors)[2:], tensors[2:], strict=True):
