@@ -70,7 +70,7 @@ class Batch:
         self._addresses = torch.tensor(fixed, dtype=torch.int64, device="cpu")
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
-        self._kind = torch.empty(0, device="cpu")
+        self._kind: list[int] = []
         self.scalars = torch.empty(len(works), len(layout.scalars), dtype=torch.float32, device=where)
 
     def _take_counts(self, where: torch.device) -> None:
@@ -117,11 +117,16 @@ class Batch:
             kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
             position = {key: k for k, key in enumerate(kinds)}
             self._ahead, self._kinds = ahead, list(kinds.values())
-            self._kind = torch.tensor([position[key] for key in keys], device="cpu")
-        table = [
-            list(scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) for group, by in self._kinds
+            self._kind = [position[key] for key in keys]
+        by_kind = [
+            array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values())
+            for group, by in self._kinds
         ]
-        self.scalars = torch.tensor(table, dtype=torch.float32, device="cpu").view(len(table), -1)[self._kind]
+        # A handful of torch's operations on small tensors would take longer than this.
+        table = array("f")
+        for kind in self._kind:
+            table.extend(by_kind[kind])
+        self.scalars = torch.frombuffer(table, dtype=torch.float32).view(len(self.works), -1)
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
         """For every parameter, in FP64 tensors."""

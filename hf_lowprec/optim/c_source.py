@@ -16,7 +16,9 @@ from hf_lowprec.optim.work import columns
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
-"""Elements per unit of parallel work."""
+"""Elements that share a look-up in the tables."""
+BLOCK = 4
+"""Chunks that a thread takes at a time: enough to stream, few enough not to wait long for an interrupted core."""
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
 _STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
@@ -47,7 +49,7 @@ static inline __attribute__((always_inline)) void element({parameters})
 void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
           void *const (*pointers)[{n_pointers}], const float *scalars, const float *counts, int threads)
 {{
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
         const int64_t *row = rows[chunks[c][0]];
         const int64_t start = chunks[c][1], {columns};
@@ -83,7 +85,7 @@ static inline __attribute__((always_inline)) float measured({parameters})
 void measure(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
              void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
 {{
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
         const int64_t *row = rows[chunks[c][0]];
         const int64_t start = chunks[c][1], {columns};
@@ -280,5 +282,6 @@ def _sizes(layout: Layout, scalars: Sequence[str]) -> dict[str, Any]:
         "n_pointers": len(layout.tensors),
         "n_scalars": len(scalars),
         "chunk": CHUNK,
+        "block": BLOCK,
         "columns": ", ".join(f"{name} = row[{k}]" for k, name in enumerate(names)),
     }
