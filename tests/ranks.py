@@ -1,7 +1,6 @@
 """Real processes on gloo: starting them from a test, and ending them in a script."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,22 +8,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests import nursery
+
 many_ranks = pytest.mark.skipif(not os.environ.get("HF_LOWPREC_MANY_RANKS"), reason="runs with make test-distributed")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
-def run_ranks(
-    script: str, ranks: int, *arguments: str, timeout: float = 280, fails: bool = False, **environment
-) -> str:
+def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **environment: str) -> str:
     """What the ranks of `tests/scripts/SCRIPT` print; fails the test if one fails, or if `fails` and none does."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run_command([*launcher, str(SCRIPTS / script), *arguments], timeout, fails, **environment)
+    return run_script("forked_ranks.py", ranks, SCRIPTS / script, *arguments, fails=fails, **environment)
 
 
-def run_command(command: list[str], timeout: float = 280, fails: bool = False, **environment: str) -> str:
-    """What a command prints, with this repository on the path and one thread per process; `fails` as above."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+def run_script(script: str, *arguments: object, fails: bool = False, **environment: str) -> str:
+    """What `tests/scripts/SCRIPT` prints; `fails` as above."""
+    done = nursery.run(SCRIPTS / script, [str(argument) for argument in arguments], timeout=280, **environment)
     assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout + done.stderr if fails else done.stdout
 

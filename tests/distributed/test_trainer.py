@@ -65,7 +65,7 @@ def test_replicas_that_part_are_found_by_name():
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--optim_args", "check_replicas_every=2"]
     printed = trained(2, "ddp", *words, CHANGED_IN_STEP="3", fails=True)["report"]
     assert "replicas differ: model.layers.1.mlp.up_proj.weight on rank 1 is not that of rank 0" in printed
-    assert "rank0" in printed and "rank1" in printed  # both say so
+    assert "rank 0 of 2 failed" in printed and "rank 1 of 2 failed" in printed  # both say so
 
 
 def test_the_report_says_that_it_is_active():

@@ -6,7 +6,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import pytest
 import torch
 from transformers import TrainerState
 
+import hf_lowprec
 from hf_lowprec.integrations.checkpoints import last_complete, resolve
+from tests import nursery
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
@@ -40,13 +41,13 @@ def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> 
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, check=False, timeout=240)
+def run(script: Path, *words: object) -> nursery.Done:
+    return nursery.run(script, [str(word) for word in words], timeout=240)
 
 
 def train(*words: object) -> str:
     """What the script prints at its end: steps, dtype and a digest of all weights. Each run is a process of its own."""
-    result = run("-m", "hf_lowprec", "run", SCRIPTS / "train_tiny.py", *words)
+    result = run(Path(hf_lowprec.__file__).with_name("__main__.py"), "run", SCRIPTS / "train_tiny.py", *words)
     assert result.returncode == 0, result.stderr[-3000:]
     return summary(result.stdout)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.reduction.worlds import run_script
+from tests.ranks import run_script
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.replicas import checksum
-from tests.reduction.worlds import run_script
+from tests.ranks import run_script
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
