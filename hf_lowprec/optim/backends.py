@@ -96,7 +96,7 @@ def check_capture(batches: Sequence[Batch], capturable: bool) -> None:
     on_gpu = [batch for batch in batches if batch.device.type != "cpu"]
     if capturable and any(batch.kept["backend"] is EAGER for batch in on_gpu):
         raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
-    if launch.capturing():
+    if on_gpu and launch.capturing():
         if not capturable:
             raise RuntimeError(
                 "this step would be captured in a graph with its step count and learning rate as they are now; build "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +67,8 @@ class Batch:
         where = device if deferred else torch.device("cpu")
         self._take_counts(where)
         read = [0] * len(layout.read)
-        fixed = [[work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works]
-        self._addresses = torch.tensor(fixed, dtype=torch.int64, device="cpu")
+        fixed = ([work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works)
+        self._addresses = array("q", chain.from_iterable(fixed))
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
         self._kind: list[int] = []
@@ -170,10 +171,11 @@ class Batch:
 
     def pointers(self) -> Tensor:
         """Addresses of the works' tensors, int64 of shape (works, tensors), on the host; overwritten by the next."""
-        self._addresses[:, 1] = _addresses([work.grad for work in self.works])
+        width = len(self.layout.tensors)
+        self._addresses[1::width] = _addresses([work.grad for work in self.works])
         if self.layout.directed and self.works[0].direction is not None:
-            self._addresses[:, 2] = _addresses([work.direction for work in self.works])
-        return self._addresses
+            self._addresses[2::width] = _addresses([work.direction for work in self.works])
+        return torch.frombuffer(self._addresses, dtype=torch.int64).view(-1, width)
 
     def row_keys(self) -> list[dict[int, tuple[int, int]]]:
         """This step's keys as numbers, by random word, for every row; asks the device if deferred."""
@@ -205,6 +207,5 @@ class Batch:
         return Elements(values.pop("param"), values.pop("grad"), values, scalars)
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> Tensor:
-    addresses = array("q", [tensor.data_ptr() for tensor in tensors if tensor is not None])
-    return torch.frombuffer(addresses, dtype=torch.int64)
+def _addresses(tensors: Sequence[Tensor | None]) -> array[int]:
+    return array("q", [tensor.data_ptr() for tensor in tensors if tensor is not None])
