@@ -164,14 +164,14 @@ def render(layout: Layout) -> str:
 def _render_step(layout: Layout) -> str:
     tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
-    keys = _key_names(layout)
+    keys = layout.keys
     second_keys = [f"key{word}_1" for word in layout.words]
     lines, results = statements(trace(layout), C(), {"index", *keys})
     weyls = [f"weyl{word}" for word in layout.words]
 
     prologue = _loaded(layout, scalars, written)
     if keys:
-        drawn_from = ["(uint32_t)counts[owner] + 1", "(uint32_t)index_high", *_streams(layout)]
+        drawn_from = ["(uint32_t)counts[owner] + 1", "(uint32_t)index_high", *layout.streams]
         prologue.append(f"uint32_t {', '.join(keys)};")
         prologue.append(f"row_keys({', '.join([*drawn_from, *(f'&{name}' for name in keys)])});")
         prologue.append("const uint32_t base = (uint32_t)(start + shift);")
@@ -256,22 +256,12 @@ def _loaded(layout: Layout, scalars: Sequence[str], written: Collection[str]) ->
 
 def _keys(layout: Layout) -> str:
     """The function that computes the keys of a row's random words from their streams."""
-    streams, keys = _streams(layout), _key_names(layout)
-    lines, results = statements(trace_keys(layout), C(), {"step", "index_high", *streams})
+    inputs = ("step", "index_high", *layout.streams)
+    lines, results = statements(trace_keys(layout), C(), inputs)
     return _KEYS.format(
-        parameters=", ".join(
-            [f"uint32_t {name}" for name in ("step", "index_high", *streams)] + [f"uint32_t *{name}" for name in keys]
-        ),
-        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(keys, results, strict=True)]),
+        parameters=", ".join([f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in layout.keys]),
+        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(layout.keys, results, strict=True)]),
     )
-
-
-def _streams(layout: Layout) -> list[str]:
-    return [name for name in columns(layout) if name.startswith("stream")]
-
-
-def _key_names(layout: Layout) -> list[str]:
-    return [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
 
 
 def _sizes(layout: Layout, scalars: Sequence[str]) -> dict[str, Any]:

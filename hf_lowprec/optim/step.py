@@ -112,6 +112,16 @@ class Layout:
             roles.append(0)
         return tuple(sorted({word_of(role) for role in roles}))
 
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the halves of a row's streams (see `stream_keys`), two for each random word."""
+        return tuple(f"stream{word}_{half}" for word in self.words for half in (0, 1))
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the keys that a step makes of them, in the same order."""
+        return tuple(f"key{word}_{half}" for word in self.words for half in (0, 1))
+
 
 def wanted_update(
     layout: Layout, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]

@@ -97,7 +97,7 @@ def trace(layout: Layout) -> fx.Graph:
     element = _Elements()
     weight, grad, state, scalars = element.tensors(layout.tensors, layout.factors)
     index = element("index")
-    keys = {word: (element(f"key{word}_0"), element(f"key{word}_1")) for word in layout.words}
+    keys = dict(zip(layout.words, _pairs(layout.keys, element), strict=True))
     new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)
     return element.graph_of([new_weight, *(new_state[stored.name] for stored in layout.states)])
 
@@ -106,10 +106,9 @@ def trace_keys(layout: Layout) -> fx.Graph:
     """Record `step_keys` on a row's streams, `step` and `index_high`; outputs are the keys of each random word."""
     element = _Elements()
     step, index_high = element("step"), element("index_high")
-    keys: list[Any] = []
-    for word in layout.words:
-        keys += step_keys(element(f"stream{word}_0"), element(f"stream{word}_1"), step, index_high)
-    return element.graph_of(keys)
+    return element.graph_of(
+        [key for halves in _pairs(layout.streams, element) for key in step_keys(*halves, step, index_high)]
+    )
 
 
 def trace_measure(layout: Layout) -> fx.Graph:
@@ -117,6 +116,11 @@ def trace_measure(layout: Layout) -> fx.Graph:
     assert layout.measure is not None
     element = _Elements()
     return element.graph_of([evaluate(layout.measure, layout, *element.tensors(layout.tensors, layout.known))])
+
+
+def _pairs(names: Sequence[str], element: _Elements) -> list[tuple[Any, Any]]:
+    """Symbolic elements of these names, two and two."""
+    return [(element(first), element(second)) for first, second in zip(names[::2], names[1::2], strict=True)]
 
 
 def used(graph: fx.Graph, names: Iterable[str]) -> list[str]:

@@ -170,15 +170,14 @@ def render(layout: Layout) -> str:
 def _render_step(layout: Layout) -> str:
     tensors, written = layout.tensors, layout.written
     scalars = [f"scalar_{name}" for name in layout.factors]
-    keys = [f"key{word}_{half}" for word in layout.words for half in (0, 1)]
-    streams = [name for name in columns(layout) if name.startswith("stream")]
+    keys = layout.keys
     lines, results = statements(trace(layout), Triton(), {"index", *keys})
     addresses = [f"a_{name}" for name in tensors]
 
     prologue = _looked_up(layout, scalars)
     if keys:
         words = ["tl.load(counts + owner).to(tl.int32) + 1", "index_high.to(tl.int32)"]
-        words += [f"{name}.to(tl.int32)" for name in streams]
+        words += [f"{name}.to(tl.int32)" for name in layout.streams]
         prologue.append(f"{', '.join(keys)} = row_keys({', '.join(words)})")
 
     def stores(mask: str) -> str:
@@ -194,7 +193,7 @@ def _render_step(layout: Layout) -> str:
         results=", ".join(results),
         n_tensors=len(tensors),
         n_scalars=len(scalars),
-        keys=_keys(layout, streams) if keys else "",
+        keys=_keys(layout) if keys else "",
         chunk=indented(4, _chunk(layout)),
         prologue=indented(4, prologue),
         aligned_loads=_loads(layout, tensors, ""),
@@ -246,9 +245,9 @@ def _looked_up(layout: Layout, scalars: list[str]) -> list[str]:
     return lines + _table("scalars", "owner", scalars)
 
 
-def _keys(layout: Layout, streams: list[str]) -> str:
+def _keys(layout: Layout) -> str:
     """The function that computes the keys of a row's random words from their streams."""
-    inputs = ["step", "index_high", *streams]
+    inputs = ["step", "index_high", *layout.streams]
     lines, results = statements(trace_keys(layout), Triton(), inputs)
     return _KEYS.format(inputs=", ".join(inputs), body=indented(4, lines), results=", ".join(results))
 

@@ -27,7 +27,7 @@ _COLUMNS = ("owner", "end", "shift", "index_high")
 
 def columns(layout: Layout) -> tuple[str, ...]:
     """Names of the columns of `Rows.table`."""
-    return (*_COLUMNS, *(f"stream{word}_{half}" for word in layout.words for half in (0, 1)))
+    return (*_COLUMNS, *layout.streams)
 
 
 @dataclass
