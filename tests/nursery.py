@@ -34,8 +34,7 @@ def run(script: Path, arguments: list[str], timeout: float, **environment: str) 
         request = {"script": str(script), "arguments": arguments, "environment": {**os.environ, **environment}}
         request |= {"out": str(out), "err": str(err), "cwd": os.getcwd()}
         nursery = _nursery()
-        nursery.stdin.write(json.dumps(request) + "\n")
-        nursery.stdin.flush()
+        nursery.stdin.write(json.dumps(request).encode() + b"\n")
         child = int(nursery.stdout.readline())
         ready, _, _ = select.select([nursery.stdout], [], [], timeout)
         if not ready:
@@ -51,7 +50,8 @@ def _nursery() -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.nursery"],
-        env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        bufsize=0,  # a line that was read ahead would be one that `select` waits for
     )  # fmt: skip
 
 

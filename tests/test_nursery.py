@@ -1,0 +1,42 @@
+"""Scripts that are forked end as scripts that are started."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests import nursery
+
+
+def script(tmp_path, text: str):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_script_has_arguments_environment_output_and_a_status(tmp_path):
+    text = (
+        "import os, sys\nprint(sys.argv[1:], os.environ['WORD'], __name__)\nprint('no', file=sys.stderr)\nsys.exit(3)"
+    )
+    done = nursery.run(script(tmp_path, text), ["a", "b c"], timeout=60, WORD="said")
+    assert done == (1, "['a', 'b c'] said __main__\n", "no\n")
+    assert "WORD" not in os.environ
+
+
+def test_a_script_that_raises_or_is_killed_says_so(tmp_path):
+    done = nursery.run(script(tmp_path, "raise ValueError('as planned')"), [], timeout=60)
+    assert done.returncode == 1 and "ValueError: as planned" in done.stderr
+    killed = nursery.run(script(tmp_path, "import os\nos.kill(os.getpid(), 9)"), [], timeout=60)
+    assert killed.returncode == -9
+
+
+def test_a_script_that_does_not_end_is_ended_with_all_that_it_forked(tmp_path):
+    text = "import os, time\nprint(os.fork(), flush=True)\ntime.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired) as error:
+        nursery.run(script(tmp_path, text), [], timeout=1)
+    child = max(int(word) for word in error.value.stdout.split())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(child, 0)
+            subprocess.run(["sleep", "0.05"], check=True)
+    assert nursery.run(script(tmp_path, ""), [], timeout=60).returncode == 0
