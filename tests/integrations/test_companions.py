@@ -1,11 +1,12 @@
 """What users combine with `optim=`: every setting gives FP32's losses under the same setting, and resumes as ever."""
 
+import inspect
 import shutil
 
 import pytest
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 import hf_lowprec
@@ -20,7 +21,12 @@ from tests.integrations.tiny_training import (
 )
 
 OURS = ("adamw_bf16_kahan", "adamw_bf16_sr")
-CHECKPOINTING = "activation_checkpointing"
+# The second is the older name, deprecated where both are known.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in inspect.signature(TrainingArguments).parameters
+)
 
 
 def dropping_llama():
