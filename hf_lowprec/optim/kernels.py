@@ -23,7 +23,10 @@ def square_sum(
     chunks, rows, pointers, sums,
     COLUMNS: tl.constexpr, TENSORS: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of each chunk's gradients, in FP64; tables as for a printed `step`."""
+    """The sum of squares of each chunk's gradients, in FP64; tables as for a printed `step`.
+
+    Of a row's columns (see `work.columns`) it takes the first two, of an owner's tensors the gradient, which is second.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     row = rows + tl.load(chunks + 2 * chunk) * COLUMNS
     start = tl.load(chunks + 2 * chunk + 1)

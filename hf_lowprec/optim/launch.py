@@ -197,7 +197,8 @@ def _deferred_pointers(batch: Batch) -> Tensor:
         reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
     known = batch.kept.get("pointers")
     if known is None or not torch.equal(known[0], pointers):
-        known = batch.kept["pointers"] = (pointers.clone(), *_upload(batch.device, pointers.clone()))  # both stay
+        pointers = pointers.clone()  # the batch writes its next ones over these
+        known = batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
     return known[1]
 
 
