@@ -180,3 +180,20 @@ def test_a_checkpoint_crosses_from_capturable_to_not_and_back():
         optimizer.step()
     assert torch.equal(trained[0], resumed[0])
     assert torch.equal(trained[0], third.param_groups[0]["params"][0])
+
+
+def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
+    """Uploads are copies, as on a device: what is there must be sent again when an address has changed."""
+    upload = launch._upload
+    monkeypatch.setattr(launch, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
+    moving, still = make([(40,)]), make([(40,)])
+    optimizers = [AdamW(params, lr=0.1, backend="triton", capturable=True) for params in (moving, still)]
+    held = []
+    for step in range(3):
+        gradient = torch.full_like(still[0], 1.0 + step)
+        held.append(moving[0].grad)  # so that its memory is not used again
+        moving[0].grad = gradient
+        still[0].grad.copy_(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(*moving, *still)
