@@ -39,7 +39,7 @@ class Batch:
         deferred: whether learning rates and step counts are for the device alone to know, so that a step can be
             captured in a graph and skipped without asking.
         rows: the static tables.
-        written: every tensor that a step writes, but for the counts.
+        params: the works' parameters as they are stepped.
         scalars: the coming step's that were `prepare`d, FP32 of shape (works, scalars); on `device` if deferred.
         clip: the step's clip factor, an FP32 scalar on `device`, if the layout is clipped.
         own: the scalars that are parameters' own, FP32 of shape (works, 1) on `device`, if the layout has one.
@@ -57,7 +57,7 @@ class Batch:
         self.works = works
         self.deferred = deferred
         self.rows = Rows(layout, works)
-        self.written = [tensor for work in works for tensor in work.written]
+        self.params = [work.written[0] for work in works]
         self.clip: Tensor | None = None
         self.own: Tensor | None = None
         self.enabled: Tensor | None = None

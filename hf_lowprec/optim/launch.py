@@ -105,8 +105,8 @@ def run(batch: Batch) -> None:
             **_sizes(batch.device),
         )
     batch.kept["has run"] = True
-    # Autograd finds out about writes that it did not see by the version of a tensor.
-    increment_version(batch.written)
+    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph.
+    increment_version(batch.params)
 
 
 def has_run(batch: Batch) -> bool:

@@ -57,8 +57,8 @@ def run(batch: Batch) -> None:
     chunks = batch.kept["chunks"]
     tables = (chunks, batch.rows.table, batch.pointers(), batch.factors(batch.scalars), batch.counts)
     batch.kept["kernel"].step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
-    # Autograd finds out about writes that it did not see by the version of a tensor.
-    increment_version(batch.written)
+    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph.
+    increment_version(batch.params)
 
 
 def measure(batch: Batch) -> Tensor:

@@ -31,7 +31,8 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return value
     if dtype == torch.bfloat16:
         pattern = _pattern(value)
-        return ((pattern + (((pattern >> 16) & 1) + 0x7FFF)) & -0x10000).view(torch.float32)
+        # An odd last bit makes a tie a little more than one; nothing else about the value's remainder changes sides.
+        return (((pattern | ((pattern >> 16) & 1)) + 0x7FFF) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
         pattern = _pattern(value)
         magnitude = pattern & _MAGNITUDE
