@@ -1,15 +1,17 @@
-"""Bytes that training holds besides activations, counted on the tensors themselves."""
+"""Bytes that training holds besides activations: counted on the tensors themselves, or on what they will be."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.shards import local
+from hf_lowprec.optim.validation import state_dtype
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,30 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
         _bytes(p.grad for p in parameters if p.grad is not None),
         _bytes(states),
     )
+
+
+def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
+    """Count what will exist in a step: gradients of all trainable parameters, and all states. Works on meta tensors."""
+    parameters = list(model.parameters())
+    state: Counter[torch.dtype] = Counter()
+    for elements in expected_states(optimizer).values():
+        state.update({dtype: count * dtype.itemsize for dtype, count in elements.items()})
+    return MemoryUse(
+        sum(local(p).numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(p for p in parameters if p.requires_grad),
+        state,
+    )
+
+
+def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
+    """Elements by dtype of each state, by name; what a lazy state will be is known before it exists."""
+    found: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    for group in optimizer.param_groups:
+        for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
+            for state in optimizer.stored_states(group, param.dtype):
+                found[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
+    return found
 
 
 def stored(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_codes
-from hf_lowprec.insight.memory import stored
+from hf_lowprec.insight.memory import expected_states, stored
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends import expected
-from hf_lowprec.optim.shards import local
-from hf_lowprec.optim.validation import state_dtype
 
 
 def precision_report(
@@ -34,15 +32,15 @@ def precision_report(
     lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
     lines.append(_row("gradients", trainable))
     if isinstance(optimizer, LowPrecisionOptimizer):
-        lines += _states(optimizer)
-        lines.append(f"  {'rounding':<13}{_modes(optimizer)}")
-        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, backend {_backends(optimizer)}")
+        lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
+        lines.append(f"  {'rounding':<16}{_modes(optimizer)}")
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
-        lines.append(f"  {'optimizer':<13}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
     if cast.kept:
         reasons = Counter(cast.kept.values())
-        lines.append(f"  {'kept in fp32':<13}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
-    lines += [f"  {'note':<13}{note}" for note in (*notes, *cast.warnings)]
+        lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
+    lines += [f"  {'note':<16}{note}" for note in (*notes, *cast.warnings)]
     return "\n".join(lines)
 
 
@@ -51,16 +49,6 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         yield from module.buffers(recurse=False) if holds_codes(module) else ()
     yield from (param for param in model.parameters() if not param.requires_grad)
-
-
-def _states(optimizer: LowPrecisionOptimizer) -> list[str]:
-    """One row per state name; what a lazy state will be is known before it exists."""
-    rows: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    for group in optimizer.param_groups:
-        for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
-            for state in optimizer.stored_states(group, param.dtype):
-                rows[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
-    return [_row(name, count) for name, count in rows.items()]
 
 
 def _modes(optimizer: LowPrecisionOptimizer) -> str:
@@ -90,7 +78,7 @@ def _row(title: str, count: Counter[torch.dtype]) -> str:
     floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{_name(dtype)} {n:,}" for dtype, n in count.most_common())
-    return f"  {title:<13}{size / 2**20:>10,.1f} MiB {each}  ({shares})"
+    return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"
 
 
 def _name(dtype: torch.dtype) -> str:

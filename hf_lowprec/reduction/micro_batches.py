@@ -7,7 +7,7 @@ clipping, DDP and the optimizer find what they expect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,23 @@ def check_mode(grad_accumulation: str) -> str:
     if grad_accumulation not in MODES:
         raise ValueError(f"grad_accumulation={grad_accumulation!r} is none of {', '.join(map(repr, MODES))}")
     return grad_accumulation
+
+
+def residual_bytes(params: Iterable[Tensor], mode: str) -> int:
+    """Bytes that `mode` will hold beside the gradients of `params`."""
+    return sum(p.numel() * _residual_dtype(p, mode).itemsize for p in params if _is_summed(p, mode))
+
+
+def _is_summed(param: Tensor, mode: str) -> bool:
+    summed = {"nearest": (), "kahan": _HALVES, "fp32": (*_HALVES, torch.float32)}[mode]
+    return param.requires_grad and param.dtype in summed
+
+
+def _residual_dtype(gradient: Tensor, mode: str) -> torch.dtype:
+    """What is kept beside a gradient: the residual in its dtype, or the whole sum in a wider one."""
+    if mode == "kahan":
+        return gradient.dtype
+    return torch.float32 if gradient.dtype in _HALVES else torch.float64
 
 
 @dataclass
@@ -53,9 +70,7 @@ class MicroBatches:
         _active[model] = self
         self._sums: dict[nn.Parameter, _Sum] = {}
         self._handles = [
-            param.register_hook(self._hook(param))
-            for param in model.parameters()
-            if param.requires_grad and (param.dtype in _HALVES or (mode == "fp32" and param.dtype == torch.float32))
+            param.register_hook(self._hook(param)) for param in model.parameters() if _is_summed(param, mode)
         ]
 
     @property
@@ -89,8 +104,8 @@ class MicroBatches:
         held = self._sums.get(param)
         # Views of a bucket share the version of the whole bucket.
         if held is None or (not total._is_view() and held.version != total._version):
-            wide = torch.float32 if total.dtype in _HALVES else torch.float64
-            kept = total.to(wide) if self.mode == "fp32" else torch.zeros_like(total)
+            dtype = _residual_dtype(total, self.mode)
+            kept = total.to(dtype) if self.mode == "fp32" else torch.zeros_like(total, dtype=dtype)
             held = self._sums[param] = _Sum(kept, 0)
         if self.mode == "fp32":
             held.kept += gradient

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("datasets")
 
 from hf_lowprec.cli.demo import text
+from hf_lowprec.cli.inputs import InputError
 
 
 @pytest.mark.parametrize("read", [text.standard_library_modules, text.standard_library_documentation])
@@ -36,5 +37,5 @@ def test_blocks_are_the_documents_end_to_end() -> None:
     blocks = text.token_blocks(documents, text.encode_bytes, 3, 2, 10)
     assert [bytes(row) for row in blocks.train["input_ids"]] == [b"abc", b"def"]
     assert blocks.train["labels"] == blocks.train["input_ids"]
-    with pytest.raises(text.InputError, match="too little text"):
+    with pytest.raises(InputError, match="too little text"):
         text.token_blocks(documents, text.encode_bytes, 4, 2, 10)

@@ -45,7 +45,7 @@ def test_a_recipe_learns(tmp_path, recipe):
     before, after = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", out).groups())
     assert after < RECIPES[recipe] < before
     mode = "stochastic" if recipe in ("continued_pretraining", "cooldown") else "kahan"
-    assert out.count(f"rounding     weights {mode}") == 1
+    assert out.count(f"rounding        weights {mode}") == 1
     saved = load_file(next(tmp_path.glob("*.safetensors")))
     assert {tensor.dtype for tensor in saved.values()} >= {torch.bfloat16}
 

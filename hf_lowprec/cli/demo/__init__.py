@@ -59,8 +59,9 @@ def demo(
     from rich.console import Console
 
     from hf_lowprec.cli.demo import pretrained, report, stages
-    from hf_lowprec.cli.demo.text import InputError, standard_library_documentation, token_blocks
+    from hf_lowprec.cli.demo.text import standard_library_documentation, token_blocks
     from hf_lowprec.cli.demo.training import Settings
+    from hf_lowprec.cli.inputs import InputError
 
     quiet_libraries()
     console = Console()

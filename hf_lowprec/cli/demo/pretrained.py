@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_lowprec.cli.demo.text import Encode, InputError, Text
+from hf_lowprec.cli.demo.text import Encode, Text
+from hf_lowprec.cli.inputs import InputError, check_path, input_errors
 
 READERS = {
     ".txt": "text",
@@ -38,17 +38,17 @@ def load_model(name: str, length: int) -> tuple[Callable[[], nn.Module], Encode]
     Raises:
         InputError: it cannot be loaded, or `length` is more than it takes.
     """
-    _check_path(name, "--model")
+    check_path(name, "--model", READERS)
 
-    with _input_errors(f"the model {name!r} cannot be loaded"):
+    with input_errors(f"the model {name!r} cannot be loaded"):
         longest = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
-    with _input_errors(f"the tokenizer of {name!r} cannot be loaded"):
+    with input_errors(f"the tokenizer of {name!r} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if longest is not None and length > longest:
         raise InputError(f"{name!r} takes {longest} tokens, and a block has {length}; give a smaller --length")
 
     def build() -> Any:
-        with _input_errors(f"the model {name!r} cannot be loaded"):
+        with input_errors(f"the model {name!r} cannot be loaded"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         model.config.use_cache = False
         return model
@@ -74,9 +74,9 @@ def load_text(name: str, config: str | None, column: str) -> Text:
     """
     from datasets import load_dataset
 
-    _check_path(name, "--dataset")
+    check_path(name, "--dataset", READERS)
     path = Path(name).expanduser()
-    with _input_errors(f"the dataset {name!r} cannot be loaded"):
+    with input_errors(f"the dataset {name!r} cannot be loaded"):
         if path.exists():
             reader, files = _local_files(path)
             options = {"keep_linebreaks": True} if reader == "text" else {}
@@ -114,22 +114,3 @@ def _local_files(path: Path) -> tuple[str, list[str]]:
         raise InputError(f"{str(path)!r} is or has no file of a known kind ({', '.join(READERS)})")
     reader = readers.most_common(1)[0][0]
     return reader, [str(file) for file in files if READERS[file.suffix] == reader]
-
-
-def _check_path(name: str, option: str) -> None:
-    """What looks like a path is not searched for on the hub."""
-    looks_local = name.startswith((".", "/", "~", "\\")) or Path(name).suffix in READERS
-    if looks_local and not Path(name).expanduser().exists():
-        raise InputError(f"{option}: there is no file or folder {name!r}")
-
-
-@contextmanager
-def _input_errors(what: str) -> Iterator[None]:
-    """Loading fails in many ways (offline, no such name, not a model); its message says which, ours what for."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"{what}: {reason}") from error

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_lowprec.cli.inputs import InputError
+
 Encode = Callable[[list[str]], list[list[int]]]
 """Texts to token numbers, text by text."""
 
@@ -35,10 +37,6 @@ _PASSED_OVER = {
     "pydoc_data",
     "encodings",
 }
-
-
-class InputError(ValueError):
-    """What was asked for is not there or cannot be used; the message is for the user."""
 
 
 @dataclass(frozen=True)

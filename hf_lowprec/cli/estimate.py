@@ -1,0 +1,169 @@
+"""`hf-lowprec estimate MODEL`: the memory that training will hold, from the model's configuration alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from hf_lowprec.insight.memory import MemoryUse
+
+FP32 = "FP32 or autocast, AdamW"
+"""The row to compare with: weights in FP32, as torch's AdamW has them with BF16 autocast and without."""
+
+
+class Row(NamedTuple):
+    """What one way of training holds.
+
+    Attributes:
+        way: what it is called.
+        memory: of weights, gradients and state.
+        residuals: bytes of what adds up micro-batches (`grad_accumulation`) beside the gradients.
+        kept: how many parameters stay in FP32.
+    """
+
+    way: str
+    memory: MemoryUse
+    residuals: int
+    kept: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.memory.total + self.residuals
+
+    def per_gpu(self, gpus: int) -> float:
+        """Bytes on each of `gpus`; FSDP2 keeps unsharded gradients while micro-batches add up in FP32."""
+        return self.memory.total / gpus + self.residuals
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A name on the hub, or a folder; only its config.json is read.")],
+    optim: Annotated[
+        list[str] | None, typer.Option(help="As in TrainingArguments; may be given several times.")
+    ] = None,
+    optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments, for all of them.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many FSDP2 shards everything over.")] = 1,
+    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each; shows what is left of it.")] = None,
+) -> None:
+    """Estimate the memory of full fine-tuning, beside activations.
+
+    Counted on the model's own modules, built without weights, cast as they
+    will be: norms in FP32, tied weights once. Not counted: activations, the
+    layers that FSDP2 gathers at a time, buckets of DDP, CUDA's own memory.
+    """
+    from rich.console import Console
+
+    from hf_lowprec.cli.inputs import InputError
+    from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+
+    names = list(dict.fromkeys(optim or ("adamw_bf16_kahan", "adamw_bf16_sr")))
+    if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:
+        raise typer.BadParameter(
+            f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
+        )
+    try:
+        config, kind = _architecture(model)
+        ours = [_ours(_empty(config, kind), name, optim_args, gpus) for name in names]
+        rows = [_float32(_empty(config, kind)), *ours]
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console()
+    console.print(
+        f"{model}: {kind.__name__}, {rows[0].memory.parameters:,} parameters, {rows[-1].kept:,} of which stay in FP32",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(table(rows, gpus, gpu_memory))
+
+
+def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
+    """The rows for people, in MiB or GiB."""
+    from rich import box
+    from rich.table import Table
+
+    power, unit = (30, "GiB") if max(row.total for row in rows) >= 2**32 else (20, "MiB")
+    lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
+    lines.add_column("optim", no_wrap=True)
+    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}", f"in all\n{unit}", "bytes\n/param"]
+    headings += [f"per GPU\nof {gpus}"] if gpus > 1 else []
+    headings += [f"left of\n{gpu_memory:g} GiB"] if gpu_memory is not None else []
+    for heading in headings:
+        lines.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        held = [sum(row.memory.weights.values()), sum(row.memory.gradients.values()) + row.residuals]
+        cells = [size / 2**power for size in (*held, sum(row.memory.state.values()), row.total)]
+        cells += [row.total / row.memory.parameters]
+        cells += [row.per_gpu(gpus) / 2**power] if gpus > 1 else []
+        cells += [gpu_memory - row.per_gpu(gpus) / 2**30] if gpu_memory is not None else []
+        lines.add_row(row.way, *(f"{cell:,.2f}" for cell in cells))
+    return lines
+
+
+def _architecture(name: str) -> tuple[Any, Any]:
+    """The model's configuration and its class."""
+    import transformers
+
+    from hf_lowprec.cli.inputs import InputError, check_path, input_errors
+
+    check_path(name, "MODEL")
+    with input_errors(f"the configuration of {name!r} cannot be loaded"):
+        config = transformers.AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of")
+    architecture, *_ = config.architectures or (None,)
+    kind = getattr(transformers, architecture or "", None)
+    if kind is None:
+        raise InputError(f"the configuration of {name!r} names the class {architecture}, which transformers has not")
+    return config, kind
+
+
+def _empty(config: Any, kind: Any) -> nn.Module:
+    """The model in FP32, without memory for its weights."""
+    import torch
+
+    from hf_lowprec.cli.inputs import input_errors
+
+    with input_errors(f"{kind.__name__} cannot be built without weights"), torch.device("meta"):
+        return kind(config)
+
+
+def _float32(model: nn.Module) -> Row:
+    import torch
+
+    from hf_lowprec.insight.memory import MemoryUse
+
+    count = sum(param.numel() for param in model.parameters())
+    weights, moments = Counter({torch.float32: 4 * count}), Counter({torch.float32: 8 * count})
+    return Row(FP32, MemoryUse(count, weights, weights, moments), 0, count)
+
+
+def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int) -> Row:
+    """`model`, cast and with its optimizer as Trainer would have them."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    from hf_lowprec import cast_model
+    from hf_lowprec.cli.inputs import InputError, input_errors
+    from hf_lowprec.insight.memory import expected_memory
+    from hf_lowprec.integrations.arguments import callback_arguments
+    from hf_lowprec.reduction.micro_batches import check_mode, residual_bytes
+
+    with input_errors(f"--optim {name}"):
+        args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
+        asked = callback_arguments(args)
+        accumulation = check_mode(asked.get("grad_accumulation", "nearest"))
+        if gpus > 1 and accumulation == "kahan":
+            raise InputError("grad_accumulation='kahan' does not go with FSDP2; give fp32 or nearest, or one GPU")
+        cast_model(model, keep_fp32=asked.get("keep_fp32", ()))
+        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        memory = expected_memory(model, cls(model.parameters(), **kwargs))
+    kept = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
+    return Row(name, memory, residual_bytes(model.parameters(), accumulation), kept)

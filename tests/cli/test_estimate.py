@@ -1,0 +1,138 @@
+"""`hf-lowprec estimate`: the bytes it foretells are those that training then holds."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from typer.testing import CliRunner
+
+from hf_lowprec.cli import app, estimate
+from hf_lowprec.reduction import MicroBatches
+from hf_lowprec.reduction.micro_batches import residual_bytes
+from tests.integrations.tiny_training import arguments, counting_data, llama
+
+GIB = 2**30
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["estimate", *map(str, words)])
+
+
+def refused(*words) -> str:
+    result = run(*words)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def write_config(folder, config, **changes):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | changes))
+    return folder
+
+
+class GradientBytes(TrainerCallback):
+    """Counts what is there when a step begins."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.nbytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [
+        ("adamw_bf16_kahan", None),
+        ("adamw_bf16_sr", None),
+        ("adamw_bf16_kahan", "state_dtype=exp_avg_sq:float32,amsgrad=True"),
+        ("adamw_bf16_sr", "keep_fp32=lm_head"),
+        ("sgd_bf16_kahan", "momentum=0.9"),
+        ("lion_bf16_sr", None),
+        ("muon_bf16_kahan", None),
+    ],
+)
+def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):
+    gradients = GradientBytes()
+    args = arguments(tmp_path, optim=optim, optim_args=optim_args, max_steps=1)
+    trainer = Trainer(llama(), args, train_dataset=counting_data(8), callbacks=[gradients])
+    trainer.train()
+    states = (tensors.items() for tensors in trainer.optimizer.optimizer.state.values())
+    state = sum(value.nbytes for items in states for name, value in items if name != "step")
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama().config)
+    row = estimate._ours(model, optim, optim_args, gpus=1)
+    assert sum(row.memory.weights.values()) == sum(p.nbytes for p in trainer.model.parameters())
+    assert sum(row.memory.gradients.values()) == gradients.nbytes
+    assert sum(row.memory.state.values()) == state
+    assert row.kept == sum(p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32)
+
+
+def test_the_table_of_a_large_model(tmp_path):
+    hidden, intermediate, layers, words, keys = 4096, 14336, 32, 128256, 1024
+    folder = write_config(
+        tmp_path,
+        LlamaConfig(
+            vocab_size=words,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            architectures=["LlamaForCausalLM"],
+        ),
+    )
+    norms = (2 * layers + 1) * hidden
+    matrices = 2 * words * hidden + layers * (2 * hidden * hidden + 2 * keys * hidden + 3 * hidden * intermediate)
+    result = run(folder, "--gpus", 8, "--gpu-memory", 80)
+    assert result.exit_code == 0, result.output
+    assert f"LlamaForCausalLM, {matrices + norms:,} parameters, {norms:,} of which stay in FP32" in result.output
+    assert max(map(len, result.output.splitlines()[1:])) <= 80
+    for name, each in ((estimate.FP32, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
+        (line,) = (line for line in result.output.splitlines() if line.strip().startswith(name))
+        total = each * matrices + 16 * norms
+        expected = [total, total / (matrices + norms) * GIB, total / 8, 80 * GIB - total / 8]
+        assert line.split()[-4:] == [f"{value / GIB:,.2f}" for value in expected]
+
+
+def test_tied_weights_count_once(tmp_path):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=0, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+    )
+    assert f" {64 * 32 + 32:,} parameters" in run(write_config(tmp_path, config, tie_word_embeddings=True)).output
+    assert f" {2 * 64 * 32 + 32:,} parameters" in run(write_config(tmp_path, config, tie_word_embeddings=False)).output
+
+
+def test_sums_of_micro_batches_are_not_sharded(tmp_path):
+    with torch.device("meta"):
+        row = estimate._ours(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
+    assert row.residuals == 4 * 1010
+    assert row.per_gpu(4) == 8 * 1010 / 4 + 4 * 1010
+
+
+@pytest.mark.parametrize(("mode", "each", "norm"), [("nearest", 0, 0), ("kahan", 2, 0), ("fp32", 4, 8)])
+def test_residual_bytes_are_those_held(mode, each, norm):
+    model = nn.ModuleDict({"linear": nn.Linear(5, 3).bfloat16(), "norm": nn.LayerNorm(3)})
+    model["frozen"] = nn.Linear(2, 2).bfloat16().requires_grad_(False)
+    expected = residual_bytes(model.parameters(), mode)
+    assert expected == 18 * each + 6 * norm
+    if mode == "nearest":
+        return
+    sums = MicroBatches(model, mode)
+    for _ in range(2):
+        hidden: Tensor = model["linear"](torch.ones(1, 5, dtype=torch.bfloat16)).float()
+        model["norm"](hidden).square().sum().backward()
+    assert sums.nbytes == expected
+
+
+def test_what_cannot_be_estimated_is_said(tmp_path):
+    folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
+    assert "unknown: adamw_torch; there are" in refused(folder, "--optim", "adamw_torch")
+    assert "'state_dtpe' is not an argument" in refused(folder, "--optim-args", "state_dtpe=float32")
+    assert "'kahan' does not go with FSDP2" in refused(folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan")
+    assert "no file or folder" in refused(tmp_path / "absent")
+    assert "config" in refused(tmp_path)  # a folder without one
+    config = BertConfig(architectures=["BertOfTomorrow"])
+    assert "names the class BertOfTomorrow" in refused(write_config(tmp_path / "tomorrow", config))
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert "is quantized" in refused(write_config(tmp_path / "quantized", config, **quantized))
