@@ -37,8 +37,11 @@ def _fork(action: Callable[[int], object], rank: int, folder: Path) -> int:
     try:
         action(rank)
         status = 0
-    except BaseException:
-        (folder / f"trace {rank}").write_text(traceback.format_exc())
+    except BaseException as end:
+        if isinstance(end, SystemExit) and not end.code:
+            status = 0
+        else:
+            (folder / f"trace {rank}").write_text(traceback.format_exc())
     sys.stdout.flush()
     os._exit(status)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_lowprec.cli import demo, estimate, run
+from hf_lowprec.cli import demo, doctor, env, estimate, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -13,6 +13,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 

@@ -134,7 +134,7 @@ def _load(layout: Layout) -> ctypes.CDLL | CompilerError:
 
 def _build(source: str) -> Path:
     compiler = require_compiler()
-    identity = [source, *FLAGS, *compiler, _compiler_identity(compiler[0]), _cpu_identity()]
+    identity = [source, *FLAGS, *compiler, compiler_identity(compiler[0]), _cpu_identity()]
     name = f"step-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:32]}.so"
     directory = _writable(cache_dir())
     library = directory / name
@@ -162,7 +162,8 @@ def _compile(compiler: tuple[str, ...], source: Path, target: Path) -> None:
 
 
 @functools.cache
-def _compiler_identity(compiler: str) -> str:
+def compiler_identity(compiler: str) -> str:
+    """The path of the program `compiler` and what it says of its version, which may be lines."""
     result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     return f"{os.path.realpath(shutil.which(compiler) or compiler)} {result.stdout}"
 

@@ -1,0 +1,71 @@
+"""`hf-lowprec env`: what a report of a bug should say about the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import typer
+
+PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "safetensors", "peft", "trl", "datasets"),
+    *("sentence-transformers", "liger-kernel", "bitsandbytes", "torchao"),
+)
+VARIABLES = ("CC", "HF_LOWPREC_CACHE", "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that change what runs, or how fast."""
+
+
+def env() -> None:
+    """Print versions, devices and backends, to be pasted into a bug report."""
+    for name, value in facts().items():
+        typer.echo(f"- {name}: {value}")
+
+
+def facts() -> dict[str, str]:
+    """What there is, by name, in the order in which it is printed."""
+    import torch
+
+    import hf_lowprec
+    from hf_lowprec.optim import native
+
+    found = {
+        "hf_lowprec": f"{hf_lowprec.__version__} in {Path(hf_lowprec.__file__).parent}",
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        **{name: _version(name) for name in PACKAGES},
+        "CUDA of torch": str(torch.version.cuda or torch.version.hip or "none"),
+        "C compiler": _compiler(),
+        "compiled steps are kept in": str(native.cache_dir()),
+        "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {_backend('cpu')}",
+    }
+    for k in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(k)
+        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+        found[f"GPU {k}"] = f"{what}, sm_{properties.major}{properties.minor}, {_backend(f'cuda:{k}')}"
+    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _compiler() -> str:
+    from hf_lowprec.optim import native
+
+    try:
+        command = native.require_compiler()
+    except native.CompilerError as error:
+        return f"none ({error})"
+    return f"{' '.join(command)}, {native.compiler_identity(command[0]).splitlines()[0]}"
+
+
+def _backend(device: str) -> str:
+    import torch
+
+    from hf_lowprec.optim.backends import expected
+
+    return f"backend {expected('auto', torch.device(device))}"

@@ -1,0 +1,107 @@
+"""`hf-lowprec doctor`: says that all is well where it is, and finds what was broken on purpose."""
+
+from importlib import metadata
+
+import pytest
+import torch
+from transformers import Trainer
+from typer.testing import CliRunner
+
+from hf_lowprec import AdamW
+from hf_lowprec.cli import app
+from hf_lowprec.optim import native
+from tests.ranks import run_ranks
+
+CHECKS = ["packages", "names", "steps", "reduction", "training"]
+
+
+def doctor() -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit status, and status and text by check."""
+    result = CliRunner().invoke(app, ["doctor"])
+    return result.exit_code, _findings(result.output)
+
+
+def _findings(output: str) -> dict[str, tuple[str, str]]:
+    rows = (line.split(maxsplit=2) for line in output.splitlines())
+    return {row[1]: (row[0], row[2]) for row in rows if len(row) == 3 and row[1] in CHECKS}
+
+
+@pytest.fixture
+def compiled_anew(monkeypatch, tmp_path):
+    """Steps are compiled for this test, and for those after it."""
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
+    native._load.cache_clear()
+    yield
+    native._load.cache_clear()
+
+
+def test_all_is_well_here():
+    status, found = doctor()
+    assert list(found) == CHECKS
+    assert {name: word for name, (word, _) in found.items()} == {
+        **dict.fromkeys(CHECKS, "ok"),
+        "reduction": "-",  # one process
+    }
+    assert status == 0
+    assert f"torch {torch.__version__}" in found["packages"][1]
+    assert "cpu: backend 'native' gives the bits of 'eager'" in found["steps"][1]
+    assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
+
+
+def test_an_old_package_is_named(monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "no-such-extra>=1; extra == 'demo'"])
+    status, found = doctor()
+    assert (status, found["packages"]) == (
+        1,
+        ("FAILED", f"torch {torch.__version__} is installed, torch>=99 is asked for"),
+    )
+    assert found["training"][0] == "ok"  # the other checks go on
+
+
+def test_a_name_that_leads_elsewhere_is_named(monkeypatch):
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args: (torch.optim.SGD, {})))
+    status, found = doctor()
+    assert status == 1
+    assert found["names"][0] == "FAILED"
+    assert "optim='adam_bf16_kahan' leads to <class 'torch.optim.sgd.SGD'>" in found["names"][1]
+
+
+def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
+    monkeypatch.setattr(
+        native, "render", lambda layout, render=native.render: render(layout).replace("0x7fffu", "0x6fffu")
+    )
+    status, found = doctor()
+    assert status == 1
+    assert found["steps"] == (
+        "FAILED",
+        "cpu: backend 'native' with rounding='kahan' does not give the bits of 'eager'",
+    )
+
+
+def test_without_a_compiler_all_works(monkeypatch, compiled_anew):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    status, found = doctor()
+    assert (status, found["steps"][0]) == (0, "-")
+    assert "cpu takes the slower 'eager' backend" in found["steps"][1]
+    assert "no-such-compiler" in found["steps"][1]
+    assert found["training"][0] == "ok"
+
+
+def test_a_training_that_stands_still_is_found(monkeypatch):
+    monkeypatch.setattr(AdamW, "step", lambda self, closure=None: None)
+    status, found = doctor()
+    assert (status, found["training"][0]) == (1, "FAILED")
+    assert "weights that did not move: ['model.embed_tokens.weight'" in found["training"][1]
+
+
+def test_two_ranks_check_their_reduction():
+    output = run_ranks("doctor_on_ranks.py", 2)
+    found = _findings(output)
+    assert [word for word, _ in found.values()] == ["ok"] * len(CHECKS), output
+    assert found["reduction"][1] == "2 ranks over gloo: FP32 means of BF16 gradients, the same on all"
+    assert output.count("12 steps") == 1  # one rank speaks
+
+
+def test_a_reduction_in_bf16_is_found():
+    output = run_ranks("doctor_on_ranks.py", 4, "broken", fails=True)
+    assert _findings(output)["reduction"] == ("FAILED", "means over 4 ranks are not those of an FP32 sum"), output

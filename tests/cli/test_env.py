@@ -1,0 +1,32 @@
+"""`hf-lowprec env`: what is installed, as Markdown."""
+
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from hf_lowprec.cli import app
+
+
+def facts() -> dict[str, str]:
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0, result.output
+    assert all(line.startswith("- ") for line in result.output.splitlines())
+    return dict(line[2:].split(": ", 1) for line in result.output.splitlines())
+
+
+def test_versions_devices_and_backends(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
+    found = facts()
+    assert (found["torch"], found["transformers"]) == (torch.__version__, transformers.__version__)
+    assert found["compiled steps are kept in"] == found["HF_LOWPREC_CACHE"] == str(tmp_path)
+    assert found["CPU"].endswith("backend native")
+    assert sum(name.startswith("GPU ") for name in found) == torch.cuda.device_count()
+
+
+def test_what_is_not_there_is_said(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr("hf_lowprec.cli.env.PACKAGES", ("torch", "no-such-package"))
+    found = facts()
+    assert found["no-such-package"] == "not installed"
+    assert found["C compiler"].startswith("none (")
+    assert found["CPU"].endswith("backend eager")
