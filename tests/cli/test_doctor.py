@@ -94,6 +94,7 @@ def test_a_training_that_stands_still_is_found(monkeypatch):
     assert "weights that did not move: ['model.embed_tokens.weight'" in found["training"][1]
 
 
+@pytest.mark.distributed
 def test_two_ranks_check_their_reduction():
     output = run_ranks("doctor_on_ranks.py", 2)
     found = _findings(output)
@@ -102,6 +103,7 @@ def test_two_ranks_check_their_reduction():
     assert output.count("12 steps") == 1  # one rank speaks
 
 
+@pytest.mark.distributed
 def test_a_reduction_in_bf16_is_found():
     output = run_ranks("doctor_on_ranks.py", 4, "broken", fails=True)
     assert _findings(output)["reduction"] == ("FAILED", "means over 4 ranks are not those of an FP32 sum"), output

@@ -1,0 +1,28 @@
+"""`hf-lowprec doctor` and `env` see the GPU."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_lowprec.cli import app
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def test_every_check_passes_on_the_gpu():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "cuda:0: backend 'triton' gives the bits of 'eager'" in result.output
+    assert "12 steps on cuda:0" in result.output
+
+
+def test_the_gpu_is_named():
+    result = CliRunner().invoke(app, ["env"])
+    assert f"- GPU 0: {torch.cuda.get_device_name(0)}" in result.output
+    assert "backend triton" in result.output
