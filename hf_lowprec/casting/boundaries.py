@@ -84,6 +84,13 @@ def leave_float16(module: nn.Module, args: Any, output: Any) -> Any:
     return converted(output, _float16)
 
 
+def leave_float32(module: nn.Module, args: Any, output: Any) -> Any:
+    return converted(output, _float32)
+
+
+_LEAVING = (leave_bfloat16, leave_float16, leave_float32)
+
+
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
     """Give a kept module its boundary, as far as it has none; whether anything was missing."""
     enters = enter_float32 not in module._forward_pre_hooks.values()
@@ -95,7 +102,15 @@ def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) 
 
 def install_rounding(module: nn.Module, dtype: torch.dtype) -> bool:
     """Let a module round its floating outputs; whether it did not yet."""
-    leave = leave_bfloat16 if dtype == torch.bfloat16 else leave_float16
+    return _install_output(module, leave_bfloat16 if dtype == torch.bfloat16 else leave_float16)
+
+
+def install_widening(module: nn.Module) -> bool:
+    """Let a module return exact FP32 copies of its floating outputs; whether it did not yet."""
+    return _install_output(module, leave_float32)
+
+
+def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:
     if leave in module._forward_hooks.values():
         return False
     # First, so that every other forward hook sees what the neighbours see.
@@ -118,7 +133,7 @@ def remove_all(module: nn.Module) -> None:
         (module._forward_hooks, module._forward_hooks_with_kwargs),
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(hook, NarrowInputs) or hook in (enter_float32, leave_bfloat16, leave_float16):
+            if isinstance(hook, NarrowInputs) or hook in (enter_float32, *_LEAVING):
                 del hooks[key]
                 with_kwargs.pop(key, None)
 

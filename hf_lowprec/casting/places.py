@@ -11,8 +11,8 @@ def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
     root = ""
     while "_orig_mod" in modules[root]._modules:  # the shell of torch.compile, which never sees a tensor
         root = f"{root}._orig_mod".lstrip(".")
-    models = [name for name, module in modules.items() if name == root or _is_model(module)]
-    return [name for name in models if _narrows(name, modules, dtype)]
+    models = [name for name, module in modules.items() if name == root or is_model(module)]
+    return [name for name in models if narrows(name, modules, dtype)]
 
 
 def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> tuple[set[str], list[str]]:
@@ -25,12 +25,12 @@ def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> 
     """
     names = {id(module): name for name, module in modules.items()}
     heads = set[str]()
-    for module in [modules[""], *filter(_is_model, modules.values())]:
+    for module in [modules[""], *filter(is_model, modules.values())]:
         name = names.get(id(_output_embeddings(module)))
         if name is not None and (top := top_of(name, kept)) is not None:
             heads |= set(callable_parts(top, modules))
     name, before = "", list[str]()
-    while children := [n for n in _children(name, modules) if _dtypes(modules[n]) and kind_of(modules[n]) != "loss"]:
+    while children := computing_children(name, modules):
         name = children[-1]
         before += children[:-1]
         if name not in kept:
@@ -41,16 +41,16 @@ def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> 
             break
         narrowing = [part for n in before for part in callable_parts(n, modules)]
         heads |= set(callable_parts(name, modules))
-        return heads, [n for n in narrowing if _narrows(n, modules, dtype)]
+        return heads, [n for n in narrowing if narrows(n, modules, dtype)]
     return heads, []
 
 
-def _is_model(module: nn.Module) -> bool:
+def is_model(module: nn.Module) -> bool:
     """A model by the convention of transformers, whose `generate` calls the encoder inside without the whole."""
     return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
 
 
-def _narrows(name: str, modules: Modules, dtype: torch.dtype) -> bool:
+def narrows(name: str, modules: Modules, dtype: torch.dtype) -> bool:
     """Whether a module that is called holds 16-bit tensors: nothing inside a kept one does."""
     return dtype in _dtypes(modules[name]) and name in callable_parts(name, modules)
 
@@ -60,8 +60,10 @@ def _dtypes(module: nn.Module) -> set[torch.dtype]:
     return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
-def _children(name: str, modules: Modules) -> list[str]:
-    return [f"{name}.{child}".lstrip(".") for child, module in modules[name]._modules.items() if module is not None]
+def computing_children(name: str, modules: Modules) -> list[str]:
+    """Children of a module that hold floating tensors and are no losses, in the order in which they were written."""
+    children = [f"{name}.{child}".lstrip(".") for child, module in modules[name]._modules.items() if module is not None]
+    return [child for child in children if _dtypes(modules[child]) and kind_of(modules[child]) != "loss"]
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:

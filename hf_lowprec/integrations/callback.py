@@ -105,7 +105,7 @@ class LowPrecisionCallback(TrainerCallback):
         refuse_quantized_training(model)
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
-        return_float32(model)
+        return_float32(model, self.dtype)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
@@ -127,7 +127,7 @@ class LowPrecisionCallback(TrainerCallback):
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
             report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
-            return_float32(model)
+            return_float32(model, self.dtype)
             if report.changed:
                 self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")
         return original(model, *args, **kwargs)

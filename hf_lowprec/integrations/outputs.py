@@ -8,14 +8,18 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.boundaries import converted
+from hf_lowprec.casting.predictions import widen_predictions
 
 
-def return_float32(model: nn.Module) -> None:
-    """Let calls of `model` return floating tensors in FP32 unless they return a loss; again changes nothing.
+def return_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let calls of `model`, cast to `dtype`, return floating tensors in FP32 unless they return a loss; again changes
+    nothing.
 
     A loss that is computed outside (`compute_loss`, label smoothing, rewards, contrastive losses) would otherwise be
-    computed in 16 bits. Where there is a loss already, nothing is copied. Caches stay as they are.
+    computed in 16 bits. Where there is a loss already, nothing is copied, but for the predictions of models that
+    compute it in `forward` themselves. Caches stay as they are.
     """
+    widen_predictions(model, dtype)
     if _widen_without_loss not in model._forward_hooks.values():
         model.register_forward_hook(_widen_without_loss)
 
