@@ -4,7 +4,10 @@ Both stages of `hf-lowprec demo` (pre-training a small byte-level Llama, fine-tu
 seeds. A seed sets the initial weights and the data order; within a seed all ways share both, so differences from FP32
 are paired. Text and validation blocks are the same for all seeds.
 
-    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2
+Two runs of pre-training that begin a hair apart end apart, whatever their precision. How far is measured too: FP32
+again, from first weights that each differ by a thousandth.
+
+    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_lowprec.cli.demo import quiet_libraries
 from hf_lowprec.cli.demo.report import json_text, numbers
-from hf_lowprec.cli.demo.stages import Progress, Stage, pretrain_and_fine_tune
-from hf_lowprec.cli.demo.training import WAYS
+from hf_lowprec.cli.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
+from hf_lowprec.cli.demo.training import WAYS, train_way
 
 RESULTS = Path(__file__).parent / "results"
+PERTURBATION = 1e-3
+"""Relative change of the first weights that tells one path of training from another."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,22 @@ def qualities(by_seed: Sequence[Sequence[Stage]]) -> list[Quality]:
     return found
 
 
-def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]]) -> str:
-    """A table, with the mean start of a stage's FP32 runs for scale."""
+def other_paths(stage: Stage, seed: int, paths: int, output_dir: Path) -> list[float]:
+    """FP32's final losses in pre-training, `stage`, from first weights that differ by a thousandth."""
+
+    def build(path: int) -> nn.Module:
+        model, generator = small_llama(seed), torch.Generator().manual_seed(path)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + PERTURBATION * torch.randn(param.shape, generator=generator))
+        return model
+
+    blocks = pretraining_blocks(stage.settings.steps)
+    return [train_way(WAYS["fp32"], build(path), blocks, stage.settings, output_dir).final for path in range(paths)]
+
+
+def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]], apart: Sequence[float]) -> str:
+    """A table, with the mean start of a stage's FP32 runs for scale, and how far FP32's other paths ended."""
     lines = [
         "| stage | way | validation loss | difference from FP32 | in units of FP32's seed noise | updates lost |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -110,6 +130,11 @@ def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]]) -> st
     for stages in zip(*by_seed, strict=True):
         starts = [stage.runs["fp32"].start for stage in stages]
         lines.append(f"\nBefore {stages[0].name} the FP32 model's validation loss is {mean(starts):.4f}.")
+    if apart:
+        lines.append(
+            f"\nFP32's pre-training from weights that differ by {PERTURBATION:.1%} ends {mean(apart):+.5f} ± "
+            f"{_deviation(apart):.5f} from itself ({len(apart)} runs)."
+        )
     count = len(by_seed)
     lines.append(f"\nNats per token; mean ± standard deviation over {count} seeds; differences are paired by seed.")
     return "\n".join(lines)
@@ -124,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
+    parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -144,15 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             )
         )
 
-    by_seed, measured = [], list[dict[str, Any]]()
+    by_seed, measured, apart = [], list[dict[str, Any]](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
         by_seed.append(
             pretrain_and_fine_tune(list(WAYS.values()), options.steps, seed, options.output_dir, result(seed))
         )
+        pretraining = by_seed[-1][0]
+        others = other_paths(pretraining, seed, options.paths, options.output_dir)
+        apart += [loss - pretraining.runs["fp32"].final for loss in others]
         measured.append(numbers(by_seed[-1], seed, "byte-level Llama, random weights", time.perf_counter() - begun))
     found = qualities(by_seed)
-    print(markdown(found, by_seed))
+    print(markdown(found, by_seed, apart))
 
     path = options.output_dir / f"text-quality-{datetime.date.today().isoformat()}.json"
     summary = [
@@ -168,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         }
         for quality in found
     ]
-    text = json_text({"steps": options.steps, "seeds": seeds, "summary": summary, "runs": measured})
+    text = json_text(
+        {"steps": options.steps, "seeds": seeds, "summary": summary, "other_paths": apart, "runs": measured}
+    )
     path.write_text(text, encoding="utf-8")
     print(f"\nwritten: {path}", file=sys.stderr)
     return path

@@ -278,9 +278,13 @@ def test_the_benchmark_reports_paired_differences(
     monkeypatch.setitem(sys.modules, "text_quality", benchmark)
     spec.loader.exec_module(benchmark)
     monkeypatch.setattr(stages, "VALIDATION_BLOCKS", 8)
-    written = benchmark.main(["--steps", "1", "--seeds", "0,1", "--output-dir", str(tmp_path)])
-    assert "| fine-tuning | BF16 Kahan |" in capsys.readouterr().out
+    written = benchmark.main(["--steps", "1", "--seeds", "0,1", "--paths", "2", "--output-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "| fine-tuning | BF16 Kahan |" in out
+    assert "from itself (4 runs)" in out
     found = json.loads(written.read_text(encoding="utf-8"))
+    # After one step of 1e-3 / 50 a loss is that of the first weights, which a thousandth moves a little.
+    assert len(set(found["other_paths"])) == 4 and max(map(abs, found["other_paths"])) < 1e-2
     first, second = (run["stages"][0]["runs"] for run in found["runs"])
     kahan = next(row for row in found["summary"] if (row["stage"], row["way"]) == ("pretraining", "kahan"))
     differences = [runs["kahan"]["final"] - runs["fp32"]["final"] for runs in (first, second)]

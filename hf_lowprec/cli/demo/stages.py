@@ -92,6 +92,11 @@ def small_llama(seed: int) -> nn.Module:
         return LlamaForCausalLM(config)
 
 
+def pretraining_blocks(steps: int) -> Blocks:
+    """What pre-training of so many steps reads, and is validated on."""
+    return token_blocks(standard_library_modules(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
+
+
 def pretrain_and_fine_tune(
     ways: Sequence[Way], steps: int, seed: int, output_dir: Path, progress: Progress | None = None
 ) -> list[Stage]:
@@ -104,7 +109,7 @@ def pretrain_and_fine_tune(
         output_dir: for the Trainer.
         progress: called on the way.
     """
-    code = token_blocks(standard_library_modules(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
+    code = pretraining_blocks(steps)
     prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
     warmup = max(1, steps // 20)
     first, pretrained = _stage(
