@@ -57,6 +57,11 @@ def narrow_loss(module: nn.Module) -> None:
         delattr(module, _OWN)
 
 
-def _calls_it(module: nn.Module) -> bool:
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """The global names and attributes that the code of a module's `forward` uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "loss_function" in code.co_names
+    return frozenset() if code is None else frozenset(code.co_names)
+
+
+def _calls_it(module: nn.Module) -> bool:
+    return "loss_function" in names_in_forward(module)

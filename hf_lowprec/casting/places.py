@@ -26,7 +26,7 @@ def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> 
     names = {id(module): name for name, module in modules.items()}
     heads = set[str]()
     for module in [modules[""], *filter(is_model, modules.values())]:
-        name = names.get(id(_output_embeddings(module)))
+        name = names.get(id(output_embeddings(module)))
         if name is not None and (top := top_of(name, kept)) is not None:
             heads |= set(callable_parts(top, modules))
     name, before = "", list[str]()
@@ -66,7 +66,7 @@ def computing_children(name: str, modules: Modules) -> list[str]:
     return [child for child in children if _dtypes(modules[child]) and kind_of(modules[child]) != "loss"]
 
 
-def _output_embeddings(module: nn.Module) -> nn.Module | None:
+def output_embeddings(module: nn.Module) -> nn.Module | None:
     """What turns hidden states into logits; not an embedding, which a tie makes the answer of a few models."""
     try:
         found = module.get_output_embeddings()  # type: ignore[operator]

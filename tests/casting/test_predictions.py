@@ -46,7 +46,14 @@ def by_class(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
+def xlm_roberta() -> Any:
+    """Its head is written before its base model."""
+    torch.manual_seed(0)
+    return transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**SIZES, num_labels=3))
+
+
 CASES = {
+    "the head before the base": (xlm_roberta, CLASSES, by_class),
     "one of several": (lambda: bert("SequenceClassification"), CLASSES, by_class),
     "several at once": (
         lambda: bert("SequenceClassification", problem_type="multi_label_classification"),
@@ -98,6 +105,24 @@ def test_only_what_makes_the_predictions_returns_fp32():
     assert "pre_classifier" in seen
 
 
+def test_two_losses_of_two_heads():
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(**SIZES, embedding_size=16, num_labels=2)
+    model = widened(transformers.AlbertForPreTraining(config))
+    outputs = model(input_ids=TOKENS, labels=TOKENS, sentence_order_label=CLASSES % 2)
+    assert outputs.prediction_logits.dtype == outputs.sop_logits.dtype == FP32
+    expected = by_class(outputs.prediction_logits, TOKENS) + by_class(outputs.sop_logits, CLASSES % 2)
+    assert torch.equal(outputs.loss, expected)
+
+
+def test_a_loss_of_other_references_than_labels():
+    torch.manual_seed(0)
+    model = widened(transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, num_labels=2)))
+    outputs = model(input_ids=TOKENS, start_positions=CLASSES, end_positions=CLASSES + 1)
+    expected = cross_entropy(outputs.start_logits, CLASSES) + cross_entropy(outputs.end_logits, CLASSES + 1)
+    assert torch.equal(outputs.loss, expected / 2)
+
+
 @pytest.mark.parametrize("auxiliary", [True, False])
 def test_auxiliary_predictions_belong_to_them(auxiliary):
     size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -129,11 +154,34 @@ class Swapped(transformers.BertPreTrainedModel):
         return nn.functional.cross_entropy(self.classifier(hidden), labels)
 
 
-def test_another_order_of_calls_costs_no_crash():
+def test_another_order_of_calls_costs_no_crash(monkeypatch):
+    monkeypatch.setattr(Swapped, "__module__", "transformers.models.swapped")
     model = widened(Swapped(transformers.BertConfig(**SIZES)))
     loss = model(TOKENS, CLASSES)
     loss.backward()
+    assert len(model.transform._forward_hooks) == 1
     assert loss.isfinite() and model.transform.weight.grad.any()
+
+
+class Prototypes(transformers.BertPreTrainedModel):
+    """A class of a user's, which goes on with what its last child returns and a parameter of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.project = nn.Linear(32, 8)
+        self.prototypes = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.project(self.bert(input_ids)[1]) @ self.prototypes, labels)
+
+
+def test_classes_of_others_are_left_alone():
+    model = widened(Prototypes(transformers.BertConfig(**SIZES)))
+    assert not computes_loss_itself(model)
+    loss = model(TOKENS, CLASSES)
+    loss.backward()
+    assert loss.isfinite() and model.prototypes.grad.dtype == BF16
 
 
 def test_a_model_inside_is_looked_into():
