@@ -18,13 +18,17 @@ FP32 = "FP32 or autocast, AdamW"
 """The row to compare with: weights in FP32, as torch's AdamW has them with BF16 autocast and without."""
 
 
+WIDTH = 120
+"""Columns that any table fits."""
+
+
 class Row(NamedTuple):
     """What one way of training holds.
 
     Attributes:
         way: what it is called.
         memory: of weights, gradients and state.
-        residuals: bytes of what adds up micro-batches (`grad_accumulation`) beside the gradients.
+        residuals: bytes of what adds up micro-batches beside the gradients, on every GPU.
         kept: how many parameters stay in FP32.
     """
 
@@ -39,7 +43,7 @@ class Row(NamedTuple):
         return self.memory.total + self.residuals
 
     def per_gpu(self, gpus: int) -> float:
-        """Bytes on each of `gpus`; FSDP2 keeps unsharded gradients while micro-batches add up in FP32."""
+        """Bytes on each of `gpus`."""
         return self.memory.total / gpus + self.residuals
 
 
@@ -50,6 +54,9 @@ def estimate(
     ] = None,
     optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments, for all of them.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="How many FSDP2 shards everything over.")] = 1,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="From 2 on FSDP2 keeps whole gradients on every GPU.")
+    ] = 1,
     gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each; shows what is left of it.")] = None,
 ) -> None:
     """Estimate the memory of full fine-tuning, beside activations.
@@ -70,11 +77,12 @@ def estimate(
         )
     try:
         config, kind = _architecture(model)
-        ours = [_ours(_empty(config, kind), name, optim_args, gpus) for name in names]
-        rows = [_float32(_empty(config, kind)), *ours]
+        steps = gradient_accumulation_steps
+        ours = [_ours(_empty(config, kind), name, optim_args, gpus, steps) for name in names]
+        rows = [_float32(_empty(config, kind), gpus, steps), *ours]
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH))  # a cut number would be a wrong one
     console.print(
         f"{model}: {kind.__name__}, {rows[0].memory.parameters:,} parameters, {rows[-1].kept:,} of which stay in FP32",
         highlight=False,
@@ -115,13 +123,17 @@ def _architecture(name: str) -> tuple[Any, Any]:
 
     check_path(name, "MODEL")
     with input_errors(f"the configuration of {name!r} cannot be loaded"):
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, attn_implementation="eager")
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of")
-    architecture, *_ = config.architectures or (None,)
-    kind = getattr(transformers, architecture or "", None)
-    if kind is None:
-        raise InputError(f"the configuration of {name!r} names the class {architecture}, which transformers has not")
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise InputError(
+            f"the configuration of {name!r} has no list of architectures; add the name of the model's class"
+        )
+    kind = getattr(transformers, str(names[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
     return config, kind
 
 
@@ -135,17 +147,19 @@ def _empty(config: Any, kind: Any) -> nn.Module:
         return kind(config)
 
 
-def _float32(model: nn.Module) -> Row:
+def _float32(model: nn.Module, gpus: int, steps: int) -> Row:
     import torch
 
     from hf_lowprec.insight.memory import MemoryUse
 
     count = sum(param.numel() for param in model.parameters())
-    weights, moments = Counter({torch.float32: 4 * count}), Counter({torch.float32: 8 * count})
-    return Row(FP32, MemoryUse(count, weights, weights, moments), 0, count)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    gradients = Counter({torch.float32: 4 * trained})
+    memory = MemoryUse(count, Counter({torch.float32: 4 * count}), gradients, Counter({torch.float32: 8 * trained}))
+    return Row(FP32, memory, gradients.total() if gpus > 1 and steps > 1 else 0, count)
 
 
-def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int) -> Row:
+def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
     """`model`, cast and with its optimizer as Trainer would have them."""
     import torch
     from transformers import Trainer, TrainingArguments
@@ -166,4 +180,7 @@ def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int) -> Row
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
     kept = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
-    return Row(name, memory, residual_bytes(model.parameters(), accumulation), kept)
+    residuals = residual_bytes(model.parameters(), accumulation)
+    if gpus > 1 and steps > 1 and not residuals:
+        residuals = memory.gradients.total()
+    return Row(name, memory, residuals, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ def check_path(name: str, option: str, suffixes: Container[str] = ()) -> None:
     It is not to be searched for on the hub then.
     """
     looks_local = name.startswith((".", "/", "~", "\\")) or Path(name).suffix in suffixes
-    if looks_local and not Path(name).expanduser().exists():
+    if looks_local and not Path(os.path.expanduser(name)).exists():
         raise InputError(f"{option}: there is no file or folder {name!r}")
 
 
@@ -29,5 +30,7 @@ def input_errors(what: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # A line that ends so announces the one that matters.
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         raise InputError(f"{what}: {reason}") from error

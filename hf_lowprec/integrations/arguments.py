@@ -122,7 +122,7 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
     words: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         key, separator, value = (piece.strip() for piece in part.partition("="))
-        if not (key and separator and value):
+        if not (key and separator and value) or "=" in value:
             raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
         if key in words:
             raise ValueError(f"optim_args names {key!r} twice")

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 from hf_lowprec import AdamW
@@ -46,6 +46,13 @@ def test_all_is_well_here():
     assert f"torch {torch.__version__}" in found["packages"][1]
     assert "cpu: backend 'native' gives the bits of 'eager'" in found["steps"][1]
     assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
+
+
+def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    status, found = doctor()
+    assert (status, found["training"][0]) == (0, "-")
+    assert "CUDA_VISIBLE_DEVICES=0" in found["training"][1]
 
 
 def test_an_old_package_is_named(monkeypatch):
@@ -107,3 +114,15 @@ def test_two_ranks_check_their_reduction():
 def test_a_reduction_in_bf16_is_found():
     output = run_ranks("doctor_on_ranks.py", 4, "broken", fails=True)
     assert _findings(output)["reduction"] == ("FAILED", "means over 4 ranks are not those of an FP32 sum"), output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("alone", "FAILED  training   RuntimeError: out of memory, says rank 1 (rank 1)"),
+        ("differs", "FAILED  reduction  means over 2 ranks differ from rank to rank"),
+    ],
+)
+def test_what_one_rank_finds_is_said(word, said):
+    assert said in run_ranks("doctor_on_ranks.py", 2, word, fails=True)

@@ -61,7 +61,7 @@ def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(llama().config)
-    row = estimate._ours(model, optim, optim_args, gpus=1)
+    row = estimate._ours(model, optim, optim_args)
     assert sum(row.memory.weights.values()) == sum(p.nbytes for p in trainer.model.parameters())
     assert sum(row.memory.gradients.values()) == gradients.nbytes
     assert sum(row.memory.state.values()) == state
@@ -110,6 +110,39 @@ def test_sums_of_micro_batches_are_not_sharded(tmp_path):
     assert row.per_gpu(4) == 8 * 1010 / 4 + 4 * 1010
 
 
+def test_whole_gradients_stay_where_fsdp2_adds_up_micro_batches():
+    with torch.device("meta"):
+        model = nn.Linear(100, 10)
+        rows = [estimate._float32(model, 4, steps) for steps in (1, 2)]
+        rows += [estimate._ours(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
+    assert [row.per_gpu(4) / 1010 for row in rows] == [16 / 4, 16 / 4 + 4, 8 / 4, 8 / 4 + 2]
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state():
+    with torch.device("meta"):
+        models = [nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 10)) for _ in range(2)]
+    for model in models:
+        model[0].requires_grad_(False)
+    rows = [estimate._float32(models[0], 1, 1), estimate._ours(models[1], "adamw_bf16_kahan", None)]
+    assert [row.total for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
+
+
+def test_numbers_are_never_cut(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    config = LlamaConfig(hidden_size=65536, num_hidden_layers=126, architectures=["LlamaForCausalLM"])
+    output = run(write_config(tmp_path, config), "--gpus", 8, "--gpu-memory", 80).output
+    assert "…" not in output
+    assert len([line for line in output.splitlines() if len(line.split()) > 7 and "," in line]) >= 3
+
+
+def test_code_beside_a_configuration_is_not_run(tmp_path):
+    config = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Config"}, "architectures": ["Foreign"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert "cannot be loaded" in refused(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(("mode", "each", "norm"), [("nearest", 0, 0), ("kahan", 2, 0), ("fp32", 4, 8)])
 def test_residual_bytes_are_those_held(mode, each, norm):
     model = nn.ModuleDict({"linear": nn.Linear(5, 3).bfloat16(), "norm": nn.LayerNorm(3)})
@@ -133,6 +166,13 @@ def test_what_cannot_be_estimated_is_said(tmp_path):
     assert "no file or folder" in refused(tmp_path / "absent")
     assert "config" in refused(tmp_path)  # a folder without one
     config = BertConfig(architectures=["BertOfTomorrow"])
-    assert "names the class BertOfTomorrow" in refused(write_config(tmp_path / "tomorrow", config))
+    assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "tomorrow", config))
+    assert "class Trainer, which is none of" in refused(
+        write_config(tmp_path / "odd", config, architectures=["Trainer"])
+    )
+    assert "class 3, which is none of" in refused(write_config(tmp_path / "odd", config, architectures=[3]))
+    for nothing in (None, [], "BertForMaskedLM"):
+        assert "has no list of architectures" in refused(write_config(tmp_path / "odd", config, architectures=nothing))
+    assert "not of the form key=value" in refused(folder, "--optim-args", "betas=0.9=0.95")
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     assert "is quantized" in refused(write_config(tmp_path / "quantized", config, **quantized))

@@ -1,11 +1,15 @@
-"""`hf-lowprec doctor` on several ranks; with the word `broken` gradients are summed in their own dtype."""
+"""`hf-lowprec doctor` on several ranks, with something broken by a word on the command line."""
 
+import os
 import sys
 
 import torch
 
 from hf_lowprec.cli import app
+from hf_lowprec.cli.doctor import checks
 from hf_lowprec.reduction import ddp
+
+WORD, RANK = sys.argv[-1], os.environ["RANK"]
 
 
 def mean_in_bfloat16(received: torch.Tensor, ranks: int, out: torch.Tensor) -> None:
@@ -14,6 +18,22 @@ def mean_in_bfloat16(received: torch.Tensor, ranks: int, out: torch.Tensor) -> N
         out += gradient / ranks
 
 
-if "broken" in sys.argv:
+def gather_otherwise(output: torch.Tensor, part: torch.Tensor, **options: object) -> object:
+    work = gather(output, part, **options)
+    work.wait()
+    output[0] += 1
+    return work
+
+
+def fail() -> None:
+    raise RuntimeError(f"out of memory, says rank {RANK}")
+
+
+gather = ddp._all_gather
+if WORD == "broken":
     ddp.mean_in_rank_order = mean_in_bfloat16
+if WORD == "differs" and RANK == "1":
+    ddp._all_gather = gather_otherwise
+if WORD == "alone" and RANK == "1":
+    checks.trained = fail
 app(["doctor"])

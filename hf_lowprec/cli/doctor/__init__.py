@@ -17,9 +17,13 @@ def doctor() -> None:
     broken = False
     with ranks.launched():
         for name, check in checks.CHECKS.items():
-            findings = ranks.gathered(checks.finding(check))
+            own = checks.finding(check)
+            if own.unexpected and ranks.several():
+                typer.echo(f"{own.status:<8}{name:<11}{own.text} (rank {ranks.rank()})", err=True)
+                ranks.give_up()
+            findings = ranks.gathered(own)
             broken |= any(finding.status == checks.FAILED for finding in findings)
-            if ranks.first():
+            if ranks.rank() == 0:
                 for line in lines(name, findings):
                     typer.echo(line)
     raise typer.Exit(int(broken))

@@ -23,14 +23,22 @@ from hf_lowprec.reduction import BucketMeans, check_replicas
 from hf_lowprec.rounding import MODES
 
 OK, MISSING, FAILED = "ok", "-", "FAILED"
+LAUNCH = "accelerate launch -m hf_lowprec doctor, without GPUs torchrun --nproc-per-node 2 -m hf_lowprec doctor"
 _SHOWN = ("torch", "transformers", "accelerate")
 
 
 class Finding(NamedTuple):
-    """What a check found: a status and a line."""
+    """What a check found.
+
+    Attributes:
+        status: one of the three above.
+        text: a line.
+        unexpected: whether the check ended where it was, while other ranks may wait for this one.
+    """
 
     status: str
     text: str
+    unexpected: bool = False
 
 
 class Missing(Exception):
@@ -48,11 +56,11 @@ def finding(check: Callable[[], str]) -> Finding:
             warnings.simplefilter("ignore")
             return Finding(OK, check())
     except Missing as reason:
-        return Finding(MISSING, str(reason))
+        return Finding(MISSING, " ".join(str(reason).split()))
     except Broken as reason:
         return Finding(FAILED, str(reason))
     except Exception as error:
-        return Finding(FAILED, f"{type(error).__name__}: {error}")
+        return Finding(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
 
 
 def packages() -> str:
@@ -129,7 +137,7 @@ def reduction() -> str:
     """That a gradient's mean over ranks is the FP32 one, and the same on all."""
     group = dist.group.WORLD
     if group is None or group.size() == 1:
-        raise Missing("one process; to check it between several: accelerate launch -m hf_lowprec doctor")
+        raise Missing(f"one process; to check it between several: {LAUNCH}")
     ranks, device = group.size(), arguments().device
     gradient = torch.randn(10_007, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(device)
     every = [torch.empty_like(gradient) for _ in range(ranks)]
@@ -137,25 +145,30 @@ def reduction() -> str:
     exact = torch.stack(every).double()
 
     BucketMeans(group)(gradient, is_first=True, is_last=True).wait()
+    dist.all_gather(every, gradient)  # before anything is judged, so that no rank waits for one that has given up
     # Half a unit in the last place of the result, and for every addition one of FP32 of the terms.
     bound = exact.mean(0).abs() * 2**-8 + exact.abs().sum(0) * ranks * 2**-24
-    if ((gradient.double() - exact.mean(0)).abs() > bound).any():
-        raise Broken(f"means over {ranks} ranks are not those of an FP32 sum")
-    dist.all_gather(every, gradient)
     if not all(torch.equal(other, gradient) for other in every):
         raise Broken(f"means over {ranks} ranks differ from rank to rank")
+    if ((gradient.double() - exact.mean(0)).abs() > bound).any():
+        raise Broken(f"means over {ranks} ranks are not those of an FP32 sum")
     return f"{ranks} ranks over {dist.get_backend()}: FP32 means of BF16 gradients, the same on all"
 
 
 def training() -> str:
     """That the stock Trainer trains with one of our names: the loss falls, every tensor moves, nothing is lost."""
+    if not dist.is_initialized() and (gpus := arguments().n_gpu) > 1:
+        raise Missing(f"one process and {gpus} GPUs; CUDA_VISIBLE_DEVICES=0 for one of them, for all: {LAUNCH}")
     trainer, before = trained()
     if dist.is_initialized() and trainer.args.world_size != dist.get_world_size():
         raise Broken(
             f"{dist.get_world_size()} processes were started, and Trainer trains with {trainer.args.world_size}"
         )
     model = trainer.accelerator.unwrap_model(trainer.model)
-    check_replicas(model, trainer.optimizer)
+    try:
+        check_replicas(model, trainer.optimizer)
+    except RuntimeError as error:  # on every rank
+        raise Broken(str(error)) from error
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     wrong = [name for name, dtype in dtypes.items() if (dtype == torch.float32) != ("norm" in name)]
     still = [
