@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 FP32 = "FP32 or autocast, AdamW"
 """The row to compare with: weights in FP32, as torch's AdamW has them with BF16 autocast and without."""
-
-
 WIDTH = 120
 """Columns that any table fits."""
 
