@@ -67,8 +67,8 @@ def _text(config: Any, names: set[str], model: nn.Module) -> Batch:
     tokens = tokens_of(config)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
-    if "SequenceClassification" in type(model).__name__ and isinstance(config.eos_token_id, int):
-        tokens[:, LENGTH - 4] = config.eos_token_id  # where BART looks
+    if "SequenceClassification" in type(model).__name__ and (end := find(config, "eos_token_id")) is not None:
+        tokens[:, LENGTH - 4] = end  # where BART looks
     text: Batch = {"input_ids": tokens}
     if "attention_mask" in names:
         text["attention_mask"] = mask
