@@ -6,6 +6,7 @@ fields of a model type.
 
 import importlib.util
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +117,19 @@ class Tokens:
         return self.numbers.setdefault(name, len(self.numbers))
 
 
-def tiny_fields(config: PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
-    """The fields with which `type(config)` makes a tiny one. What it derives from others is left to it."""
+def tiny_fields(config: PreTrainedConfig, tokens: Tokens, own: Container[str] = ()) -> dict[str, Any]:
+    """The fields with which `type(config)` makes a tiny one. What it derives from others, unless in `own`, is its."""
     fields: dict[str, Any] = _layers(config)
     given = FIELDS.get(config.model_type, {})
     many = has_many_widths(config)
     for name, value in vars(config).items():
         if name.startswith("_") or name in (*fields, "transformers_version", "dtype", "id2label", "label2id"):
             continue
-        derived = getattr(type(config), name, None) is None and name not in _listed(config)
+        derived = getattr(type(config), name, None) is None and name not in _listed(config) and name not in own
         new = value
         if isinstance(value, PreTrainedConfig):
-            new = tiny_fields(value, tokens) | {"model_type": value.model_type}
+            changed = _changed(value)
+            new = changed | tiny_fields(value, tokens, changed) | {"model_type": value.model_type}
         elif name == "rope_parameters" and isinstance(value, dict):
             new = _rotary(value, _asks_sections(config))
         elif value is None:
@@ -188,6 +190,22 @@ def _asks_sections(config: PreTrainedConfig) -> bool:
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(name)
     return spec is not None and "mrope_section" in (Path(spec.origin or "").read_text(encoding="utf-8"))
+
+
+def _changed(part: PreTrainedConfig) -> dict[str, Any]:
+    """What a config inside another has otherwise than its class: the other's defaults for it."""
+    plain = vars(type(part)())
+    fields = getattr(type(part), "__dataclass_fields__", {})
+    names = fields.keys() - vars(PreTrainedConfig).keys()
+    changed = {
+        name: value
+        for name, value in vars(part).items()
+        if name in names and isinstance(value, bool | int | float | str | list | tuple) and value != plain.get(name)
+    }
+    stages = getattr(part, "stage_names", None)
+    if stages and has_many_widths(part):
+        changed["out_indices"] = list(part.out_indices)
+    return {name: value for name, value in changed.items() if not name.startswith("_")}
 
 
 def _listed(config: PreTrainedConfig) -> set[str]:
