@@ -1,7 +1,7 @@
 """A tiny config of any architecture of transformers: its own defaults, shrunk by the names of the fields.
 
-`SIZES` maps names to the largest value kept. Where names are not enough, `tests/casting/tiny_exceptions.py` has the
-fields of a model type.
+`SIZES` maps names to the largest value kept. Where names are not enough, `tests/casting/tiny_fields.py` has the
+fields of a model type or class.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.casting.tiny_exceptions import FIELDS
+from tests.casting.tiny_fields import CLASS_FIELDS, FIELDS
 
 VOCABULARY, CODES, WIDTH, HEADS, LAYERS, IMAGE = 96, 64, 64, 4, 2, 32
 FIRST_TOKEN = 64  # of the texts; smaller numbers are for pad_token_id, image_token_id, …
@@ -203,7 +203,7 @@ def _changed(part: PreTrainedConfig) -> dict[str, Any]:
         if name in names and isinstance(value, bool | int | float | str | list | tuple) and value != plain.get(name)
     }
     stages = getattr(part, "stage_names", None)
-    if stages and has_many_widths(part):
+    if stages and (has_many_widths(part) or isinstance(getattr(part, "depths", None), list | tuple)):
         changed["out_indices"] = list(part.out_indices)
     return {name: value for name, value in changed.items() if not name.startswith("_")}
 
@@ -226,7 +226,8 @@ def tiny_config(model_class: type, model_type: str, attention: str | None = None
     """The tiny config of a model type, or the part of it that a class takes; raises whatever its class raises."""
     config_class = CONFIG_MAPPING[model_type]
     start = FIELDS.get(model_type, {}).get("_start", {})
-    config = config_class(**tiny_fields(config_class(**start), Tokens()))
+    fields = tiny_fields(config_class(**start), Tokens())
+    config = config_class(**_merged(fields, CLASS_FIELDS.get(model_class.__name__, {})))
     wanted = getattr(model_class, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):
         config = next((part for part in vars(config).values() if isinstance(part, wanted)), config)

@@ -1,4 +1,4 @@
-"""Where names are not enough to make a config or a batch: by model type or class, with the reason beside them."""
+"""Where names are not enough to make a batch: by model type or class, and what else is special about a few classes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,63 +7,6 @@ import torch
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
-
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
-RESNET |= {"layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
-# Their default backbone is timm's, an optional package.
-NO_TIMM = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_kwargs": None}
-LAST = {**NO_TIMM, "backbone_config": {**RESNET, "out_features": ["stage4"]}}
-# A fourth level would be a 3 × 3 convolution of one pixel, of which torch's BF16 gradient on a CPU is now and then NaN.
-PYRAMID = {**NO_TIMM, "backbone_config": RESNET, "num_feature_levels": 3}
-# Half the pixels of a patch, so that all four stages are wider than a window.
-SWIN = {"patch_size": 2, "window_size": 2}
-EFFICIENTNET = {
-    **{"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "kernel_sizes": [3, 3, 5]},
-    **{"in_channels": [32, 16, 24], "out_channels": [16, 24, 40], "strides": [1, 2, 2], "expand_ratios": [1, 6, 6]},
-    **{"num_block_repeats": [1, 1, 1], "depthwise_padding": []},
-}
-HISTORY = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1}
-HISTORY |= {"encoder_layers": 1, "decoder_layers": 1}
-MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "detr": LAST,
-    "conditional_detr": LAST,
-    "dab-detr": LAST,
-    "table-transformer": LAST,
-    "deformable_detr": PYRAMID,
-    "swin": SWIN,
-    "swinv2": SWIN,
-    "donut-swin": SWIN,
-    "maskformer-swin": SWIN,
-    "efficientnet": EFFICIENTNET,
-    "align_vision_model": EFFICIENTNET,
-    "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
-    "mobilevitv2": {"image_size": 64},
-    "mamba2": MAMBA,  # heads times their width is twice the model's width
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "reformer": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
-    "xmod": {"default_language": "en_XX"},
-    "blt": {"encoder_hash_byte_group_vocab": 64},
-    "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8]},
-    "blip-2": {"image_token_index": 5},
-    "instructblip": {"image_token_index": 5},
-    "instructblipvideo": {"video_token_index": 5},
-    "voxtral": {"audio_token_id": 5},
-    "lilt": {"hidden_size": 96},  # six numbers of a box share it
-    "seggpt": {"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [1, 2, 3, 3]},
-    "autoformer": HISTORY,
-    "informer": HISTORY,
-    "time_series_transformer": HISTORY,
-    "aria": {"projector_patch_to_query_dict": {16: 8}},
-    "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
-    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAA": 6}},
-    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}},
-    "dpt": {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [8, 16], "reassemble_factors": [4, 2]},
-}
-
 
 def _time_series(model: nn.Module) -> Batch:
     config: Any = model.config
