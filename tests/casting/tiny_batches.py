@@ -46,7 +46,7 @@ def _same(one: Batch, two: Batch) -> bool:
 
 
 def _inputs(model: nn.Module, config: Any, names: set[str]) -> Iterator[tuple[str, Batch]]:
-    vision, speech = _vision(model, config, names), list(_speech(config, names))
+    vision, speech = _vision(model, config, names), list(_speech(model, config, names))
     if "input_ids" in names:
         text = _text(config, names, model)
         for images in vision:
@@ -124,7 +124,7 @@ def _vision(model: nn.Module, config: Any, names: set[str]) -> list[Batch]:
     return found
 
 
-def _speech(config: Any, names: set[str]) -> Iterator[Batch]:
+def _speech(model: nn.Module, config: Any, names: set[str]) -> Iterator[Batch]:
     mel = find(config, "num_mel_bins", "n_mels", "feature_size", "num_mel_channels", "input_dim", default=80)
     if "input_features" in names:
         mask = {"input_features_mask": torch.ones(ROWS, FRAMES, dtype=torch.long)}
@@ -146,7 +146,8 @@ def _speech(config: Any, names: set[str]) -> Iterator[Batch]:
             if "attention_mask" in names and "input_ids" not in names:
                 yield {"input_features": features, **mask, "attention_mask": torch.ones(ROWS, max(shape)).long()}
     if "input_values" in names:
-        yield {"input_values": torch.randn(ROWS, SAMPLES)}
+        samples = 4 * SAMPLES if "XVector" in type(model).__name__ else SAMPLES  # frames for more convolutions
+        yield {"input_values": torch.randn(ROWS, samples)}
         yield {"input_values": torch.randn(ROWS, 1, SAMPLES)}
         frames = find(config, "max_length", default=FRAMES)
         yield {"input_values": torch.randn(ROWS, frames, mel)}
@@ -164,8 +165,9 @@ def _placeholders(model: nn.Module, method: str, inputs: Batch) -> int:
             features = compute(**{k: v for k, v in inputs.items() if k in asked})
     except Exception:
         return 0
-    features = getattr(features, "pooler_output", features)
-    features = getattr(features, "last_hidden_state", features)
+    for name in ("pooler_output", "last_hidden_state"):
+        if getattr(features, name, None) is not None:
+            features = getattr(features, name)
     if isinstance(features, tuple | list):
         tensors = [f for f in features if isinstance(f, Tensor)]
         # One tensor per image, or one for all of them beside other results.

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Any]
+from tests.casting.tiny_labels import Batch, masks, objects
+from tests.casting.tiny_sounds import SOUNDS
+
 
 def _time_series(model: nn.Module) -> Batch:
     config: Any = model.config
@@ -39,11 +41,6 @@ def _decisions(model: nn.Module) -> Batch:
         "timesteps": torch.arange(4).expand(2, 4),
         "attention_mask": torch.ones(2, 4),
     }
-
-
-def _codes(model: nn.Module) -> Batch:
-    config: Any = model.config
-    return {"input_ids": torch.randint(0, 32, (2 * config.num_codebooks, 6))}
 
 
 def _text(length: int = 12) -> Tensor:
@@ -94,6 +91,69 @@ def _grounded(model: nn.Module) -> Batch:
     return {"pixel_values": pixels, "input_ids": tokens, "image_embeds_position_mask": mask, "labels": tokens}
 
 
+def _grounding(model: nn.Module) -> Batch:
+    config: Any = model.config
+    begin, end, point = 101, 102, 1012
+    tokens = torch.tensor([[begin, 70, 71, point, 72, 73, point, end]] * 2)
+    size = config.backbone_config.image_size
+    batch = {"pixel_values": torch.randn(2, 3, size, size), "pixel_mask": torch.ones(2, size, size).long()}
+    batch |= {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return {**batch, **objects(2, (size, size))} if "ForObjectDetection" in type(model).__name__ else batch
+
+
+def _tasked(model: nn.Module) -> Batch:
+    config: Any = model.config
+    size = config.backbone_config.image_size
+    texts = torch.randint(64, 96, (2, config.num_queries - config.text_encoder_n_ctx, config.task_seq_len))
+    batch = {"pixel_values": torch.randn(2, 3, size, size), "pixel_mask": torch.ones(2, size, size).long()}
+    batch |= {"task_inputs": _text(config.task_seq_len), "text_inputs": texts}
+    return {**batch, **masks(2, (size, size))} if "Segmentation" in type(model).__name__ else batch
+
+
+def _with_queries(model: nn.Module) -> Batch:
+    config: Any = model.config
+    image = torch.randn(2, 5, config.encoder_hidden_size)
+    return {"query_embeds": torch.randn(2, 8, config.hidden_size), "encoder_hidden_states": image}
+
+
+def _interleaved(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens, size = _text(), config.vision_config.image_size
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batch |= {"pixel_values": torch.randn(2, 2, 3, size, size), "image_attention_mask": torch.ones(2, 12, 2).long()}
+    return batch if type(model).__name__ == "IdeficsModel" else {**batch, "labels": tokens}
+
+
+def _three_parts(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens = _text()
+    tokens[:, [3, 4, 11]] = config.sep_token_id
+    if "MultipleChoice" in type(model).__name__:
+        return {"input_ids": tokens[:, None].expand(2, 2, -1).contiguous(), "labels": torch.arange(2)}
+    return {"input_ids": tokens, "start_positions": torch.tensor([5, 6]), "end_positions": torch.tensor([7, 8])}
+
+
+def _tiles(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(2, 1, config.max_num_tiles, 3, config.image_size, config.image_size)
+    mask = torch.ones(2, 1, config.max_num_tiles).long()
+    return {"pixel_values": pixels, "aspect_ratio_ids": torch.ones(2, 1).long(), "aspect_ratio_mask": mask}
+
+
+def _patches(model: nn.Module) -> Batch:
+    config: Any = model.config
+    return {"inputs": torch.randn(2, 6, config.d_model)}
+
+
+def _forecast(model: nn.Module) -> Batch:
+    config: Any = model.config
+    past = torch.randn(2, config.context_length)
+    frequency = {"freq": torch.zeros(2, 1).long()} if config.model_type == "timesfm" else {}
+    if "Prediction" in type(model).__name__:
+        return {"past_values": past, "future_values": torch.randn(2, config.horizon_length), **frequency}
+    return {"past_values": past, "past_values_padding": torch.zeros_like(past).long(), **frequency}
+
+
 BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "autoformer": _time_series,
     "informer": _time_series,
@@ -101,14 +161,24 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "patchtst": _patched_series,
     "patchtsmixer": _patched_series,
     "decision_transformer": _decisions,
-    "MusicgenForCausalLM": _codes,
-    "MusicgenMelodyForCausalLM": _codes,
+    **SOUNDS,
     "lxmert": _regions,
     "seggpt": _painted,
     "VideoMAEForPreTraining": _masked_video,
     "pix2struct": _flattened,
     "SplinterForPreTraining": _asked,
     "kosmos-2": _grounded,
+    "grounding-dino": _grounding,
+    "mm-grounding-dino": _grounding,
+    "oneformer": _tasked,
+    "blip_2_qformer": _with_queries,
+    "idefics": _interleaved,
+    "LongformerForMultipleChoice": _three_parts,
+    "LongformerForQuestionAnswering": _three_parts,
+    "MllamaVisionModel": _tiles,
+    "PerceiverModel": _patches,
+    "timesfm": _forecast,
+    "timesfm2_5": _forecast,
 }
 
 # Models whose loss jumps where a rounding error crosses a threshold: theirs is only asked to be finite.

@@ -18,10 +18,12 @@ EFFICIENTNET = {
 }
 HISTORY = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1}
 HISTORY |= {"encoder_layers": 1, "decoder_layers": 1}
-THREE_LEVELS = {"num_feature_levels": 3}  # of those of the backbone, for the reason above
+# Three levels for the reason above; words of a text are told apart by the ids that BERT's vocabulary has for points.
+GROUNDING = {"num_feature_levels": 3, "max_text_len": 8, "text_config": {"vocab_size": 1030}}
 # Prompts and pixels share a width; the numbers of positions are half of it.
 SAM = {"num_pos_feats": 32}
 SAM2 = {"backbone_channel_list": [96, 48, 24, 12], "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}
+THINKER = {"vision_start_token_id": 91, "vision_end_token_id": 92, "audio_start_token_id": 93, "audio_end_token_id": 94}
 FROM_4_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
 
@@ -43,12 +45,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "clap_audio_model": {"patch_embeds_hidden_size": 8},  # doubled three times, it is hidden_size
     "clvp_encoder": {"num_attention_heads": 2},  # a head is rotated in 32 of its numbers or more
     "cvt": {"depth": [1, 2, 3]},  # a stage asks for the rate of the block of its own number
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2},
     "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [3, 3, 2]}},  # height and width alternate
-    "grounding-dino": THREE_LEVELS,
-    "mm-grounding-dino": THREE_LEVELS,
+    "grounding-dino": GROUNDING,
+    "mm-grounding-dino": GROUNDING,
     "llama4_vision_model": {"intermediate_size": 256},  # four pixels' widths
     "mobilevit": {"initializer_range": 0.2},  # smaller, the states vanish on their way through so many convolutions
     "mobilevitv2": {"image_size": 64, "initializer_range": 0.2},
@@ -58,6 +60,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "sam_hq_vision_model": SAM,
     "sam2_vision_model": SAM2,
     "sam2_prompt_encoder": {"patch_size": 16},
+    "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
+    "lw_detr_vit": {"num_windows": 4},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
+    "fastspeech2_conformer": {"max_source_positions": 128},
+    "qwen2_5_omni_thinker": THINKER,
+    "qwen3_omni_moe_thinker": THINKER,
+    "step3p7_text": {"sliding_window": 8},
     "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
     "mamba2": MAMBA,  # heads times their width is twice the model's width
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -88,7 +98,11 @@ CLASS_FIELDS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": FROM_4_LAYERS,
     "Data2VecVisionForSemanticSegmentation": FROM_4_LAYERS,
     "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
-    "DetrForSegmentation": {"encoder_attention_heads": 8},  # the mask head splits width and heads in groups of 8
+    # The mask head joins every stage, and splits width and heads in groups of 8.
+    "DetrForSegmentation": {
+        **{"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+        **{"backbone_config": {**RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]}},
+    },
     "HieraForPreTraining": {
         **{"image_size": [64, 64], "decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 4},
     },
