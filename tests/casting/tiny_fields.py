@@ -64,7 +64,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
     "lw_detr_vit": {"num_windows": 4},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
-    "fastspeech2_conformer": {"max_source_positions": 128},
+    "fastspeech2_conformer_hifigan": {"model_in_dim": 64},
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_omni_moe_thinker": THINKER,
     "step3p7_text": {"sliding_window": 8},
