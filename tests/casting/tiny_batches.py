@@ -90,13 +90,13 @@ def _vision(model: nn.Module, config: Any, names: set[str]) -> list[Batch]:
     height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1])
     patch = find(config, "patch_size", default=8)
     if "pixel_values" in names and names & {"image_grid_thw", "grid_thw"}:
-        deep = find(config, "temporal_patch_size", default=1)
+        deep = find(config, "temporal_patch_size", "patch_temporal", default=1)
         for depth in (deep, 1):
             rows = torch.randn(ROWS * 16, channels * depth * patch * patch)
             grid = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
             found.append({"pixel_values": rows, grid: torch.tensor([[1, 4, 4]] * ROWS)})
     elif {"hidden_states", "grid_thw"} <= names:
-        deep = find(config, "temporal_patch_size", default=1)
+        deep = find(config, "temporal_patch_size", "patch_temporal", default=1)
         for depth in (deep, 1):
             rows = torch.randn(ROWS * 16, channels * depth * patch * patch)
             found.append({"hidden_states": rows, "grid_thw": torch.tensor([[1, 4, 4]] * ROWS)})
@@ -119,6 +119,8 @@ def _vision(model: nn.Module, config: Any, names: set[str]) -> list[Batch]:
     for images in found:
         if "pixel_mask" in names and "grid_thw" not in str(images.keys()):
             images["pixel_mask"] = torch.ones(ROWS, height, width, dtype=torch.long)
+        if "merge_sizes" in names:
+            images["merge_sizes"] = torch.ones(ROWS, dtype=torch.long)
         if "bool_masked_pos" in names and "MaskedImage" in type(model).__name__:
             images["bool_masked_pos"] = torch.arange((height // patch) * (width // patch)).expand(ROWS, -1) % 2 == 0
     return found

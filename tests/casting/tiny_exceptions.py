@@ -154,6 +154,43 @@ def _forecast(model: nn.Module) -> Batch:
     return {"past_values": past, "past_values_padding": torch.zeros_like(past).long(), **frequency}
 
 
+def _placed(model: nn.Module) -> Batch:
+    """Patches with their places, six by six: what is pooled is three by three."""
+    config: Any = model.config
+    place = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij"), -1).reshape(36, 2)
+    return {"pixel_values": torch.randn(2, 36, 3 * config.patch_size**2), "pixel_position_ids": place.expand(2, -1, -1)}
+
+
+def _images_of_patches(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(32, 3, config.patch_size, config.patch_size)
+    return {"pixel_values": pixels, "grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+
+
+def _long_row(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(1, 3, config.patch_size, 32 * config.patch_size)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor([[4, 4]] * 2, dtype=torch.int32)}
+
+
+def _robot(model: nn.Module) -> Batch:
+    config: Any = model.config
+    size, tokens = config.vlm_config.vision_config.image_size, _text(16 + 6)
+    tokens[:, :16] = config.vlm_config.image_token_id
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batch |= {"pixel_values": torch.randn(2, 1, 3, size, size), "pixel_attention_mask": torch.ones(2, 1).bool()}
+    if type(model).__name__ == "PI0Model":
+        return {**batch, "action_embeds": torch.randn(2, config.chunk_size + 1, config.dit_config.hidden_size)}
+    noise = torch.randn(2, config.chunk_size, config.max_action_dim)
+    given = {"noise": noise, "timestep": torch.rand(2), "actions": torch.randn_like(noise)}
+    return {**batch, **given, "state": torch.randn(2, config.max_state_dim)}
+
+
+def _decision(model: nn.Module) -> Batch:
+    marks = {"marks": torch.tensor([[4, 8]]), "num_options": torch.tensor([[2, 2]])}
+    return {"input_ids": _text()[:1], **marks, "question_type_ids": torch.zeros(1, 2).long()}
+
+
 BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "autoformer": _time_series,
     "informer": _time_series,
@@ -177,6 +214,12 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "LongformerForQuestionAnswering": _three_parts,
     "MllamaVisionModel": _tiles,
     "PerceiverModel": _patches,
+    "gemma4_vision": _placed,
+    "kimi_k25_vision": _images_of_patches,
+    "minicpm_ocr_vision": _long_row,
+    "minicpmv4_7_vision": _long_row,
+    "pi0": _robot,
+    "jev": _decision,
     "timesfm": _forecast,
     "timesfm2_5": _forecast,
 }

@@ -63,11 +63,31 @@ FIELDS: dict[str, dict[str, Any]] = {
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
     "lw_detr_vit": {"num_windows": 4},
+    "lw_detr": {"projector_scale_factors": [1.0], "group_detr": 2, "backbone_config": {"out_indices": [1, 2]}},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # widths of three layers
+    "step3p5": {"sliding_window": 8},
+    "cohere_compass_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "glm5_next_text": {"index_kpool": 4},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 16},
+        **{"indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8},
+    },
+    "muse_spark_audio": {"out_hidden_size": 64},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},  # a fourth of the text's width
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "efficientloftr": {"out_features": [8, 8, 16, 32]},
+    "sapiens2_head": {
+        **{"upsample_out_channels": [16], "upsample_kernel_sizes": [4], "conv_out_channels": [16]},
+        **{"conv_kernel_sizes": [1]},
+    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
     "fastspeech2_conformer_hifigan": {"model_in_dim": 64},
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_omni_moe_thinker": THINKER,
-    "step3p7_text": {"sliding_window": 8},
     "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
     "mamba2": MAMBA,  # heads times their width is twice the model's width
     "gemma3n_text": {"num_kv_shared_layers": 0},
