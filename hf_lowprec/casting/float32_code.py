@@ -22,5 +22,6 @@ FLOAT32_INPUTS = {
     "FastSpeech2ConformerModel.decoder": "states are written over FP32 zeros",
     "FastSpeech2ConformerVarianceEmbedding": "embeds labels, which are not rounded",
     "HieraPatchEmbeddings.projection": "pixels are multiplied with an FP32 mask",
+    "SLANetAttentionGRUCell": "starts from FP32 zeros, and its neighbours widen what they give it",
     "TimesFmModel.input_ff_layer": "values are multiplied with a padding of integers",
 }

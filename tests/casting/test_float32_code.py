@@ -15,7 +15,7 @@ from tests.casting.tiny_configs import tiny_config
 
 MODELS = (
     *("autoformer", "blip_2", "bros", "clvp", "fastspeech2_conformer", "fnet", "hiera", "minimax_m3_vl", "mra"),
-    *("timesfm", "tipsv2", "xlstm"),
+    *("slanet", "timesfm", "tipsv2", "xlstm"),
 )
 
 

@@ -178,7 +178,7 @@ def _rotary(parameters: dict[str, Any], sections: bool) -> dict[str, Any]:
     """Rotary parameters, whose sections of frequencies share half of what is rotated of a head."""
     new = {name: _rotary(value, sections) if isinstance(value, dict) else value for name, value in parameters.items()}
     count = len(new.get("mrope_section") or [0] * 3 * sections)
-    if count and not any(isinstance(value, dict) for value in parameters.values()):
+    if count and parameters and not any(isinstance(value, dict) for value in parameters.values()):
         half = int(WIDTH // HEADS * (new.get("partial_rotary_factor") or 1)) // 2
         rest = [half // 4] * (count - 1)
         new["mrope_section"] = [half - sum(rest), *rest]

@@ -186,6 +186,16 @@ def _robot(model: nn.Module) -> Batch:
     return {**batch, **given, "state": torch.randn(2, config.max_state_dim)}
 
 
+def _typed(model: nn.Module) -> Batch:
+    tokens = _text()
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": torch.zeros_like(tokens),
+    }
+    return {**batch, "labels": tokens} if "For" in type(model).__name__ else batch
+
+
 def _decision(model: nn.Module) -> Batch:
     marks = {"marks": torch.tensor([[4, 8]]), "num_options": torch.tensor([[2, 2]])}
     return {"input_ids": _text()[:1], **marks, "question_type_ids": torch.zeros(1, 2).long()}
@@ -220,6 +230,7 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "minicpmv4_7_vision": _long_row,
     "pi0": _robot,
     "jev": _decision,
+    "molmo2": _typed,
     "timesfm": _forecast,
     "timesfm2_5": _forecast,
 }

@@ -24,6 +24,16 @@ GROUNDING = {"num_feature_levels": 3, "max_text_len": 8, "text_config": {"vocab_
 SAM = {"num_pos_feats": 32}
 SAM2 = {"backbone_channel_list": [96, 48, 24, 12], "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}
 THINKER = {"vision_start_token_id": 91, "vision_end_token_id": 92, "audio_start_token_id": 93, "audio_end_token_id": 94}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+PP_LCNET = {
+    **{"stem_channels": [3, 8, 16], "stage_out_channels": [16, 16, 32, 64]},
+    "block_configs": [
+        [[3, 16, 16, 1, True]],
+        [[3, 16, 16, 1, False]],
+        [[3, 16, 32, 2, False]],
+        [[3, 32, 64, 2, False]],
+    ],
+}
 FROM_4_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
 
@@ -60,22 +70,24 @@ FIELDS: dict[str, dict[str, Any]] = {
     "sam_hq_vision_model": SAM,
     "sam2_vision_model": SAM2,
     "sam2_prompt_encoder": {"patch_size": 16},
+    "sam2_video": {"prompt_encoder_config": {"patch_size": 16}},
+    "edgetam_video": {"prompt_encoder_config": {"patch_size": 16}},
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
     "lw_detr_vit": {"num_windows": 4},
     "lw_detr": {"projector_scale_factors": [1.0], "group_detr": 2, "backbone_config": {"out_indices": [1, 2]}},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # widths of three layers
     "step3p5": {"sliding_window": 8},
-    "cohere_compass_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": SECTIONS}},
     "glm5_next_text": {"index_kpool": 4},
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 4, "indexer_kv_heads": 2, "indexer_head_dim": 16},
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
         **{"indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8},
     },
     "muse_spark_audio": {"out_hidden_size": 64},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},  # a fourth of the text's width
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "1/2"},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "efficientloftr": {"out_features": [8, 8, 16, 32]},
@@ -83,7 +95,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"upsample_out_channels": [16], "upsample_kernel_sizes": [4], "conv_out_channels": [16]},
         **{"conv_kernel_sizes": [1]},
     },
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {"_start": {"text_config": {"hidden_size_per_layer_input": 0}}},
+    "tipsv2_dpt": {"backbone_config": FROM_4_LAYERS},
+    "pp_lcnet_v4": PP_LCNET,
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
     "fastspeech2_conformer_hifigan": {"model_in_dim": 64},
     "qwen2_5_omni_thinker": THINKER,

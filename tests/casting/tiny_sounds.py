@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.casting.tiny_labels import Batch
+from tests.casting.tiny_labels import Batch, find
 
 
 def _codes(model: nn.Module) -> Batch:
@@ -57,7 +57,7 @@ def _features(*, width: str, times: int = 1, frames: int = 64, mask: str = "") -
 
     def make(model: nn.Module) -> Batch:
         config: Any = model.config
-        batch: Batch = {"input_features": torch.randn(2, frames, times * getattr(config, width))}
+        batch: Batch = {"input_features": torch.randn(2, frames, times * find(config, width))}
         batch |= {mask: torch.ones(2, frames).long()} if mask else {}
         return {**batch, "labels": torch.randint(64, 96, (2, 5))} if "ForCTC" in type(model).__name__ else batch
 
@@ -68,7 +68,8 @@ def _mel(model: nn.Module) -> Batch:
     config: Any = model.config
     if config.model_type == "gemma3n_audio":
         return {"audio_mel": torch.randn(2, 64, config.input_feat_size), "audio_mel_mask": torch.zeros(2, 64).bool()}
-    return {"input_features": torch.randn(2, 64, 128), "attention_mask": torch.ones(2, 64).bool()}
+    mel = config.subsampling_conv_channels[0]
+    return {"input_features": torch.randn(2, 64, mel), "attention_mask": torch.ones(2, 64).bool()}
 
 
 def _windows(model: nn.Module) -> Batch:
@@ -85,17 +86,30 @@ def _waves(model: nn.Module) -> Batch:
     config: Any = model.config
     if config.model_type == "muse_spark_audio":
         return {"input_values": torch.randn(2, 1920)}
+    if type(model).__name__ == "VibeVoiceAcousticTokenizerEncoderModel":
+        return {"hidden_states": torch.randn(2, 1, 6400)}
     batch: Batch = {"input_values": torch.randn(2, 1, 5760)}
     return {**batch, "input_ids": torch.randint(64, 96, (2, 12))} if config.model_type == "pe_audio" else batch
 
 
 def _waves_and_features(model: nn.Module) -> Batch:
-    return {"input_values": torch.randn(2, 1, 2560), "input_features": torch.randn(2, 8, 160)}
+    width = find(model.config, "feature_projection_input_dim")  # type: ignore[arg-type]
+    return {"input_values": torch.randn(2, 1, 2560), "input_features": torch.randn(2, 8, width)}
 
 
 def _latents(model: nn.Module) -> Batch:
     config: Any = model.config
-    return {"latents": torch.randn(2, config.hidden_size, 4)}
+    name = "hidden_states" if config.model_type.startswith("vibevoice") else "latents"
+    return {name: torch.randn(2, config.hidden_size, 4)}
+
+
+def _alongside(model: nn.Module) -> Batch:
+    """As many frames as the text has tokens, once they are convolved and joined."""
+    config: Any = model.config
+    tokens = torch.randint(64, 96, (2, 12))
+    frames = torch.randn(2, find(config, "num_mel_bins"), 96)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "input_features": frames}
+    return {**batch, "labels": tokens} if "For" in type(model).__name__ else batch
 
 
 def _states(model: nn.Module) -> Batch:
@@ -131,6 +145,8 @@ SOUNDS: dict[str, Callable[[nn.Module], Batch]] = {
     "pe_audio": _waves,
     "pe_audio_encoder": _waves,
     "vibevoice_acoustic_tokenizer": _waves,
+    "vibevoice_acoustic_tokenizer_encoder": _waves,
+    "voxtral_realtime": _alongside,
     "xcodec2": _waves_and_features,
     "neucodec": _waves_and_features,
     "mimi_decoder": _latents,
