@@ -16,6 +16,7 @@ from tests.casting.tiny_exceptions import BATCHES
 from tests.casting.tiny_labels import LENGTH, ROWS, Batch, asks_labels, find, labels_of, tokens_of
 
 SAMPLES, FRAMES = 1600, 64
+MODALITIES = {"pixel_values", "input_features", "input_values"}
 
 
 def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
@@ -26,8 +27,10 @@ def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
     given = BATCHES.get(type(model).__name__) or BATCHES.get(config.model_type)
     if given is not None:
         batch = given(model)
-        yield "", batch
-        yield "without labels", {k: v for k, v in batch.items() if "label" not in k}
+        alone = bool(names & MODALITIES) and not batch.keys() & MODALITIES
+        yield "text alone" * alone, batch
+        words = ["text alone"] * alone + ["without labels"]
+        yield ", ".join(words), {k: v for k, v in batch.items() if "label" not in k}
         return
     seen: list[Batch] = []
     for note, parts in _inputs(model, config, names):

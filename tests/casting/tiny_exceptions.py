@@ -186,6 +186,24 @@ def _robot(model: nn.Module) -> Batch:
     return {**batch, **given, "state": torch.randn(2, config.max_state_dim)}
 
 
+def _line(model: nn.Module) -> Batch:
+    height = 96 if "mobile" in model.config.model_type else 48  # type: ignore[union-attr, operator]
+    return {"pixel_values": torch.randn(2, 3, height, 192)}  # of text, which shrinks to three rows
+
+
+def _frames(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens, size = _text()[:1], config.max_img_size
+    pixels = torch.randn(1, config.num_frames, 3, size, size)  # one video: a table is viewed as if there were no more
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": pixels}
+
+
+def _noised(model: nn.Module) -> Batch:
+    config: Any = model.config
+    context = torch.randn(2, 8, config.hidden_size * len(config.target_layer_ids))
+    return {"noise_embeds": torch.randn(2, 4, config.hidden_size), "context_hidden_states": context}
+
+
 def _typed(model: nn.Module) -> Batch:
     tokens = _text()
     batch = {
@@ -231,6 +249,12 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "pi0": _robot,
     "jev": _decision,
     "molmo2": _typed,
+    "tvp": _frames,
+    "pp_ocrv5_mobile_rec": _line,
+    "pp_ocrv5_server_rec": _line,
+    "pp_ocrv6_small_rec": _line,
+    "pp_ocrv6_tiny_rec": _line,
+    "muse_glimmer_assistant": _noised,
     "timesfm": _forecast,
     "timesfm2_5": _forecast,
 }
@@ -239,8 +263,11 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
 DISCRETE: dict[str, str] = {
     "EomtDinov3ForUniversalSegmentation": "points of a mask are sampled by their rank",
     "ExaoneMoeForCausalLM": "experts are chosen by their rank",
+    "NeuCodecModel": "a frame's code is the nearest of few levels",
+    "Xcodec2Model": "a frame's code is the nearest of few levels",
     "Nemotron3_5TranscribeAudioModel": "speakers are active above 0.5, where a new model's probabilities lie",
 }
 
 # Model types whose tiny models take seconds: walked for the page, left out of the tests.
-LONG = {"inkling_mm_model", "vibevoice", "vibevoice_asr", "emu3", "slanext", "univnet"}
+LONG = {"vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_decoder", "vibevoice_acoustic_tokenizer_encoder"}
+LONG |= {"inkling_mm_model", "vibevoice", "vibevoice_asr", "emu3", "slanext", "univnet"}

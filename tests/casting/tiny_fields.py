@@ -34,6 +34,10 @@ PP_LCNET = {
         [[3, 32, 64, 2, False]],
     ],
 }
+HALVING = {
+    "out_indices": [1, 2, 3, 4],
+    "block_configs": [[[3, a, b, s, False]] for a, b, s in ((16, 16, 1), (16, 16, 2), (16, 32, 2), (32, 64, 2))],
+}
 FROM_4_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
 
@@ -95,7 +99,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         **{"upsample_out_channels": [16], "upsample_kernel_sizes": [4], "conv_out_channels": [16]},
         **{"conv_kernel_sizes": [1]},
     },
-    "gemma4_assistant": {"_start": {"text_config": {"hidden_size_per_layer_input": 0}}},
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},
+    "neucodec": {"quantization_dim": 192, "initializer_range": 0.2},  # of both encoders
+    "xcodec2": {"quantization_dim": 192, "initializer_range": 0.2},
+    "pp_ocrv5_mobile_det": {"layer_list_out_channels": [12, 18, 42, 360], "neck_out_channels": 96},
+    "pp_ocrv6_small_det": {
+        **{"layer_list_out_channels": [16, 16, 32, 64], "neck_out_channels": 96, "backbone_config": HALVING},
+    },
+    "pp_ocrv5_mobile_rec": {"initializer_range": 0.2},
+    "pp_ocrv5_server_rec": {"initializer_range": 0.2},
     "tipsv2_dpt": {"backbone_config": FROM_4_LAYERS},
     "pp_lcnet_v4": PP_LCNET,
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
@@ -121,7 +133,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "informer": HISTORY,
     "time_series_transformer": HISTORY,
     "aria": {"projector_patch_to_query_dict": {16: 8}},
-    "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
+    "tvp": {"max_img_size": 64, "visual_prompt_size": 8, "num_frames": 2},
     "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAA": 6}},
     "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}},
     "dpt": {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [8, 16], "reassemble_factors": [4, 2]},
