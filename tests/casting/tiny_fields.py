@@ -22,9 +22,13 @@ HISTORY |= {"encoder_layers": 1, "decoder_layers": 1}
 GROUNDING = {"num_feature_levels": 3, "max_text_len": 8, "text_config": {"vocab_size": 1030}}
 # Prompts and pixels share a width; the numbers of positions are half of it.
 SAM = {"num_pos_feats": 32}
+# Widths and maps of the four stages of its backbone, the last of 16 pixels a side: a patch of its prompts.
 SAM2 = {"backbone_channel_list": [96, 48, 24, 12], "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}
+# Their configs have these tokens only where a checkpoint brings them.
 THINKER = {"vision_start_token_id": 91, "vision_end_token_id": 92, "audio_start_token_id": 93, "audio_end_token_id": 94}
+# Of a kind of layer; half of what is rotated in a head.
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+# Blocks are lists of kernel, widths, stride and whether channels are weighed: names do not reach into them.
 PP_LCNET = {
     **{"stem_channels": [3, 8, 16], "stage_out_channels": [16, 16, 32, 64]},
     "block_configs": [
@@ -34,10 +38,12 @@ PP_LCNET = {
         [[3, 32, 64, 2, False]],
     ],
 }
+# A stage is half as wide as the one before, as its neck expects.
 HALVING = {
     "out_indices": [1, 2, 3, 4],
     "block_configs": [[[3, a, b, s, False]] for a, b, s in ((16, 16, 1), (16, 16, 2), (16, 32, 2), (32, 64, 2))],
 }
+# Heads that join the states of four layers.
 FROM_4_LAYERS = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]}
 MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
 
@@ -59,9 +65,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "clap_audio_model": {"patch_embeds_hidden_size": 8},  # doubled three times, it is hidden_size
     "clvp_encoder": {"num_attention_heads": 2},  # a head is rotated in 32 of its numbers or more
     "cvt": {"depth": [1, 2, 3]},  # a stage asks for the rate of the block of its own number
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}},  # no defaults
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},  # no default
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2},  # no defaults
     "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [3, 3, 2]}},  # height and width alternate
     "grounding-dino": GROUNDING,
     "mm-grounding-dino": GROUNDING,
@@ -77,41 +83,43 @@ FIELDS: dict[str, dict[str, Any]] = {
     "sam2_video": {"prompt_encoder_config": {"patch_size": 16}},
     "edgetam_video": {"prompt_encoder_config": {"patch_size": 16}},
     "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    # With the text encoder, whose contrastive loss compares as many queries as there are texts and contexts.
     "oneformer": {"is_training": True, "text_encoder_n_ctx": 4, "task_seq_len": 12, "text_encoder_context_length": 12},
-    "lw_detr_vit": {"num_windows": 4},
+    "lw_detr_vit": {"num_windows": 4},  # four by four patches
     "lw_detr": {"projector_scale_factors": [1.0], "group_detr": 2, "backbone_config": {"out_indices": [1, 2]}},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # widths of three layers
-    "step3p5": {"sliding_window": 8},
+    "step3p5": {"sliding_window": 8},  # no default
     "cohere_compass_text": {"rope_parameters": {"full_attention": SECTIONS}},
-    "glm5_next_text": {"index_kpool": 4},
-    "qwen4_exp_text": {
+    "glm5_next_text": {"index_kpool": 4},  # divides index_topk
+    "qwen4_exp_text": {  # no defaults
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
         **{"indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8},
     },
-    "muse_spark_audio": {"out_hidden_size": 64},
+    "muse_spark_audio": {"out_hidden_size": 64},  # the text's width
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},  # a fourth of the text's width
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "downsample_rate": "1/2"},
-    "moonshine_streaming": {"num_key_value_heads": 4},
-    "t5gemma2_text": {"dropout_rate": 0.0},
-    "efficientloftr": {"out_features": [8, 8, 16, 32]},
-    "sapiens2_head": {
+    "moonshine_streaming": {"num_key_value_heads": 4},  # no default
+    "t5gemma2_text": {"dropout_rate": 0.0},  # no default
+    "efficientloftr": {"out_features": [8, 8, 16, 32]},  # widths
+    "sapiens2_head": {  # no defaults
         **{"upsample_out_channels": [16], "upsample_kernel_sizes": [4], "conv_out_channels": [16]},
         **{"conv_kernel_sizes": [1]},
     },
-    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},  # no fields, but read
     "neucodec": {"quantization_dim": 192, "initializer_range": 0.2},  # of both encoders
     "xcodec2": {"quantization_dim": 192, "initializer_range": 0.2},
     "pp_ocrv5_mobile_det": {"layer_list_out_channels": [12, 18, 42, 360], "neck_out_channels": 96},
     "pp_ocrv6_small_det": {
         **{"layer_list_out_channels": [16, 16, 32, 64], "neck_out_channels": 96, "backbone_config": HALVING},
     },
+    # Smaller, every letter is as likely as the next, and the mean square of probabilities has no gradient there.
     "pp_ocrv5_mobile_rec": {"initializer_range": 0.2},
     "pp_ocrv5_server_rec": {"initializer_range": 0.2},
     "tipsv2_dpt": {"backbone_config": FROM_4_LAYERS},
     "pp_lcnet_v4": PP_LCNET,
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},  # two that share
-    "fastspeech2_conformer_hifigan": {"model_in_dim": 64},
+    "fastspeech2_conformer_hifigan": {"model_in_dim": 64},  # of the spectrogram
     "qwen2_5_omni_thinker": THINKER,
     "qwen3_omni_moe_thinker": THINKER,
     "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
