@@ -44,17 +44,17 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     weights present themselves as FP32 is kept.
 
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
-    `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters, and the `loss_function`
-    of models as transformers has it, get exact FP32 copies of what is handed to them, and their result stays FP32.
-    Beside those only a kept output head leaves its output in FP32: a kept module that is or contains what
-    `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child with floating tensors
-    (or the last of that child, and so on). Calls of `model`, and of each model in it (a module with a
-    `main_input_name`, as transformers has it), that hold 16-bit tensors round floating inputs wider than `dtype`
-    to `dtype`, at any depth of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an
-    argument, also a positional one, or of a dict's key, in any case) stay as they are: losses are measured
-    against them (where torch's losses do not mix formats, as in 2.11, they are rounded too). Those with "mask" in
-    it are clamped to `dtype`'s finite range from below, so that FP32's lowest
-    number does not become -inf. Methods other than a module's call pass no boundary.
+    `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters but single numbers (a
+    temperature), and the `loss_function` of models as transformers has it, get exact FP32 copies of what is handed to
+    them, and their result stays FP32. Beside those only a kept output head leaves its output in FP32: a kept module
+    that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child
+    with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module with a
+    `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call with
+    FP32 (`float32_code.py`), that hold 16-bit tensors round floating inputs wider than `dtype` to `dtype`, at any depth
+    of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an argument, also a positional one, or
+    of a dict's key, in any case) stay as they are: losses are measured against them (where torch's losses do not mix
+    formats, as in 2.11, they are rounded too). Those with "mask" in it are clamped to `dtype`'s finite range from
+    below, so that FP32's lowest number does not become -inf. Methods other than a module's call pass no boundary.
 
     Args:
         model: any module, on any device (meta included), before DDP or FSDP wraps it.

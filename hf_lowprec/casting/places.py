@@ -3,16 +3,17 @@
 import torch
 from torch import nn
 
+from hf_lowprec.casting.float32_code import FLOAT32_INPUTS
 from hf_lowprec.casting.policy import Modules, callable_parts, kind_of, top_of
 
 
 def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
-    """The model and every model inside it, where a call from outside can arrive with FP32 tensors."""
+    """The model, every model inside it, where a call from outside can arrive with FP32 tensors, and known modules."""
     root = ""
     while "_orig_mod" in modules[root]._modules:  # the shell of torch.compile, which never sees a tensor
         root = f"{root}._orig_mod".lstrip(".")
-    models = [name for name, module in modules.items() if name == root or is_model(module)]
-    return [name for name in models if narrows(name, modules, dtype)]
+    found = [n for n, module in modules.items() if n == root or is_model(module) or is_given_float32(n, modules)]
+    return [name for name in found if narrows(name, modules, dtype)]
 
 
 def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> tuple[set[str], list[str]]:
@@ -48,6 +49,14 @@ def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> 
 def is_model(module: nn.Module) -> bool:
     """A model by the convention of transformers, whose `generate` calls the encoder inside without the whole."""
     return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
+
+
+def is_given_float32(name: str, modules: Modules) -> bool:
+    """Whether the code around a module is known to call it with FP32."""
+    parent, _, child = name.rpartition(".")
+    return not FLOAT32_INPUTS.keys().isdisjoint(
+        (type(modules[name]).__name__, f"{type(modules[parent]).__name__}.{child}")
+    )
 
 
 def narrows(name: str, modules: Modules, dtype: torch.dtype) -> bool:

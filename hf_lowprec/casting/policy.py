@@ -34,7 +34,8 @@ def kind_of(module: nn.Module) -> str:
     tables = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
     if (tables or any(map(_ROTARY_NAME.search, names))) and not inner:
         return "rotary"
-    return "loss" if any(map(_LOSS_NAME.search, names)) and not any(m._parameters for m in module.modules()) else ""
+    # With more than numbers of its own (a temperature), it is a part of the model.
+    return "loss" if any(map(_LOSS_NAME.search, names)) and not any(p.dim() for p in module.parameters()) else ""
 
 
 def needs_float32(module: nn.Module) -> bool:

@@ -8,10 +8,15 @@ import torch
 import transformers
 from torch import nn
 
-from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.float32_code import FLOAT32_CODE, FLOAT32_RESULTS
+from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting.float32_code import FLOAT32_CODE, FLOAT32_INPUTS, FLOAT32_RESULTS
 from tests.casting.inspection import BF16, FP32
 from tests.casting.tiny_configs import tiny_config
+
+MODELS = (
+    *("autoformer", "blip_2", "bros", "clvp", "fastspeech2_conformer", "fnet", "hiera", "minimax_m3_vl", "mra"),
+    *("slanet", "timesfm", "tipsv2", "xlstm"),
+)
 
 
 class TestFloat32Code:
@@ -49,20 +54,41 @@ class TestFloat32Code:
         assert not cast_model(model).changed
         assert not cast_model(nn.Sequential(MraSelfAttention(4, 4)), keep_fp32="0").results
 
-    @pytest.mark.parametrize("name", [*FLOAT32_CODE, *FLOAT32_RESULTS])
+    def test_inputs(self) -> None:
+        class HieraPatchEmbeddings(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.projection = nn.Conv2d(3, 4, 2)
+
+            def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+                mask = torch.ones(pixels.shape[-2:])
+                return self.projection(pixels * mask)
+
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), HieraPatchEmbeddings())
+        report = cast_model(model)
+        assert set(report.inputs) == {"", "1.projection"} and model[1].projection.weight.dtype == BF16
+        model(torch.randn(2, 3, 4, 4)).sum().backward()
+        assert model[1].projection.weight.grad is not None
+        assert not cast_model(model).changed
+        uncast_model(model)
+        assert model(torch.randn(2, 3, 4, 4)).dtype == FP32
+        kept = nn.Sequential(nn.Conv2d(3, 3, 1), HieraPatchEmbeddings())
+        assert "1.projection" not in cast_model(kept, keep_fp32="1").inputs
+
+    @pytest.mark.parametrize("name", [*FLOAT32_CODE, *FLOAT32_INPUTS, *FLOAT32_RESULTS])
     def test_every_name_is_a_class_of_transformers(self, name: str) -> None:
-        models = [
-            m for m in ("fnet", "bros", "minimax_m3_vl", "mra", "tipsv2", "xlstm") if m.replace("_", "") in name.lower()
-        ]
+        name, _, child = name.partition(".")
+        models = [m for m in MODELS if name.lower().startswith(m.replace("_", ""))]
         assert len(models) == 1, name
         model_type = models[0]
-        if model_type not in transformers.CONFIG_MAPPING:
+        if model_type.replace("_2", "-2") not in transformers.CONFIG_MAPPING:
             pytest.skip(f"no {model_type} in transformers {transformers.__version__}")
-        config_class: Any = transformers.CONFIG_MAPPING[model_type]
+        config_class: Any = transformers.CONFIG_MAPPING[model_type.replace("_2", "-2")]
         module = inspect.getmodule(config_class)
         assert module is not None and module.__file__ is not None
         with open(module.__file__.replace("configuration_", "modeling_"), encoding="utf-8") as source:
-            assert f"class {name}(" in source.read()
+            _, found, code = source.read().partition(f"class {name}(")
+        assert found and (not child or f"self.{child} = " in code.partition("\nclass ")[0])
 
 
 class Positions(nn.Module):

@@ -53,6 +53,23 @@ class TestLossModules:
         assert "loss in float32" in str(report)
         assert not cast_model(model).changed
 
+    def test_a_temperature_is_no_part_of_the_model(self) -> None:
+        class ContrastiveLoss(nn.Module):
+            def __init__(self, parameter: torch.Tensor) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(parameter)
+
+            def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+                return nn.functional.cross_entropy(logits * self.scale.sum(), labels)
+
+        model = Weighted(ContrastiveLoss(torch.tensor(2.659)))
+        assert cast_model(model).losses == ("criterion",)
+        loss, _ = model(torch.randn(4, 4), torch.arange(4) % 3)
+        loss.backward()
+        assert loss.dtype == model.criterion.scale.dtype == model.criterion.scale.grad.dtype == FP32
+        assert gradient_dtypes(model.body) == {BF16}
+        assert not cast_model(Weighted(ContrastiveLoss(torch.ones(3)))).losses
+
     def test_without_tensors(self) -> None:
         model = Weighted(nn.CrossEntropyLoss())
         assert cast_model(model).losses == ("criterion",)

@@ -16,6 +16,7 @@ from tests.casting.tiny_exceptions import BATCHES
 from tests.casting.tiny_labels import LENGTH, ROWS, Batch, asks_labels, find, labels_of, tokens_of
 
 SAMPLES, FRAMES = 1600, 64
+MODALITIES = {"pixel_values", "input_features", "input_values"}
 
 
 def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
@@ -26,8 +27,10 @@ def offers(model: nn.Module) -> Iterator[tuple[str, Batch]]:
     given = BATCHES.get(type(model).__name__) or BATCHES.get(config.model_type)
     if given is not None:
         batch = given(model)
-        yield "", batch
-        yield "without labels", {k: v for k, v in batch.items() if "label" not in k}
+        alone = bool(names & MODALITIES) and not batch.keys() & MODALITIES
+        yield "text alone" * alone, batch
+        words = ["text alone"] * alone + ["without labels"]
+        yield ", ".join(words), {k: v for k, v in batch.items() if "label" not in k}
         return
     seen: list[Batch] = []
     for note, parts in _inputs(model, config, names):
@@ -46,7 +49,7 @@ def _same(one: Batch, two: Batch) -> bool:
 
 
 def _inputs(model: nn.Module, config: Any, names: set[str]) -> Iterator[tuple[str, Batch]]:
-    vision, speech = _vision(model, config, names), list(_speech(config, names))
+    vision, speech = _vision(model, config, names), list(_speech(model, config, names))
     if "input_ids" in names:
         text = _text(config, names, model)
         for images in vision:
@@ -67,8 +70,8 @@ def _text(config: Any, names: set[str], model: nn.Module) -> Batch:
     tokens = tokens_of(config)
     mask = torch.ones_like(tokens)
     mask[1, -3:] = 0
-    if "SequenceClassification" in type(model).__name__ and isinstance(config.eos_token_id, int):
-        tokens[:, LENGTH - 4] = config.eos_token_id  # where BART looks
+    if "SequenceClassification" in type(model).__name__ and (end := find(config, "eos_token_id")) is not None:
+        tokens[:, LENGTH - 4] = end  # where BART looks
     text: Batch = {"input_ids": tokens}
     if "attention_mask" in names:
         text["attention_mask"] = mask
@@ -90,13 +93,13 @@ def _vision(model: nn.Module, config: Any, names: set[str]) -> list[Batch]:
     height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1])
     patch = find(config, "patch_size", default=8)
     if "pixel_values" in names and names & {"image_grid_thw", "grid_thw"}:
-        deep = find(config, "temporal_patch_size", default=1)
+        deep = find(config, "temporal_patch_size", "patch_temporal", default=1)
         for depth in (deep, 1):
             rows = torch.randn(ROWS * 16, channels * depth * patch * patch)
             grid = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
             found.append({"pixel_values": rows, grid: torch.tensor([[1, 4, 4]] * ROWS)})
     elif {"hidden_states", "grid_thw"} <= names:
-        deep = find(config, "temporal_patch_size", default=1)
+        deep = find(config, "temporal_patch_size", "patch_temporal", default=1)
         for depth in (deep, 1):
             rows = torch.randn(ROWS * 16, channels * depth * patch * patch)
             found.append({"hidden_states": rows, "grid_thw": torch.tensor([[1, 4, 4]] * ROWS)})
@@ -119,12 +122,14 @@ def _vision(model: nn.Module, config: Any, names: set[str]) -> list[Batch]:
     for images in found:
         if "pixel_mask" in names and "grid_thw" not in str(images.keys()):
             images["pixel_mask"] = torch.ones(ROWS, height, width, dtype=torch.long)
+        if "merge_sizes" in names:
+            images["merge_sizes"] = torch.ones(ROWS, dtype=torch.long)
         if "bool_masked_pos" in names and "MaskedImage" in type(model).__name__:
             images["bool_masked_pos"] = torch.arange((height // patch) * (width // patch)).expand(ROWS, -1) % 2 == 0
     return found
 
 
-def _speech(config: Any, names: set[str]) -> Iterator[Batch]:
+def _speech(model: nn.Module, config: Any, names: set[str]) -> Iterator[Batch]:
     mel = find(config, "num_mel_bins", "n_mels", "feature_size", "num_mel_channels", "input_dim", default=80)
     if "input_features" in names:
         mask = {"input_features_mask": torch.ones(ROWS, FRAMES, dtype=torch.long)}
@@ -146,7 +151,8 @@ def _speech(config: Any, names: set[str]) -> Iterator[Batch]:
             if "attention_mask" in names and "input_ids" not in names:
                 yield {"input_features": features, **mask, "attention_mask": torch.ones(ROWS, max(shape)).long()}
     if "input_values" in names:
-        yield {"input_values": torch.randn(ROWS, SAMPLES)}
+        samples = 4 * SAMPLES if "XVector" in type(model).__name__ else SAMPLES  # frames for more convolutions
+        yield {"input_values": torch.randn(ROWS, samples)}
         yield {"input_values": torch.randn(ROWS, 1, SAMPLES)}
         frames = find(config, "max_length", default=FRAMES)
         yield {"input_values": torch.randn(ROWS, frames, mel)}
@@ -164,8 +170,9 @@ def _placeholders(model: nn.Module, method: str, inputs: Batch) -> int:
             features = compute(**{k: v for k, v in inputs.items() if k in asked})
     except Exception:
         return 0
-    features = getattr(features, "pooler_output", features)
-    features = getattr(features, "last_hidden_state", features)
+    for name in ("pooler_output", "last_hidden_state"):
+        if getattr(features, name, None) is not None:
+            features = getattr(features, name)
     if isinstance(features, tuple | list):
         tensors = [f for f in features if isinstance(f, Tensor)]
         # One tensor per image, or one for all of them beside other results.

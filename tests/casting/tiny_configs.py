@@ -1,17 +1,18 @@
 """A tiny config of any architecture of transformers: its own defaults, shrunk by the names of the fields.
 
-`SIZES` maps names to the largest value kept. Where names are not enough, `tests/casting/tiny_exceptions.py` has the
-fields of a model type.
+`SIZES` maps names to the largest value kept. Where names are not enough, `tests/casting/tiny_fields.py` has the
+fields of a model type or class.
 """
 
 import importlib.util
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.casting.tiny_exceptions import FIELDS
+from tests.casting.tiny_fields import CLASS_FIELDS, FIELDS
 
 VOCABULARY, CODES, WIDTH, HEADS, LAYERS, IMAGE = 96, 64, 64, 4, 2, 32
 FIRST_TOKEN = 64  # of the texts; smaller numbers are for pad_token_id, image_token_id, …
@@ -116,18 +117,19 @@ class Tokens:
         return self.numbers.setdefault(name, len(self.numbers))
 
 
-def tiny_fields(config: PreTrainedConfig, tokens: Tokens) -> dict[str, Any]:
-    """The fields with which `type(config)` makes a tiny one. What it derives from others is left to it."""
+def tiny_fields(config: PreTrainedConfig, tokens: Tokens, own: Container[str] = ()) -> dict[str, Any]:
+    """The fields with which `type(config)` makes a tiny one. What it derives from others, unless in `own`, is its."""
     fields: dict[str, Any] = _layers(config)
     given = FIELDS.get(config.model_type, {})
     many = has_many_widths(config)
     for name, value in vars(config).items():
         if name.startswith("_") or name in (*fields, "transformers_version", "dtype", "id2label", "label2id"):
             continue
-        derived = getattr(type(config), name, None) is None and name not in _listed(config)
+        derived = getattr(type(config), name, None) is None and name not in _listed(config) and name not in own
         new = value
         if isinstance(value, PreTrainedConfig):
-            new = tiny_fields(value, tokens) | {"model_type": value.model_type}
+            changed = _changed(value)
+            new = changed | tiny_fields(value, tokens, changed) | {"model_type": value.model_type}
         elif name == "rope_parameters" and isinstance(value, dict):
             new = _rotary(value, _asks_sections(config))
         elif value is None:
@@ -176,7 +178,7 @@ def _rotary(parameters: dict[str, Any], sections: bool) -> dict[str, Any]:
     """Rotary parameters, whose sections of frequencies share half of what is rotated of a head."""
     new = {name: _rotary(value, sections) if isinstance(value, dict) else value for name, value in parameters.items()}
     count = len(new.get("mrope_section") or [0] * 3 * sections)
-    if count and not any(isinstance(value, dict) for value in parameters.values()):
+    if count and parameters and not any(isinstance(value, dict) for value in parameters.values()):
         half = int(WIDTH // HEADS * (new.get("partial_rotary_factor") or 1)) // 2
         rest = [half // 4] * (count - 1)
         new["mrope_section"] = [half - sum(rest), *rest]
@@ -188,6 +190,22 @@ def _asks_sections(config: PreTrainedConfig) -> bool:
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(name)
     return spec is not None and "mrope_section" in (Path(spec.origin or "").read_text(encoding="utf-8"))
+
+
+def _changed(part: PreTrainedConfig) -> dict[str, Any]:
+    """What a config inside another has otherwise than its class: the other's defaults for it."""
+    plain = vars(type(part)())
+    fields = getattr(type(part), "__dataclass_fields__", {})
+    names = fields.keys() - vars(PreTrainedConfig).keys()
+    changed = {
+        name: value
+        for name, value in vars(part).items()
+        if name in names and isinstance(value, bool | int | float | str | list | tuple) and value != plain.get(name)
+    }
+    stages = getattr(part, "stage_names", None)
+    if stages and (has_many_widths(part) or isinstance(getattr(part, "depths", None), list | tuple)):
+        changed["out_indices"] = list(part.out_indices)
+    return {name: value for name, value in changed.items() if not name.startswith("_")}
 
 
 def _listed(config: PreTrainedConfig) -> set[str]:
@@ -208,7 +226,8 @@ def tiny_config(model_class: type, model_type: str, attention: str | None = None
     """The tiny config of a model type, or the part of it that a class takes; raises whatever its class raises."""
     config_class = CONFIG_MAPPING[model_type]
     start = FIELDS.get(model_type, {}).get("_start", {})
-    config = config_class(**tiny_fields(config_class(**start), Tokens()))
+    fields = tiny_fields(config_class(**start), Tokens())
+    config = config_class(**_merged(fields, CLASS_FIELDS.get(model_class.__name__, {})))
     wanted = getattr(model_class, "config_class", None)
     if wanted is not None and not isinstance(config, wanted):
         config = next((part for part in vars(config).values() if isinstance(part, wanted)), config)

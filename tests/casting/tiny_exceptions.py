@@ -1,4 +1,4 @@
-"""Where names are not enough to make a config or a batch: by model type or class, with the reason beside them."""
+"""Where names are not enough to make a batch: by model type or class, and what else is special about a few classes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,63 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Any]
-
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
-RESNET |= {"layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
-# Their default backbone is timm's, an optional package.
-NO_TIMM = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_kwargs": None}
-LAST = {**NO_TIMM, "backbone_config": {**RESNET, "out_features": ["stage4"]}}
-# A fourth level would be a 3 × 3 convolution of one pixel, of which torch's BF16 gradient on a CPU is now and then NaN.
-PYRAMID = {**NO_TIMM, "backbone_config": RESNET, "num_feature_levels": 3}
-# Half the pixels of a patch, so that all four stages are wider than a window.
-SWIN = {"patch_size": 2, "window_size": 2}
-EFFICIENTNET = {
-    **{"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280, "kernel_sizes": [3, 3, 5]},
-    **{"in_channels": [32, 16, 24], "out_channels": [16, 24, 40], "strides": [1, 2, 2], "expand_ratios": [1, 6, 6]},
-    **{"num_block_repeats": [1, 1, 1], "depthwise_padding": []},
-}
-HISTORY = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1}
-HISTORY |= {"encoder_layers": 1, "decoder_layers": 1}
-MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 1}
-
-FIELDS: dict[str, dict[str, Any]] = {
-    "detr": LAST,
-    "conditional_detr": LAST,
-    "dab-detr": LAST,
-    "table-transformer": LAST,
-    "deformable_detr": PYRAMID,
-    "swin": SWIN,
-    "swinv2": SWIN,
-    "donut-swin": SWIN,
-    "maskformer-swin": SWIN,
-    "efficientnet": EFFICIENTNET,
-    "align_vision_model": EFFICIENTNET,
-    "levit": {"image_size": 64, "patch_size": 16},  # a stem of four strided convolutions
-    "mobilevitv2": {"image_size": 64},
-    "mamba2": MAMBA,  # heads times their width is twice the model's width
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "reformer": {"axial_pos_shape": [3, 4], "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
-    "xmod": {"default_language": "en_XX"},
-    "blt": {"encoder_hash_byte_group_vocab": 64},
-    "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8]},
-    "blip-2": {"image_token_index": 5},
-    "instructblip": {"image_token_index": 5},
-    "instructblipvideo": {"video_token_index": 5},
-    "voxtral": {"audio_token_id": 5},
-    "lilt": {"hidden_size": 96},  # six numbers of a box share it
-    "seggpt": {"num_hidden_layers": 4, "merge_index": 0, "intermediate_hidden_state_indices": [1, 2, 3, 3]},
-    "autoformer": HISTORY,
-    "informer": HISTORY,
-    "time_series_transformer": HISTORY,
-    "aria": {"projector_patch_to_query_dict": {16: 8}},
-    "tvp": {"max_img_size": 32, "visual_prompt_size": 4},
-    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGAA": 6}},
-    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}},
-    "dpt": {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [8, 16], "reassemble_factors": [4, 2]},
-}
+from tests.casting.tiny_labels import Batch, masks, objects
+from tests.casting.tiny_sounds import SOUNDS
 
 
 def _time_series(model: nn.Module) -> Batch:
@@ -96,11 +41,6 @@ def _decisions(model: nn.Module) -> Batch:
         "timesteps": torch.arange(4).expand(2, 4),
         "attention_mask": torch.ones(2, 4),
     }
-
-
-def _codes(model: nn.Module) -> Batch:
-    config: Any = model.config
-    return {"input_ids": torch.randint(0, 32, (2 * config.num_codebooks, 6))}
 
 
 def _text(length: int = 12) -> Tensor:
@@ -151,6 +91,134 @@ def _grounded(model: nn.Module) -> Batch:
     return {"pixel_values": pixels, "input_ids": tokens, "image_embeds_position_mask": mask, "labels": tokens}
 
 
+def _grounding(model: nn.Module) -> Batch:
+    config: Any = model.config
+    begin, end, point = 101, 102, 1012
+    tokens = torch.tensor([[begin, 70, 71, point, 72, 73, point, end]] * 2)
+    size = config.backbone_config.image_size
+    batch = {"pixel_values": torch.randn(2, 3, size, size), "pixel_mask": torch.ones(2, size, size).long()}
+    batch |= {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return {**batch, **objects(2, (size, size))} if "ForObjectDetection" in type(model).__name__ else batch
+
+
+def _tasked(model: nn.Module) -> Batch:
+    config: Any = model.config
+    size = config.backbone_config.image_size
+    texts = torch.randint(64, 96, (2, config.num_queries - config.text_encoder_n_ctx, config.task_seq_len))
+    batch = {"pixel_values": torch.randn(2, 3, size, size), "pixel_mask": torch.ones(2, size, size).long()}
+    batch |= {"task_inputs": _text(config.task_seq_len), "text_inputs": texts}
+    return {**batch, **masks(2, (size, size))} if "Segmentation" in type(model).__name__ else batch
+
+
+def _with_queries(model: nn.Module) -> Batch:
+    config: Any = model.config
+    image = torch.randn(2, 5, config.encoder_hidden_size)
+    return {"query_embeds": torch.randn(2, 8, config.hidden_size), "encoder_hidden_states": image}
+
+
+def _interleaved(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens, size = _text(), config.vision_config.image_size
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batch |= {"pixel_values": torch.randn(2, 2, 3, size, size), "image_attention_mask": torch.ones(2, 12, 2).long()}
+    return batch if type(model).__name__ == "IdeficsModel" else {**batch, "labels": tokens}
+
+
+def _three_parts(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens = _text()
+    tokens[:, [3, 4, 11]] = config.sep_token_id
+    if "MultipleChoice" in type(model).__name__:
+        return {"input_ids": tokens[:, None].expand(2, 2, -1).contiguous(), "labels": torch.arange(2)}
+    return {"input_ids": tokens, "start_positions": torch.tensor([5, 6]), "end_positions": torch.tensor([7, 8])}
+
+
+def _tiles(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(2, 1, config.max_num_tiles, 3, config.image_size, config.image_size)
+    mask = torch.ones(2, 1, config.max_num_tiles).long()
+    return {"pixel_values": pixels, "aspect_ratio_ids": torch.ones(2, 1).long(), "aspect_ratio_mask": mask}
+
+
+def _patches(model: nn.Module) -> Batch:
+    config: Any = model.config
+    return {"inputs": torch.randn(2, 6, config.d_model)}
+
+
+def _forecast(model: nn.Module) -> Batch:
+    config: Any = model.config
+    past = torch.randn(2, config.context_length)
+    frequency = {"freq": torch.zeros(2, 1).long()} if config.model_type == "timesfm" else {}
+    if "Prediction" in type(model).__name__:
+        return {"past_values": past, "future_values": torch.randn(2, config.horizon_length), **frequency}
+    return {"past_values": past, "past_values_padding": torch.zeros_like(past).long(), **frequency}
+
+
+def _placed(model: nn.Module) -> Batch:
+    """Patches with their places, six by six: what is pooled is three by three."""
+    config: Any = model.config
+    place = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(6), indexing="ij"), -1).reshape(36, 2)
+    return {"pixel_values": torch.randn(2, 36, 3 * config.patch_size**2), "pixel_position_ids": place.expand(2, -1, -1)}
+
+
+def _images_of_patches(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(32, 3, config.patch_size, config.patch_size)
+    return {"pixel_values": pixels, "grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+
+
+def _long_row(model: nn.Module) -> Batch:
+    config: Any = model.config
+    pixels = torch.randn(1, 3, config.patch_size, 32 * config.patch_size)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor([[4, 4]] * 2, dtype=torch.int32)}
+
+
+def _robot(model: nn.Module) -> Batch:
+    config: Any = model.config
+    size, tokens = config.vlm_config.vision_config.image_size, _text(16 + 6)
+    tokens[:, :16] = config.vlm_config.image_token_id
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    batch |= {"pixel_values": torch.randn(2, 1, 3, size, size), "pixel_attention_mask": torch.ones(2, 1).bool()}
+    if type(model).__name__ == "PI0Model":
+        return {**batch, "action_embeds": torch.randn(2, config.chunk_size + 1, config.dit_config.hidden_size)}
+    noise = torch.randn(2, config.chunk_size, config.max_action_dim)
+    given = {"noise": noise, "timestep": torch.rand(2), "actions": torch.randn_like(noise)}
+    return {**batch, **given, "state": torch.randn(2, config.max_state_dim)}
+
+
+def _line(model: nn.Module) -> Batch:
+    height = 96 if "mobile" in model.config.model_type else 48  # type: ignore[union-attr, operator]
+    return {"pixel_values": torch.randn(2, 3, height, 192)}  # of text, which shrinks to three rows
+
+
+def _frames(model: nn.Module) -> Batch:
+    config: Any = model.config
+    tokens, size = _text()[:1], config.max_img_size
+    pixels = torch.randn(1, config.num_frames, 3, size, size)  # one video: a table is viewed as if there were no more
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "pixel_values": pixels}
+
+
+def _noised(model: nn.Module) -> Batch:
+    config: Any = model.config
+    context = torch.randn(2, 8, config.hidden_size * len(config.target_layer_ids))
+    return {"noise_embeds": torch.randn(2, 4, config.hidden_size), "context_hidden_states": context}
+
+
+def _typed(model: nn.Module) -> Batch:
+    tokens = _text()
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "mm_token_type_ids": torch.zeros_like(tokens),
+    }
+    return {**batch, "labels": tokens} if "For" in type(model).__name__ else batch
+
+
+def _decision(model: nn.Module) -> Batch:
+    marks = {"marks": torch.tensor([[4, 8]]), "num_options": torch.tensor([[2, 2]])}
+    return {"input_ids": _text()[:1], **marks, "question_type_ids": torch.zeros(1, 2).long()}
+
+
 BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "autoformer": _time_series,
     "informer": _time_series,
@@ -158,22 +226,48 @@ BATCHES: dict[str, Callable[[nn.Module], Batch]] = {
     "patchtst": _patched_series,
     "patchtsmixer": _patched_series,
     "decision_transformer": _decisions,
-    "MusicgenForCausalLM": _codes,
-    "MusicgenMelodyForCausalLM": _codes,
+    **SOUNDS,
     "lxmert": _regions,
     "seggpt": _painted,
     "VideoMAEForPreTraining": _masked_video,
     "pix2struct": _flattened,
     "SplinterForPreTraining": _asked,
     "kosmos-2": _grounded,
+    "grounding-dino": _grounding,
+    "mm-grounding-dino": _grounding,
+    "oneformer": _tasked,
+    "blip_2_qformer": _with_queries,
+    "idefics": _interleaved,
+    "LongformerForMultipleChoice": _three_parts,
+    "LongformerForQuestionAnswering": _three_parts,
+    "MllamaVisionModel": _tiles,
+    "PerceiverModel": _patches,
+    "gemma4_vision": _placed,
+    "kimi_k25_vision": _images_of_patches,
+    "minicpm_ocr_vision": _long_row,
+    "minicpmv4_7_vision": _long_row,
+    "pi0": _robot,
+    "jev": _decision,
+    "molmo2": _typed,
+    "tvp": _frames,
+    "pp_ocrv5_mobile_rec": _line,
+    "pp_ocrv5_server_rec": _line,
+    "pp_ocrv6_small_rec": _line,
+    "pp_ocrv6_tiny_rec": _line,
+    "muse_glimmer_assistant": _noised,
+    "timesfm": _forecast,
+    "timesfm2_5": _forecast,
 }
 
 # Models whose loss jumps where a rounding error crosses a threshold: theirs is only asked to be finite.
 DISCRETE: dict[str, str] = {
     "EomtDinov3ForUniversalSegmentation": "points of a mask are sampled by their rank",
     "ExaoneMoeForCausalLM": "experts are chosen by their rank",
+    "NeuCodecModel": "a frame's code is the nearest of few levels",
+    "Xcodec2Model": "a frame's code is the nearest of few levels",
     "Nemotron3_5TranscribeAudioModel": "speakers are active above 0.5, where a new model's probabilities lie",
 }
 
 # Model types whose tiny models take seconds: walked for the page, left out of the tests.
-LONG = {"inkling_mm_model", "vibevoice", "vibevoice_asr", "emu3", "slanext", "univnet"}
+LONG = {"vibevoice_acoustic_tokenizer", "vibevoice_acoustic_tokenizer_decoder", "vibevoice_acoustic_tokenizer_encoder"}
+LONG |= {"inkling_mm_model", "vibevoice", "vibevoice_asr", "emu3", "slanext", "univnet"}

@@ -48,26 +48,30 @@ def _map(parts: Batch) -> tuple[int, int]:
     return pixels.shape[-2], pixels.shape[-1]
 
 
-def _objects(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    height, width = _map(parts)
+def objects(rows: int, size: tuple[int, int]) -> Batch:
+    """Two objects in each image, with their boxes and masks."""
     return {
         "labels": [
-            {
-                "class_labels": torch.tensor([0, 1]),
-                "boxes": _boxes(2),
-                "masks": (torch.rand(2, height, width) > 0.5).float(),
-            }
-            for _ in range(ROWS)
+            {"class_labels": torch.tensor([0, 1]), "boxes": _boxes(2), "masks": (torch.rand(2, *size) > 0.5).float()}
+            for _ in range(rows)
         ]
     }
 
 
-def _masks(model: nn.Module, config: Any, parts: Batch) -> Batch:
-    height, width = _map(parts)
+def masks(rows: int, size: tuple[int, int]) -> Batch:
+    """The same as masks and their classes."""
     return {
-        "mask_labels": [(torch.rand(2, height, width) > 0.5).float() for _ in range(ROWS)],
-        "class_labels": [torch.tensor([0, 1]) for _ in range(ROWS)],
+        "mask_labels": [(torch.rand(2, *size) > 0.5).float() for _ in range(rows)],
+        "class_labels": [torch.tensor([0, 1]) for _ in range(rows)],
     }
+
+
+def _objects(model: nn.Module, config: Any, parts: Batch) -> Batch:
+    return objects(ROWS, _map(parts))
+
+
+def _masks(model: nn.Module, config: Any, parts: Batch) -> Batch:
+    return masks(ROWS, _map(parts))
 
 
 def _pixels(model: nn.Module, config: Any, parts: Batch) -> Batch:
