@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hf_lowprec
 from hf_lowprec.casting.float32_code import FLOAT32_CODE
+from hf_lowprec.casting.predictions import widen_predictions
 from tests.casting.inspection import BF16, FP32, bits
 from tests.casting.tiny_batches import Batch, offers
 from tests.casting.tiny_configs import tiny_config
@@ -73,6 +74,8 @@ def compare(exact: nn.Module, model: nn.Module, batch: Batch, note: str, loss: f
     wrong += gradient_faults(exact, model)
     try:
         hf_lowprec.AdamW(model.parameters(), lr=1e-3).step()
+        widen_predictions(model, BF16)  # as under Trainer
+        loss_of(model(**batch))[0].backward()
     except Exception as error:
         wrong.append(_brief(error))
     return Outcome(FAILS, "; ".join(wrong[:3]), ratio) if wrong else Outcome(TRAINS, note, ratio)
