@@ -156,7 +156,7 @@ def reduction() -> str:
 
 
 def training() -> str:
-    """That the stock Trainer trains with one of our names: the loss falls, every tensor moves, nothing is lost."""
+    """That the stock Trainer trains with one of our names: formats are right, every tensor moves, the loss falls."""
     if not dist.is_initialized() and (gpus := arguments().n_gpu) > 1:
         raise Missing(f"one process and {gpus} GPUs; CUDA_VISIBLE_DEVICES=0 for one of them, for all: {LAUNCH}")
     trainer, before = trained()
