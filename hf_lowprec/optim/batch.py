@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +69,12 @@ class Batch:
         read = [0] * len(layout.read)
         fixed = ([work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works)
         self._addresses = array("q", chain.from_iterable(fixed))
+        self._pointers = torch.frombuffer(self._addresses, dtype=torch.int64).view(len(works), -1)
         self._ahead: list[float] = []
         self._kinds: list[tuple[Group, float]] = []
-        self._kind: list[int] = []
-        self.scalars = torch.empty(len(works), len(layout.scalars), dtype=torch.float32, device=where)
+        self._stretches: list[tuple[int, int]] = []
+        self._factors = array("f", [0.0]) * (len(works) * len(layout.scalars))
+        self.scalars = torch.frombuffer(self._factors, dtype=torch.float32).view(len(works), -1).to(where)
 
     def _take_counts(self, where: torch.device) -> None:
         """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
@@ -84,7 +86,8 @@ class Batch:
         if self.deferred and all(step.device == where for step in steps):
             self._steps = steps
             return
-        self._packed = torch.stack([step.to(where) for step in steps])
+        self._counted = array("f", map(float, steps))
+        self._packed = torch.frombuffer(self._counted, dtype=torch.float32).to(where)
         self._steps = list(self._packed.unbind())
         for work, step in zip(self.works, self._steps, strict=True):
             work.state["step"] = step
@@ -96,6 +99,9 @@ class Batch:
 
     def count(self) -> None:
         """Count the step that was taken."""
+        if not self.deferred:
+            self._counted[:] = array("f", [count + 1 for count in self._counted])
+            return
         taken = 1.0 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.float32)
         if self._packed is None:
             torch._foreach_add_(self._steps, taken)
@@ -111,23 +117,22 @@ class Batch:
 
     def _prepare_on_host(self, scalars: Scalars) -> None:
         """Once per group and step count, in Python's doubles."""
-        counts = self.counts.tolist()
+        counts = self._counted.tolist()
         ahead = [count - counts[0] for count in counts]
         if ahead != self._ahead:
             keys = [(id(work.group), by) for work, by in zip(self.works, ahead, strict=True)]
             kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
             position = {key: k for k, key in enumerate(kinds)}
             self._ahead, self._kinds = ahead, list(kinds.values())
-            self._kind = [position[key] for key in keys]
+            self._stretches = [(position[key], len(list(same))) for key, same in groupby(keys)]
         by_kind = [
             array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values())
             for group, by in self._kinds
         ]
-        # A handful of torch's operations on small tensors would take longer than this.
-        table = array("f")
-        for kind in self._kind:
-            table.extend(by_kind[kind])
-        self.scalars = torch.frombuffer(table, dtype=torch.float32).view(len(self.works), -1)
+        factors = array("f")
+        for kind, number in self._stretches:
+            factors += by_kind[kind] * number
+        self._factors[:] = factors
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
         """For every parameter, in FP64 tensors."""
@@ -175,7 +180,7 @@ class Batch:
         self._addresses[1::width] = _addresses([work.grad for work in self.works])
         if self.layout.directed and self.works[0].direction is not None:
             self._addresses[2::width] = _addresses([work.direction for work in self.works])
-        return torch.frombuffer(self._addresses, dtype=torch.int64).view(-1, width)
+        return self._pointers
 
     def row_keys(self) -> list[dict[int, tuple[int, int]]]:
         """This step's keys as numbers, by random word, for every row; asks the device if deferred."""

@@ -56,9 +56,10 @@ def run(batch: Batch) -> None:
         return
     chunks = batch.kept["chunks"]
     tables = (chunks, batch.rows.table, batch.pointers(), batch.factors(batch.scalars), batch.counts)
-    batch.kept["kernel"].step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
-    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph.
+    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph. Before
+    # the step, which leaves nothing else in the caches.
     increment_version(batch.params)
+    batch.kept["kernel"].step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
 
 
 def measure(batch: Batch) -> Tensor:

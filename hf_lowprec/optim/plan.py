@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
+from hf_lowprec.optim.allocation import zeros_apart
 from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.clipping import clip_factor
 from hf_lowprec.optim.matrices import check_matrix
@@ -69,7 +70,7 @@ class Plan:
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
         self._alive = [(param, optimizer.state[param].copy()) for param in optimizer.state]
-        self._fingerprint = self._look(optimizer, _gradients(optimizer))
+        self._fingerprint, _ = self._look(optimizer)
 
     def _add_group(self, optimizer: LowPrecisionOptimizer, group: Group, first: int, alike: Alike) -> None:
         """Add the works of one group, whose first parameter has the index `first`."""
@@ -104,26 +105,28 @@ class Plan:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
             dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
         """
-        grads = _gradients(optimizer)
-        if self._look(optimizer, grads) != self._fingerprint:
+        found, grads = self._look(optimizer)
+        if found != self._fingerprint:
             return False
-        for work, grad in zip(self._works, grads, strict=True):
-            part = local(grad) if self._sharded else grad
-            work.grad = part if part.is_contiguous() else part.contiguous()
+        parts = map(local, grads) if self._sharded else grads
+        for work, part in zip(self._works, map(Tensor.contiguous, parts), strict=True):
+            work.grad = part
         for tensor, dense in self.strided:
             dense.copy_(tensor)
         return True
 
-    def _look(self, optimizer: LowPrecisionOptimizer, grads: list[Tensor]) -> tuple:
-        """What decides whether the plan still holds; half a dozen calls per parameter, all from C."""
+    def _look(self, optimizer: LowPrecisionOptimizer) -> tuple[tuple, list[Tensor]]:
+        """What decides whether the plan still holds, and the gradients; a dozen calls per parameter, all from C."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        maybe = [param.grad for param in params]
+        grads = [grad for grad in maybe if grad is not None]
         states = optimizer.state.values()
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
-        return (
+        found = (
             _settings(optimizer),
             list(map(id, optimizer.param_groups)),
             list(map(id, params)),
-            [param.grad is None for param in params],
+            [grad is None for grad in maybe],
             list(map(_KIND, params)),
             list(map(_KIND, grads)),
             list(map(Tensor.is_contiguous, params)),
@@ -132,6 +135,7 @@ class Plan:
             list(map(id, chain.from_iterable(map(dict.values, states)))),
             [getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
         )
+        return found, grads
 
     def limit(self, max_norm: float | None, skip_nonfinite: bool) -> None:
         """Let `norm` decide how the coming step is clipped and whether it is taken."""
@@ -153,21 +157,16 @@ class Plan:
             batch.release()
 
 
-def _gradients(optimizer: LowPrecisionOptimizer) -> list[Tensor]:
-    groups = optimizer.param_groups
-    return [param.grad for group in groups for param in group["params"] if param.grad is not None]
-
-
 def _initialized_state(
     optimizer: LowPrecisionOptimizer, param: Tensor, group: Group, specs: tuple[State, ...]
 ) -> dict[str, Any]:
     state = optimizer.state[param]
     if "step" not in state:
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-    for spec in specs:
+    for place, spec in enumerate(specs):
         if spec.name not in state:
             dtype = validation.state_dtype(spec.name, param.dtype, group)
-            state[spec.name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+            state[spec.name] = zeros_apart(param, dtype, place, len(specs))
     return state
 
 

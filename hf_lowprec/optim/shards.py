@@ -42,15 +42,20 @@ def spread(tensor: Tensor) -> Spread | None:
     return (tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
-def gathered(part: Tensor, like: Tensor) -> Tensor:
-    """The full tensor, on every rank, whose part on this one is `part`; distributed as `like`, which may be plain."""
+def distributed(part: Tensor, like: Tensor) -> Tensor:
+    """The contiguous tensor whose part on this rank is `part`, distributed as `like`, which may be plain."""
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(like.shape, device="meta").stride()
-    placed = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
-    return placed.full_tensor()
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
+
+
+def gathered(part: Tensor, like: Tensor) -> Tensor:
+    """The full tensor, on every rank, whose part on this one is `part`; distributed as `like`, which may be plain."""
+    full = distributed(part, like)
+    return full.full_tensor() if is_sharded(full) else full  # type: ignore[attr-defined]
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Backends to run a test on."""
+"""Backends to run a test on, and a mesh for distributed tensors."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.triton_here import require_triton
 
@@ -15,3 +17,11 @@ def any_backend(request):
             torch.set_default_device("cuda")
     yield request.param
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

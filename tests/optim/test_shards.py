@@ -5,8 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, shards
@@ -76,14 +74,6 @@ def test_replicas_are_not_summed():
     assert shards.spread(placed((4,), (4,), Replicate())) is None
     mesh, dims = shards.spread(placed((4, 4), (4, 2), Replicate(), Shard(1), mesh=(2, 2), coordinate=(0, 0)))
     assert (mesh.size(1), dims) == (2, (1,))
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("gradient", ["plain", "elsewhere", "partial"])

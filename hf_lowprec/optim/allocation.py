@@ -1,0 +1,38 @@
+"""Where states lie in memory: on a CPU at other distances from page boundaries than their weight and each other.
+
+To know whether a load has to wait for an earlier store, a processor first compares the last twelve bits of their
+addresses (AMD, Software Optimization Guide for Family 19h, "Load-Store Unit"; Intel, Optimization Reference Manual,
+"4-KByte aliasing"). What the C library allocates in a row lies 64 bytes further into a page each time, so that a step
+would load from one state just where it stored to its neighbour a moment ago, and wait for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.shards import distributed, local
+
+PAGE = 4096
+"""Bytes after which the last twelve bits of an address come again."""
+SMALLEST = 16 * PAGE
+"""Bytes from which on a state is worth up to one page more."""
+_LINE = 64
+
+
+def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> Tensor:
+    """Contiguous zeros of `param`'s shape, on its device and distributed as it is.
+
+    Args:
+        param: the parameter.
+        dtype: of the zeros.
+        place: which of the parameter's states this is, from 0.
+        places: how many there are; they divide the page that begins at the weight.
+    """
+    part = local(param)
+    if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
+        return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+    memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")
+    wanted = part.data_ptr() + PAGE * (place + 1) // (places + 1)
+    first = (wanted - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize
+    return distributed(memory[first : first + part.numel()].view(part.shape), param)
