@@ -1,9 +1,9 @@
 """Where states lie in memory: on a CPU at other distances from page boundaries than their weight and each other.
 
-To know whether a load has to wait for an earlier store, a processor first compares the last twelve bits of their
-addresses (AMD, Software Optimization Guide for Family 19h, "Load-Store Unit"; Intel, Optimization Reference Manual,
-"4-KByte aliasing"). What the C library allocates in a row lies 64 bytes further into a page each time, so that a step
-would load from one state just where it stored to its neighbour a moment ago, and wait for nothing.
+A load waits for an earlier store in flight whose address agrees with its own in the last twelve bits, though they be
+pages apart (AMD, Software Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it
+4-KByte aliasing). What the C library allocates in a row lies 64 bytes further into a page each time, so that a step
+would load from one state just where it stored to its neighbour a moment ago.
 """
 
 from __future__ import annotations
