@@ -84,7 +84,8 @@ def main() -> None:
     rounded = {name: [round(value, 4) for value in values] for name, values in found.items()}
     options.output.write_text(json.dumps(rounded) + "\n")
 
-    print("\n| where tensors begin in a page | gradient, states: bytes after the weight | ns per element |\n|---|---|---:|")
+    print("\n| where tensors begin in a page | gradient, states: bytes after the weight | ns per element |")
+    print("|---|---|---:|")
     for name, values in found.items():
         print(f"| {name} | {', '.join(map(str, PLACES[name]))} | {statistics.median(values):.3f} |")
     print(f"\nwritten to {options.output}")
