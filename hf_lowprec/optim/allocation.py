@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.shards import distributed, local
+from hf_lowprec.optim.shards import distributed, is_sharded, local
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address come again."""
@@ -35,4 +35,7 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> T
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")
     wanted = part.data_ptr() + PAGE * (place + 1) // (places + 1)
     first = (wanted - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize
-    return distributed(memory[first : first + part.numel()].view(part.shape), param)
+    zeros = memory[first : first + part.numel()].view(part.shape)
+    # Of a shard with an offset in its storage torch makes a DTensor that it cannot copy. Where a tensor is plain the
+    # offset is of use: it is saved, so that what is loaded lies apart as well.
+    return distributed(torch.from_dlpack(zeros), param) if is_sharded(param) else zeros

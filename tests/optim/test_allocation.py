@@ -1,5 +1,6 @@
 """States on a CPU lie apart, cost at most a page for it, and are tensors like any other."""
 
+import copy
 import io
 
 import pytest
@@ -79,6 +80,9 @@ def test_saved_and_loaded_they_go_on_as_before():
     clone = nn.Parameter(param.detach().clone())
     resumed = AdamW([clone])
     resumed.load_state_dict(torch.load(file, weights_only=True))
+    offsets = [value.storage_offset() for value in states(optimizer).values()]
+    assert offsets == [value.storage_offset() for value in states(resumed).values()]
+    assert any(offsets)
     clone.grad = param.grad
     for _ in range(3):
         optimizer.step()
@@ -94,8 +98,10 @@ def test_states_of_a_shard_are_distributed_as_it_is(mesh):
     expected = states(stepped(plain))
     found = states(stepped(param))
     assert min(distances([param, *found.values()])) > PAGE / 4 - 64
+    copied = copy.deepcopy(found)
     for name, value in found.items():
         like = torch.zeros_like(param, dtype=value.dtype)
         assert value._spec == like._spec, name
         assert torch.equal(value.full_tensor(), expected[name]), name
+        assert torch.equal(copied[name].full_tensor(), expected[name]), name
     assert torch.equal(param.full_tensor(), plain)
