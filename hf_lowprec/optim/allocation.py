@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.shards import distributed, is_sharded, local
 
@@ -38,4 +39,4 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> T
     zeros = memory[first : first + part.numel()].view(part.shape)
     # Of a shard with an offset in its storage torch makes a DTensor that it cannot copy. Where a tensor is plain the
     # offset is of use: it is saved, so that what is loaded lies apart as well.
-    return distributed(torch.from_dlpack(zeros), param) if is_sharded(param) else zeros
+    return distributed(from_dlpack(zeros), param) if is_sharded(param) else zeros
