@@ -8,12 +8,14 @@ Two runs of pre-training that begin a hair apart end apart, whatever their preci
 again, from first weights that each differ by a thousandth.
 
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
+    python benchmarks/text_quality.py --join benchmarks/results/text-quality-*.json
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import math
 import sys
 import time
@@ -34,6 +36,9 @@ from hf_lowprec.cli.demo.training import WAYS, train_way
 RESULTS = Path(__file__).parent / "results"
 PERTURBATION = 1e-3
 """Relative change of the first weights that tells one path of training from another."""
+
+Numbers = dict[str, Any]
+"""What was recorded of a stage, or of a run with one seed; see `numbers`."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,15 @@ def _deviation(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else math.nan
 
 
-def qualities(by_seed: Sequence[Sequence[Stage]]) -> list[Quality]:
-    """Every stage and way, from the stages of every seed."""
+def qualities(by_seed: Sequence[Sequence[Numbers]]) -> list[Quality]:
+    """Every stage and way, from the recorded stages of every seed."""
     found = []
     for stages in zip(*by_seed, strict=True):
-        exact = [stage.runs["fp32"].final for stage in stages]
-        for way in stages[0].runs:
-            losses = [stage.runs[way].final for stage in stages]
+        exact = [stage["runs"]["fp32"]["final"] for stage in stages]
+        for way in stages[0]["runs"]:
+            losses = [stage["runs"][way]["final"] for stage in stages]
             differences = [loss - reference for loss, reference in zip(losses, exact, strict=True)]
-            found.append(Quality(stages[0].name, way, losses, differences, _deviation(exact)))
+            found.append(Quality(stages[0]["name"], way, losses, differences, _deviation(exact)))
     return found
 
 
@@ -110,26 +115,32 @@ def other_paths(stage: Stage, seed: int, paths: int, output_dir: Path) -> list[f
     return [train_way(WAYS["fp32"], build(path), blocks, stage.settings, output_dir).final for path in range(paths)]
 
 
-def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]], apart: Sequence[float]) -> str:
-    """A table, with the mean start of a stage's FP32 runs for scale, and how far FP32's other paths ended."""
+def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
+    """A table, with the mean start of a stage's FP32 runs for scale, and how far FP32's other paths ended.
+
+    Args:
+        recorded: the numbers of every seed.
+        apart: by how much FP32's other paths ended from it.
+    """
+    by_seed = [numbers["stages"] for numbers in recorded]
     lines = [
         "| stage | way | validation loss | difference from FP32 | in units of FP32's seed noise | updates lost |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for quality in found:
-        runs = [stage.runs[quality.way] for stages in by_seed for stage in stages if stage.name == quality.stage]
+    for quality in qualities(by_seed):
+        runs = [stage["runs"][quality.way] for stages in by_seed for stage in stages if stage["name"] == quality.stage]
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
             WAYS[quality.way].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
             *(("0", "0") if quality.way == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
-            f"{100 * mean(run.lost_updates for run in runs):.1f}%",
+            f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
         )
         lines.append(f"| {' | '.join(cells)} |")
     for stages in zip(*by_seed, strict=True):
-        starts = [stage.runs["fp32"].start for stage in stages]
-        lines.append(f"\nBefore {stages[0].name} the FP32 model's validation loss is {mean(starts):.4f}.")
+        starts = [stage["runs"]["fp32"]["start"] for stage in stages]
+        lines.append(f"\nBefore {stages[0]['name']} the FP32 model's validation loss is {mean(starts):.4f}.")
     if apart:
         lines.append(
             f"\nFP32's pre-training from weights that differ by {PERTURBATION:.1%} ends {mean(apart):+.5f} ± "
@@ -140,7 +151,24 @@ def markdown(found: Sequence[Quality], by_seed: Sequence[Sequence[Stage]], apart
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
+def joined(paths: Sequence[Path]) -> tuple[list[Numbers], list[float]]:
+    """The numbers of every seed, and how far FP32's other paths ended, of recordings with as many steps.
+
+    Raises:
+        SystemExit: the recordings differ in their steps, or have a seed in common.
+    """
+
+    def without_null(found: Numbers) -> Numbers:  # which stands for NaN, see `json_text`
+        return {key: math.nan if value is None else value for key, value in found.items()}
+
+    files = [json.loads(path.read_text(encoding="utf-8"), object_hook=without_null) for path in paths]
+    seeds = [seed for file in files for seed in file["seeds"]]
+    if len({file["steps"] for file in files}) > 1 or len(set(seeds)) < len(seeds):
+        raise SystemExit(f"--join takes recordings of as many steps and different seeds; these have seeds {seeds}")
+    return [run for file in files for run in file["runs"]], [path for file in files for path in file["other_paths"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> Path | None:
     """Run, print the table, write the numbers; returns the path of the file written.
 
     Args:
@@ -152,7 +180,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="only print one table of these recordings")
     options = parser.parse_args(arguments)
+    if options.join:
+        print(markdown(*joined(options.join)))
+        return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -170,18 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             )
         )
 
-    by_seed, measured, apart = [], list[dict[str, Any]](), list[float]()
+    measured, apart = list[Numbers](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
-        by_seed.append(
-            pretrain_and_fine_tune(list(WAYS.values()), options.steps, seed, options.output_dir, result(seed))
-        )
-        pretraining = by_seed[-1][0]
-        others = other_paths(pretraining, seed, options.paths, options.output_dir)
-        apart += [loss - pretraining.runs["fp32"].final for loss in others]
-        measured.append(numbers(by_seed[-1], seed, "byte-level Llama, random weights", time.perf_counter() - begun))
-    found = qualities(by_seed)
-    print(markdown(found, by_seed, apart))
+        stages = pretrain_and_fine_tune(list(WAYS.values()), options.steps, seed, options.output_dir, result(seed))
+        others = other_paths(stages[0], seed, options.paths, options.output_dir)
+        apart += [loss - stages[0].runs["fp32"].final for loss in others]
+        measured.append(numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun))
+    print(markdown(measured, apart))
 
     path = options.output_dir / f"text-quality-{datetime.date.today().isoformat()}.json"
     summary = [
@@ -195,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
             "difference_standard_deviation": quality.difference_spread,
             "difference_in_fp32_seed_noise": quality.in_noise,
         }
-        for quality in found
+        for quality in qualities([run["stages"] for run in measured])
     ]
     text = json_text(
         {"steps": options.steps, "seeds": seeds, "summary": summary, "other_paths": apart, "runs": measured}

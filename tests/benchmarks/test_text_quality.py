@@ -1,0 +1,46 @@
+"""The text benchmark: all of it once on tiny sizes."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
+
+from text_quality import main  # noqa: E402
+
+from hf_lowprec.cli.demo import stages  # noqa: E402
+
+
+def test_differences_are_paired_by_seed_and_recordings_are_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "VALIDATION_BLOCKS", 8)
+    written = main(["--steps", "1", "--seeds", "0,1", "--paths", "2", "--output-dir", str(tmp_path)])
+    assert written is not None
+    out = capsys.readouterr().out
+    assert "| fine-tuning | BF16 Kahan |" in out
+    assert "from itself (4 runs)" in out
+    found = json.loads(written.read_text(encoding="utf-8"))
+    # After one step of 1e-3 / 50 a loss is that of the first weights, which a thousandth moves a little.
+    assert len(set(found["other_paths"])) == 4 and max(map(abs, found["other_paths"])) < 1e-2
+    first, second = (run["stages"][0]["runs"] for run in found["runs"])
+    kahan = next(row for row in found["summary"] if (row["stage"], row["way"]) == ("pretraining", "kahan"))
+    differences = [runs["kahan"]["final"] - runs["fp32"]["final"] for runs in (first, second)]
+    noise = abs(first["fp32"]["final"] - second["fp32"]["final"]) / math.sqrt(2)
+    assert kahan["difference_from_fp32"] == pytest.approx(sum(differences) / 2)
+    assert kahan["difference_in_fp32_seed_noise"] == pytest.approx(sum(differences) / 2 / noise)
+
+    text = json.dumps({**found, "seeds": [2, 3]})
+    (tmp_path / "again.json").write_text(text, encoding="utf-8")
+    assert main(["--join", str(written), str(tmp_path / "again.json")]) is None
+    both = capsys.readouterr().out
+    # The same twice: means stay, and a deviation has 3 degrees of freedom where it was summed over 1, twice.
+    assert "over 4 seeds" in both and "from itself (8 runs)" in both
+    assert f"| {kahan['mean']:.4f} ± {kahan['standard_deviation'] * math.sqrt(2 / 3):.4f} |" in both
+    with pytest.raises(SystemExit, match="different seeds"):
+        main(["--join", str(written), str(written)])
