@@ -154,7 +154,7 @@ def _float32(model: nn.Module, gpus: int, steps: int) -> Row:
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     gradients = Counter({torch.float32: 4 * trained})
     memory = MemoryUse(count, Counter({torch.float32: 4 * count}), gradients, Counter({torch.float32: 8 * trained}))
-    return Row(FP32, memory, gradients.total() if gpus > 1 and steps > 1 else 0, count)
+    return Row(FP32, memory, _whole_gradients(memory, gpus, steps), count)
 
 
 def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
@@ -178,7 +178,10 @@ def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, st
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
     kept = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
-    residuals = residual_bytes(model.parameters(), accumulation)
-    if gpus > 1 and steps > 1 and not residuals:
-        residuals = memory.gradients.total()
+    residuals = residual_bytes(model.parameters(), accumulation) or _whole_gradients(memory, gpus, steps)
     return Row(name, memory, residuals, kept)
+
+
+def _whole_gradients(memory: MemoryUse, gpus: int, steps: int) -> int:
+    """Bytes of the gradients that FSDP2 keeps unsharded on every GPU while it adds up micro-batches."""
+    return memory.gradients.total() if gpus > 1 and steps > 1 else 0

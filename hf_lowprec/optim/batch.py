@@ -71,10 +71,9 @@ class Batch:
         self._addresses = array("q", chain.from_iterable(fixed))
         self._pointers = torch.frombuffer(self._addresses, dtype=torch.int64).view(len(works), -1)
         self._ahead: list[float] = []
-        self._kinds: list[tuple[Group, float]] = []
-        self._stretches: list[tuple[int, int]] = []
-        self._factors = array("f", [0.0]) * (len(works) * len(layout.scalars))
-        self.scalars = torch.frombuffer(self._factors, dtype=torch.float32).view(len(works), -1).to(where)
+        self._stretches: list[tuple[Group, float, int]] = []
+        self._scalars = array("f", [0.0]) * (len(works) * len(layout.scalars))
+        self.scalars = torch.frombuffer(self._scalars, dtype=torch.float32).view(len(works), -1).to(where)
 
     def _take_counts(self, where: torch.device) -> None:
         """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
@@ -116,23 +115,19 @@ class Batch:
             self._prepare_on_host(scalars)
 
     def _prepare_on_host(self, scalars: Scalars) -> None:
-        """Once per group and step count, in Python's doubles."""
+        """Once for neighbours of one group and step count, in Python's doubles."""
         counts = self._counted.tolist()
         ahead = [count - counts[0] for count in counts]
         if ahead != self._ahead:
-            keys = [(id(work.group), by) for work, by in zip(self.works, ahead, strict=True)]
-            kinds = {key: (work.group, key[1]) for key, work in zip(keys, self.works, strict=True)}
-            position = {key: k for k, key in enumerate(kinds)}
-            self._ahead, self._kinds = ahead, list(kinds.values())
-            self._stretches = [(position[key], len(list(same))) for key, same in groupby(keys)]
-        by_kind = [
-            array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values())
-            for group, by in self._kinds
-        ]
-        factors = array("f")
-        for kind, number in self._stretches:
-            factors += by_kind[kind] * number
-        self._factors[:] = factors
+            self._ahead, self._stretches = ahead, []
+            pairs = zip(self.works, ahead, strict=True)
+            for _, alike in groupby(pairs, lambda pair: (id(pair[0].group), pair[1])):
+                (work, by), *others = alike
+                self._stretches.append((work.group, by, 1 + len(others)))
+        table = array("f")
+        for group, by, number in self._stretches:
+            table += array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) * number
+        self._scalars[:] = table
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
         """For every parameter, in FP64 tensors."""

@@ -54,8 +54,8 @@ def distributed(part: Tensor, like: Tensor) -> Tensor:
 
 def gathered(part: Tensor, like: Tensor) -> Tensor:
     """The full tensor, on every rank, whose part on this one is `part`; distributed as `like`, which may be plain."""
-    full = distributed(part, like)
-    return full.full_tensor() if is_sharded(full) else full  # type: ignore[attr-defined]
+    placed = distributed(part, like)
+    return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[attr-defined]
 
 
 def part_of(full: Tensor, like: Tensor) -> Tensor:

@@ -273,3 +273,20 @@ def test_an_optimizer_that_is_dropped_lets_go_of_everything(any_backend, options
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_that_joins_late_counts_its_own_steps(backend):
+    """Between two others of its group, which are three steps ahead; in FP32, where torch's AdamW is the reference."""
+    starts = [torch.linspace(0.5, 1.5, 8) * k for k in (1, 2, 3)]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    optimizers = AdamW(ours, lr=0.1, backend=backend), torch.optim.AdamW(theirs, lr=0.1)
+    for step in range(6):
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for k, param in enumerate(params):
+                param.grad = None if k == 1 and step < 3 else torch.full_like(param, (-0.7) ** step)
+            optimizer.step()
+    assert [int(optimizers[0].state[param]["step"]) for param in ours] == [6, 3, 6]
+    # A dozen FP32 operations a step, each within half an ulp; one step's bias correction alone would be off by tenths.
+    for param, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(param, expected, rtol=6 * 12 * 2**-24, atol=0)
