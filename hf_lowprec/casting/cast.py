@@ -93,6 +93,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     )
 
 
+def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """What `model`, or parts of it, were cast to; empty if nothing was."""
+    return {mark[0] for module in model.modules() if (mark := vars(module).get(_MARK))}
+
+
 def _owners(modules: Modules) -> Owners:
     """Who has which tensor."""
     owners: Owners = {}

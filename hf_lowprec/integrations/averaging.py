@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import swa_utils
 
 from hf_lowprec.casting import uncast_model
-from hf_lowprec.integrations.outputs import return_as_computed
 from hf_lowprec.optim.fp32 import fp32_estimates
 from hf_lowprec.optim.shards import is_sharded
 
@@ -51,7 +50,6 @@ class AveragedModel(swa_utils.AveragedModel):
             raise ValueError("AveragedModel copies whole models; this one is sharded. Average checkpoints instead")
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         uncast_model(self.module)
-        return_as_computed(self.module)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, optimizer: Any) -> None:  # type: ignore[override]
