@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,21 @@ from hf_lowprec.optim.shards import is_sharded
 
 _MATRIX = 1024
 """Elements of a matrix from which on its format matters."""
+_LOOKS = 8
+"""How often models are looked up in a process, a tenth of a second each: there may be an optimizer per parameter."""
 
-_said: set[str] = set()
+_UNCAST = (
+    "an optimizer trains a model whose tensors are all FP32, in FP32: nobody has cast it. For BF16 call "
+    "hf_lowprec.cast_model(model) before the optimizer is built; under Trainer set optim= to one of "
+    "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
+)
+_SUMS_IN_16_BITS = (
+    "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums call "
+    "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare, or without Accelerate "
+    "hf_lowprec.reduction.reduce_in_fp32(model) of the wrapped model"
+)
+_looks = {_UNCAST: _LOOKS, _SUMS_IN_16_BITS: _LOOKS}
+"""What can be said -> how often it will still be looked for."""
 logger = logging.getLogger(__name__)
 
 
@@ -32,31 +46,25 @@ def check_first_step(optimizer: LowPrecisionOptimizer) -> None:
     """Say, once in a process, that a model trains in FP32 or that its gradients are summed in 16 bits.
 
     FP32 parameters of a model that is cast, quantized or partly in 16 bits (norms, adapters, heads) are as they should
-    be, and so is DDP with any communication hook. Takes a tenth of a second where one of the two is possible.
+    be, and so is DDP with any communication hook.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and dist.get_rank() != 0:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if all(param.dtype == torch.float32 for param in params):
-        if any(param.dim() > 1 and param.numel() >= _MATRIX for param in params) and _in_fp32_model(params):
-            _say_once(
-                f"{type(optimizer).__name__} trains a model in FP32, as its namesake for FP32 does: nobody has cast it. "
-                "For BF16 call hf_lowprec.cast_model(model) before the optimizer is built; under Trainer set optim= to "
-                "one of hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
-            )
-    elif ranks > 1 and not any(map(is_sharded, params)) and _without_hook(params):
-        _say_once(
-            "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums call "
-            "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare, or without Accelerate "
-            "hf_lowprec.reduction.reduce_in_fp32(model) of the wrapped model"
-        )
+        if any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
+            _say_if(_in_fp32_model, params, _UNCAST)
+    elif ranks > 1 and not any(map(is_sharded, params)):
+        _say_if(_reduced_in_16_bits, params, _SUMS_IN_16_BITS)
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.warning("hf_lowprec: %s", text)
+def _say_if(happens: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
+    if _looks[text] > 0:
+        said = happens(params)
+        _looks[text] = 0 if said else _looks[text] - 1
+        if said:
+            logger.warning("hf_lowprec: %s", text)
 
 
 def _in_fp32_model(params: list[Tensor]) -> bool:
@@ -68,25 +76,30 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
     return bool(models) and plain and not quantized and not any(map(cast_dtypes, models))
 
 
-def _without_hook(params: list[Tensor]) -> bool:
+def _reduced_in_16_bits(params: list[Tensor]) -> bool:
     """Whether DDP reduces 16-bit gradients of `params` over several ranks by itself."""
-    halves = [param for param in params if param.dtype != torch.float32]
+    halves = {id(param) for param in params if param.dtype != torch.float32}
+    wrapped = (module for module in _complete_modules() if issubclass(type(module), DistributedDataParallel))
     return any(
-        isinstance(module, DistributedDataParallel)
+        any(id(param) in halves for param in module.parameters())
         and not seams.has_communication_hook(module)
         and module.process_group.size() > 1
-        for model in _models_of(halves)
-        for module in model.modules()
+        for module in wrapped
     )
 
 
 def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     """The outermost modules that hold any of `params`."""
-    # Not isinstance, which asks proxies for what they stand for; and complete modules, past their constructor.
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    modules = [module for module in found if "_modules" in vars(module)]
+    modules = _complete_modules()
     inner = {id(child) for module in modules for child in module._modules.values()}
     wanted = set(map(id, params))
     for module in modules:
         if id(module) not in inner and any(id(param) in wanted for param in module.parameters()):
             yield module
+
+
+def _complete_modules() -> list[Any]:
+    """Every module of the process that is past its constructor."""
+    # Not isinstance, which asks proxies for what they stand for.
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return [module for module in found if "_modules" in vars(module)]

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(first_step, "_said", set())
+    monkeypatch.setattr(first_step, "_looks", dict.fromkeys(first_step._looks, first_step._LOOKS))
 
 
 def said(caplog) -> list[str]:
@@ -38,7 +38,7 @@ def test_an_fp32_model_that_nobody_has_cast_is_said_once(caplog):
     model = llama()
     stepped(model, steps=3)
     (text,) = said(caplog)
-    assert text.startswith("hf_lowprec: AdamW trains a model in FP32")
+    assert "an optimizer trains a model whose tensors are all FP32" in text
     assert "hf_lowprec.cast_model(model) before the optimizer is built" in text
     stepped(llama())
     assert len(said(caplog)) == 1
@@ -50,7 +50,7 @@ def test_the_callback_that_was_forgotten(tmp_path, caplog):
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
     assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
     caplog.clear()
-    first_step._said.clear()
+    first_step._looks.update(dict.fromkeys(first_step._looks, 1))
     callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
     assert not [text for text in said(caplog) if "FP32" in text]
@@ -120,6 +120,15 @@ def test_nothing_is_looked_for_after_the_first_step(monkeypatch):
     optimizer.step()
     model.lm_head.weight.grad = None  # another plan
     optimizer.step()
+
+
+def test_an_optimizer_per_parameter_looks_a_few_times_only(monkeypatch):
+    model, looked = adapters(llama().to(BF16)), []
+    monkeypatch.setattr(first_step, "_in_fp32_model", lambda params: bool(looked.append(params)))
+    for param in model.low_rank.parameters():
+        for _ in range(first_step._LOOKS):
+            stepped(model, params=[param])
+    assert len(looked) == first_step._LOOKS
 
 
 def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):
