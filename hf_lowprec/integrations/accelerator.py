@@ -64,6 +64,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     refuse_unsupported(accelerator, grad_accumulation)
     if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in seams.prepared_models(accelerator)):
         raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
+    for model in seams.prepared_models(accelerator):  # with one process that is early enough
+        _return_float32_if_cast(model)
     reduction = Reduction(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)

@@ -214,6 +214,16 @@ def test_models_to_evaluate_and_models_that_nobody_has_cast():
     assert accelerator.prepare_model(other.to(BF16))(**tokens).logits.dtype == BF16
 
 
+def test_a_model_that_was_prepared_before_the_accelerator():
+    """With one process there is nothing to wrap, and so nothing to refuse."""
+    model, batch = tiny_models.bert()
+    hf_lowprec.cast_model(model)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    hf_lowprec.prepare_accelerator(accelerator)
+    assert model(**batch).loss.dtype == FP32
+
+
 def test_one_call_for_a_loop_without_accelerate():
     model, batch = tiny_models.bert()
     hf_lowprec.cast_model(model)
