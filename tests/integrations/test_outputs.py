@@ -145,11 +145,12 @@ def test_given_twice_and_unwrapped_saved_and_copied(tmp_path):
         assert torch.equal(tensor, bare.state_dict()[name].to(tensor.dtype)), name
 
 
+@pytest.mark.slow
 def test_a_compiled_model():
     torch.compiler.reset()
     model, batch = tiny_models.bert()
     plain = copy.deepcopy(model)
-    plugin = TorchDynamoPlugin(backend="aot_eager")
+    plugin = TorchDynamoPlugin(backend="eager")
     accelerator, compiled = prepared(model, dynamo_plugin=plugin)
     assert compiled is not model
     outputs = compiled(**batch)
