@@ -47,7 +47,7 @@ def main() -> None:
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01, rounding=options.rounding)
     loader = DataLoader(data, batch_size=8, shuffle=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) * options.epochs)
-    hf_lowprec.prepare_accelerator(accelerator)  # FP32 sums over ranks
+    hf_lowprec.prepare_accelerator(accelerator)  # FP32 sums over ranks, FP32 losses and outputs
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     for epoch in range(options.epochs):

@@ -10,7 +10,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_lowprec.casting import CastReport, cast_model
+    from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.callback import LowPrecisionCallback
@@ -32,6 +32,7 @@ _HOME = {
     "hidden_matrices": "optim.matrices",
     "LowPrecisionCallback": "integrations.callback",
     "prepare_accelerator": "integrations.accelerator",
+    "return_float32": "casting",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
 }
@@ -47,6 +48,7 @@ __all__ = [
     "optimizer_factory",
     "prepare_accelerator",
     "register",
+    "return_float32",
 ]
 
 

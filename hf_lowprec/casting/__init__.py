@@ -6,6 +6,7 @@ known by class name and attributes.
 """
 
 from hf_lowprec.casting.cast import cast_model, uncast_model
+from hf_lowprec.casting.outputs import return_float32
 from hf_lowprec.casting.report import CastReport
 
-__all__ = ["CastReport", "cast_model", "uncast_model"]
+__all__ = ["CastReport", "cast_model", "return_float32", "uncast_model"]

@@ -88,7 +88,14 @@ def leave_float32(module: nn.Module, args: Any, output: Any) -> Any:
     return converted(output, _float32)
 
 
-_LEAVING = (leave_bfloat16, leave_float16, leave_float32)
+def return_float32(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a whole model: what it returns to code outside of it."""
+    if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
+        return output
+    return converted(output, _float32_if_16_bit)
+
+
+_LEAVING = (leave_bfloat16, leave_float16, leave_float32, return_float32)
 
 
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
@@ -108,6 +115,12 @@ def install_rounding(module: nn.Module, dtype: torch.dtype) -> bool:
 def install_widening(module: nn.Module) -> bool:
     """Let a module return exact FP32 copies of its floating outputs; whether it did not yet."""
     return _install_output(module, leave_float32)
+
+
+def install_float32_outputs(model: nn.Module) -> None:
+    """Let a model return FP32 to code outside of it, unless it returns a loss to be differentiated; once."""
+    if return_float32 not in model._forward_hooks.values():
+        model.register_forward_hook(return_float32)  # last, after what rounds outputs
 
 
 def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:
@@ -140,6 +153,10 @@ def remove_all(module: nn.Module) -> None:
 
 def _float32(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float32)
+
+
+def _float32_if_16_bit(tensor: Tensor, name: str) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _bfloat16(tensor: Tensor, name: str) -> Tensor:

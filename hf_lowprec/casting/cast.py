@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.casting.arrival import arrival_warnings
 from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding, remove_all
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
@@ -93,6 +94,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     )
 
 
+def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """What `model`, or parts of it, were cast to; empty if nothing was."""
+    return {mark[0] for module in model.modules() if (mark := vars(module).get(_MARK))}
+
+
 def _owners(modules: Modules) -> Owners:
     """Who has which tensor."""
     owners: Owners = {}
@@ -115,7 +121,7 @@ def _convert_tensors(
 ) -> dict[str, Any]:
     """Give every tensor the format that it is to have; the report's fields about them."""
     fixed = untouchable(owners)
-    reported, upcast = dict[str, str](), dict[str, torch.dtype]()
+    reported, upcast, arrived = dict[str, str](), dict[str, torch.dtype](), dict[str, tuple[Tensor, torch.dtype]]()
     cast, restored, warnings, untouched = list[str](), list[str](), list[str](), dict[str, str]()
     for key, group in owners.items():
         name, tensor, old = group[0][1], group[0][2], group[0][2].dtype
@@ -134,6 +140,9 @@ def _convert_tensors(
             reported[name if top is None else top] = kept_tensors[key] if top is None else kept[top]
         if kind_of(modules[group[0][0]]) == "rotary":
             restore(modules[group[0][0]], *group[0][1:], restored, warnings)
+        else:
+            arrived[group[0][1]] = (tensor, old)
+    warnings += arrival_warnings(modules, arrived)
     reported |= {n: kept[n] for n in kept if top_of(n, kept) == n and needs_float32(modules[n])}
     return {
         "cast": tuple(cast),

@@ -9,11 +9,16 @@ from hf_lowprec.casting.policy import Modules, callable_parts, kind_of, top_of
 
 def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
     """The model, every model inside it, where a call from outside can arrive with FP32 tensors, and known modules."""
-    root = ""
-    while "_orig_mod" in modules[root]._modules:  # the shell of torch.compile, which never sees a tensor
-        root = f"{root}._orig_mod".lstrip(".")
-    found = [n for n, module in modules.items() if n == root or is_model(module) or is_given_float32(n, modules)]
+    root = compiled_module(modules[""])
+    found = [n for n, module in modules.items() if module is root or is_model(module) or is_given_float32(n, modules)]
     return [name for name in found if narrows(name, modules, dtype)]
+
+
+def compiled_module(model: nn.Module) -> nn.Module:
+    """What `torch.compile` has wrapped, or `model` itself; the wrapper never sees a tensor."""
+    while "_orig_mod" in model._modules:
+        model = model.get_submodule("_orig_mod")
+    return model
 
 
 def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> tuple[set[str], list[str]]:

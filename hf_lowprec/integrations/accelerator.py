@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_lowprec.casting import return_float32
+from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
 from hf_lowprec.integrations.refusals import refuse_unsupported
@@ -38,7 +40,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     Gradients travel in the parameters' dtype; the mean over ranks is summed in FP32 in rank order and rounded once.
     Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
     `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
-    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only that and
+    Models that `cast_model` has cast return FP32 to the loop once they are prepared (see `return_float32`).
+    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only these two and
     `grad_accumulation` have an effect. Calling it again changes nothing.
 
     Args:
@@ -61,6 +64,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     refuse_unsupported(accelerator, grad_accumulation)
     if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in seams.prepared_models(accelerator)):
         raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
+    for model in seams.prepared_models(accelerator):  # with one process that is early enough
+        _return_float32_if_cast(model)
     reduction = Reduction(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)
@@ -104,6 +109,7 @@ def _prepare(
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if not accelerator.is_fsdp2 or model is None or model in known:
         return original(*args, **kwargs)
+    _return_float32_if_cast(model)
     halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
     if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
@@ -132,6 +138,7 @@ def _prepare_model(
     **kwargs: Any,
 ) -> Any:
     """`Accelerator.prepare_model`, which is where DDP wraps a model."""
+    _return_float32_if_cast(model)
     if model in known:
         return original(model, *args, **kwargs)
     if is_evaluation(*args, **kwargs):
@@ -150,6 +157,12 @@ def _prepare_model(
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
     known.update((model, prepared))
     return prepared
+
+
+def _return_float32_if_cast(model: nn.Module) -> None:
+    """What mixed precision, which `prepare_accelerator` leaves off, would do; before anything wraps the model."""
+    if cast_dtypes(model):
+        return_float32(model)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import swa_utils
 
 from hf_lowprec.casting import uncast_model
-from hf_lowprec.integrations.outputs import return_as_computed
 from hf_lowprec.optim.fp32 import fp32_estimates
 from hf_lowprec.optim.shards import is_sharded
 
@@ -51,21 +50,27 @@ class AveragedModel(swa_utils.AveragedModel):
             raise ValueError("AveragedModel copies whole models; this one is sharded. Average checkpoints instead")
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         uncast_model(self.module)
-        return_as_computed(self.module)
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module, optimizer: Any) -> None:  # type: ignore[override]
+    def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
         """Take the model's weights into the average; the first time they become the average.
 
         Args:
             model: the model in training.
-            optimizer: what trains it, or accelerate's wrapper of that, after its step.
+            optimizer: what trains it, or accelerate's wrapper of that, after its step. Torch's own signature, without
+                it, is enough for a model in FP32.
 
         Raises:
+            TypeError: no `optimizer`, and parameters in 16 bits.
             ValueError: `optimizer` holds none of the model's parameters.
         """
         already = int(self.n_averaged)
-        estimate = fp32_estimates(model, optimizer)
+        estimate = _float32 if optimizer is None else fp32_estimates(model, optimizer)
+        if optimizer is None and any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters()):
+            raise TypeError(
+                "update_parameters(model) needs optimizer= for a model in 16 bits, whose FP32 weights are weight + "
+                "compensation; call update_parameters(model, optimizer)"
+            )
         many = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
         averaged = [*self.module.parameters(), *self.module.buffers()]
         count = len(averaged) if self.use_buffers else len(list(self.module.parameters()))
@@ -78,3 +83,7 @@ class AveragedModel(swa_utils.AveragedModel):
             else:
                 many([average.detach()], [current], already)
         self.n_averaged += 1
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float() if tensor.is_floating_point() else tensor

@@ -12,13 +12,12 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.casting import CastReport, cast_model
+from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
 from hf_lowprec.integrations.arguments import check_liger, optimizer_name
 from hf_lowprec.integrations.beside import cast_beside, is_evaluation
-from hf_lowprec.integrations.outputs import return_float32
 from hf_lowprec.integrations.quantization import quantization_notes, refuse_quantized_training
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -105,7 +104,7 @@ class LowPrecisionCallback(TrainerCallback):
         refuse_quantized_training(model)
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
-        return_float32(model, self.dtype)
+        return_float32(model)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 
@@ -127,7 +126,6 @@ class LowPrecisionCallback(TrainerCallback):
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
             report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
-            return_float32(model, self.dtype)
             if report.changed:
                 self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")
         return original(model, *args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
@@ -109,6 +110,11 @@ def prepared_models(accelerator: Any) -> list[Any]:
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+def has_communication_hook(model: DistributedDataParallel) -> bool:
+    """Whether something was registered by `DistributedDataParallel.register_comm_hook`."""
+    return bool(model._comm_hooks)
 
 
 def has_adapters(model: Any) -> bool:

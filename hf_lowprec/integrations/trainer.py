@@ -25,8 +25,10 @@ from hf_lowprec.integrations.arguments import (
     optimizer_name,
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.integrations.first_step import check_first_step
 from hf_lowprec.integrations.loading import same_parameters
 from hf_lowprec.integrations.quantization import refuse_frozen
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
@@ -37,6 +39,8 @@ _CALLBACK = "_hf_lowprec_callback"
 
 def register() -> None:
     """Add our optimizer names to transformers; calling it again changes nothing."""
+    if check_first_step not in LowPrecisionOptimizer.first_step_checks:
+        LowPrecisionOptimizer.first_step_checks.append(check_first_step)
     seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer)
     _wrap_once("__init__", _build)
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)

@@ -64,6 +64,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     flags: ClassVar[tuple[str, ...]] = ()
     """Keys of parameter groups, True or False, that are no arguments of the constructor."""
 
+    first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
+    """Called before the first step, for layers above, which know of models and ranks; they may warn, not raise."""
+
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
         cls.__signature__ = signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
@@ -216,6 +219,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         try:
             if plan is None or not plan.collect(self):
                 backends.check_not_capturing()
+                for check in self.first_step_checks if plan is None else ():
+                    check(self)
                 plan = self._plan = Plan(self)
                 plan.collect(self)
             resolved = [backends.resolve(self.backend, batch) for batch in plan.batches]

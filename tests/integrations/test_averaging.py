@@ -160,3 +160,30 @@ def test_the_optimizer_must_be_that_of_the_model(tmp_path):
     averaged.update_parameters(trainer.model, optimizer_of(trainer))
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
         averaged.update_parameters(llama(), trainer.optimizer)
+
+
+def test_torchs_signature_for_a_model_in_16_bits_is_an_error_that_says_what_is_missing():
+    """A compensation that is left out would be lost in silence."""
+    model, optimizer = prepared()
+    averaged = hf_lowprec.AveragedModel(model)
+    before = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+    step(model, optimizer)
+    with pytest.raises(TypeError, match=r"needs optimizer= .* call update_parameters\(model, optimizer\)"):
+        averaged.update_parameters(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in averaged.state_dict().items())
+
+
+def test_torchs_signature_for_a_model_in_fp32_is_torchs_average():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    functions = {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}
+    ours, torchs = (cls(model, **functions, use_buffers=True) for cls in (OURS, swa_utils.AveragedModel))
+    for _ in range(3):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn_like(param))
+        model(torch.randn(8, 4))
+        ours.update_parameters(model)
+        torchs.update_parameters(model)
+    for name, tensor in torchs.state_dict().items():  # a counter is copied here, and left behind by torch
+        assert torch.equal(ours.state_dict()[name], tensor) or "num_batches" in name, name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments, trainer_optimizer
@@ -14,6 +15,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations import seams
+from hf_lowprec.reduction import reduce_in_fp32
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
@@ -74,6 +76,18 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     with seams.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
     assert getattr(model, seams._PREPARED), "what is prepared for training stays so"
+
+
+def test_a_communication_hook_is_seen():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert not seams.has_communication_hook(model)
+        reduce_in_fp32(model)
+        where = f"in torch {torch.__version__}; adapt hf_lowprec/integrations/seams.py"
+        assert seams.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_checkpoints_are_read_by_one_method():

@@ -1,0 +1,32 @@
+"""FP32 outputs of a cast model: a loss or a metric that is computed from them outside of it is FP32 as well."""
+
+from torch import nn
+
+from hf_lowprec.casting.boundaries import install_float32_outputs
+from hf_lowprec.casting.cast import cast_dtypes
+from hf_lowprec.casting.places import compiled_module
+from hf_lowprec.casting.predictions import widen_predictions
+
+
+def return_float32(model: nn.Module) -> None:
+    """Let calls of a cast model return 16-bit tensors as exact FP32 copies, as accelerate's mixed precision does.
+
+    Copied are the tensors in tuples, lists and dicts (a `ModelOutput`); caches are not. A call that returns a loss
+    while gradients are recorded is left alone: transformers' models have computed that loss in FP32 (see `cast_model`;
+    those that do so in `forward` themselves get FP32 predictions for it here), and nothing else needs their logits.
+
+    Trainer (with one of our `optim=` names) and `prepare_accelerator` do so by themselves. A second call changes
+    nothing.
+
+    Args:
+        model: a model that `cast_model` has cast, as a whole or a part of it; in place.
+
+    Raises:
+        ValueError: the model was not cast.
+    """
+    dtypes = cast_dtypes(model)
+    if not dtypes:
+        raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
+    for dtype in sorted(dtypes, key=str):
+        widen_predictions(model, dtype)
+    install_float32_outputs(compiled_module(model))

@@ -1,0 +1,122 @@
+"""What a cast says about tensors that it keeps in FP32 and that arrive rounded; nothing where nothing can be lost."""
+
+import copy
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.casting import cast_model
+from tests import tiny_models
+from tests.casting.inspection import BF16, FP16, FP32, NORM_PATH
+
+SAID = r"tensors that are kept in FP32 \(.*Norm.*\) arrived in bfloat16\. .*from_pretrained\(…, dtype=torch\.float32\)"
+
+
+def norms(tensors: Any) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in dict(tensors).items() if NORM_PATH.search(n.rpartition(".")[0])}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """A classifier whose norms are no longer ones, after a few more steps at a rate that norms in BF16 would lose."""
+    model, batch = tiny_models.bert()
+    cast_model(model)
+    with torch.no_grad():
+        for name in norms(model.named_parameters()):
+            parameter = model.get_parameter(name)
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.1)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=2e-5)
+    for _ in range(6):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_a_saved_model_that_is_loaded_as_its_config_says(trained, tmp_path):
+    """The default rounds every norm weight that has learnt; the way that the message names brings all bits back."""
+    trained.save_pretrained(tmp_path)
+    learnt = norms(trained.named_parameters())
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in norms(load_file(tmp_path / "model.safetensors")).values()} == {FP32}
+    rounded = type(trained).from_pretrained(tmp_path)
+    report = cast_model(rounded)
+    found = norms(rounded.named_parameters())
+    differ = sum(int((found[name] != tensor).sum()) for name, tensor in learnt.items())
+    assert differ > 0.9 * sum(tensor.numel() for tensor in learnt.values())
+    assert len(report.warnings) == 1
+    assert re.search(SAID, report.warnings[0])
+    assert f"warning: {report.warnings[0]}" in str(report)
+    assert report.warnings[0].startswith(f"{len(learnt)} tensors")
+
+    exact = type(trained).from_pretrained(tmp_path, dtype=FP32)
+    assert cast_model(exact).warnings == ()
+    for name, tensor in trained.state_dict().items():
+        assert exact.state_dict()[name].dtype == tensor.dtype, name
+        assert torch.equal(exact.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("place", ["folder", "shards", "cache", "base"])
+def test_a_checkpoint_of_16_bits_loses_nothing(trained, tmp_path, monkeypatch, place):
+    model = copy.deepcopy(trained).to(BF16)
+    folder = tmp_path
+    if place == "cache":  # of the hub
+        folder = tmp_path / "models--somebody--something" / "snapshots" / "0123"
+        model.save_pretrained(folder)
+        (tmp_path / "models--somebody--something" / "refs").mkdir()
+        (tmp_path / "models--somebody--something" / "refs" / "main").write_text("0123")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    elif place == "base":
+        model.bert.save_pretrained(tmp_path)
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="20KB" if place == "shards" else "1GB")
+    assert place != "shards" or len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = type(model).from_pretrained(folder, dtype=BF16)
+    if place == "cache":
+        loaded.name_or_path = "somebody/something"
+    report = cast_model(loaded)
+    assert {name for name in report.upcast if "Norm" in name} == norms(loaded.named_parameters()).keys()
+    assert report.warnings == ()
+
+
+def test_an_fp32_checkpoint_that_is_loaded_in_16_bits(trained, tmp_path):
+    copy.deepcopy(trained).float().save_pretrained(tmp_path)
+    (warning,) = cast_model(type(trained).from_pretrained(tmp_path, dtype=BF16)).warnings
+    assert "arrived in bfloat16" in warning
+    model = type(trained).from_pretrained(tmp_path, dtype=FP16)
+    (warning,) = cast_model(model, FP16).warnings
+    assert "arrived in float16" in warning
+
+
+def test_names_of_an_older_checkpoint_are_not_taken_for_16_bits(trained, tmp_path):
+    """As bert-base-uncased has them: gamma and beta."""
+    copy.deepcopy(trained).float().save_pretrained(tmp_path)
+    old = {n.replace("Norm.weight", "Norm.gamma"): t for n, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert len(cast_model(type(trained).from_pretrained(tmp_path, dtype=BF16)).warnings) == 1
+
+
+def test_norms_as_they_begin_and_norms_of_another_origin():
+    fresh, _ = tiny_models.bert()
+    assert cast_model(fresh.to(BF16)).warnings == ()
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(BF16)
+    with torch.no_grad():
+        model[1].weight.fill_(0.75)
+    assert len(cast_model(model).warnings) == 1
+    assert not cast_model(model).warnings, "said once: it is FP32 now"
+    with torch.device("meta"):
+        assert cast_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(BF16)).warnings == ()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 64, (10).to_bytes(8, "little") + b'{"a": 1}  '])
+def test_a_damaged_checkpoint_is_no_error(trained, tmp_path, damage):
+    model = copy.deepcopy(trained).to(BF16)
+    (tmp_path / "model.safetensors").write_bytes(damage)
+    model.name_or_path = str(tmp_path)
+    assert len(cast_model(model).warnings) == 1
