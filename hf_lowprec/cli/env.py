@@ -28,6 +28,7 @@ def facts() -> dict[str, str]:
     import torch
 
     import hf_lowprec
+
     found = {
         "hf_lowprec": f"{hf_lowprec.__version__} in {Path(hf_lowprec.__file__).parent}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
