@@ -21,7 +21,7 @@ FLAGS = (
     *("-fschedule-insns", "-fsched-pressure"),
 )
 TIMEOUT = 120.0
-"""Seconds that one run of the compiler may take. It needs about a third of one; a busy machine needs many times that."""
+"""Seconds that one run of the compiler may take. It needs about a third of one, and more on a busy machine."""
 
 
 class CompilerError(RuntimeError):

@@ -380,10 +380,9 @@ def test_a_full_disk_keeps_nothing_and_says_so(cache, right, monkeypatch, call):
 
 def test_a_library_is_on_the_disk_before_it_has_its_name(cache, right, monkeypatch):
     calls = []
-    for name in ("fsync", "replace"):
-        monkeypatch.setattr(
-            os, name, lambda *args, name=name, real=getattr(os, name): (calls.append(name), real(*args))[1]
-        )
+    synchronize, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda *args: (calls.append("fsync"), synchronize(*args)))
+    monkeypatch.setattr(os, "replace", lambda *args: (calls.append("replace"), replace(*args)))
     load(right)
     assert calls == ["fsync", "replace"]
 
