@@ -39,7 +39,9 @@ def load_config(name: str) -> tuple[Any, Any]:
         _check(content, name)
         with TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(_without_implementations(content)))
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, attn_implementation="eager"
+            )
     names = config.architectures
     if not isinstance(names, list) or not names:
         raise InputError(
