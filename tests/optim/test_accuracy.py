@@ -249,8 +249,8 @@ def test_at_first_only_stochastic_weights_show_what_fp32_does(rounding, low, hig
     """Why the README recommends stochastic rounding for a few dozen steps; measured 1.00 and 0.09 after three.
 
     An update of u moves a stochastic weight by a spacing s with probability u / s, so its variance is at most u · s. Of
-    the share over n weights, all moved by 3 u in FP32, that is a standard deviation of sqrt(s / (3 u n)): with s at most
-    2**-11 (weights of size 0.02 stay below 0.125), u = 2e-6 and n = 200,000 it is 0.02.
+    the share over n weights, all moved by 3 u in FP32, that is a standard deviation of sqrt(s / (3 u n)): with s at
+    most 2**-11 (weights of size 0.02 stay below 0.125), u = 2e-6 and n = 200,000 it is 0.02.
     """
     weights = (0.02 * torch.randn(200_000, generator=generator())).to(BF16)
     gradient = torch.randn(200_000, generator=generator())

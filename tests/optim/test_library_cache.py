@@ -270,6 +270,17 @@ def test_every_folder_belongs_to_this_user_or_root(cache, right, monkeypatch, fo
         library_cache._trusted_folder(base / "a" / "b")
 
 
+def test_the_root_of_the_machine_has_another_number_in_a_container(monkeypatch):
+    """Without privileges a container sees all other users as one: as owner of a folder above it is root, if anybody."""
+    status = os.stat_result((stat.S_IFDIR | 0o755, 1, 1, 1, NOBODY, NOBODY, 0, 0, 0, 0))
+    with pytest.raises(PermissionError):
+        library_cache._check_owner(status, "it", foreign_root=True)
+    monkeypatch.setattr(library_cache, "_unmapped_users", lambda: frozenset([NOBODY]))
+    library_cache._check_owner(status, "it", foreign_root=True)
+    with pytest.raises(PermissionError):
+        library_cache._check_owner(status, "it")
+
+
 @pytest.mark.parametrize("group_is_own", [True, False])
 def test_a_group_of_the_owner_alone_is_nobody_else(cache, right, monkeypatch, group_is_own):
     """Where every user has a group of his own, folders are made with mode 775."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_lowprec.optim import library_cache
+from hf_lowprec.optim.c_compiler import compile_library, require_compiler
 from tests import nursery
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
@@ -173,6 +175,28 @@ def test_a_damaged_library_is_compiled_again(damage, library, tmp_path):
     assert f"{name} is not used, and compiled again: its checksum is wrong" in message
     assert outcome(tmp_path)["warnings"] == []
     assert libraries(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("opening", ["the file's owner", "the file", "the folder above"])
+def test_a_library_that_others_can_have_put_there_never_runs(opening, library, tmp_path):
+    """Not even loaded: a constructor would run. The folder itself is closed, as the warning advises."""
+    marker, cache = tmp_path / "ran", tmp_path / "above" / "cache"
+    cache.mkdir(parents=True, mode=0o700)
+    code = '#include <fcntl.h>\n__attribute__((constructor)) void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }'
+    planted = compile_library(require_compiler(), code % marker, tmp_path)
+    name, _ = library
+    file = cache / name
+    file.write_bytes(planted + library_cache._checksum(name, planted))  # which anybody can compute
+    file.chmod(0o600)
+    if opening == "the folder above":
+        cache.parent.chmod(0o777)
+    elif opening == "the file's owner" and os.geteuid() == 0:
+        os.chown(file, 65534, 65534)
+    else:
+        file.chmod(0o666)
+    found = outcome(cache)
+    assert (found["error"], found["auto_is_eager"], len(found["warnings"])) == ("", True, 1)
+    assert not marker.exists()
 
 
 def script(folder: Path, body: str) -> str:
