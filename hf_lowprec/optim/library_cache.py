@@ -86,9 +86,10 @@ def cache_dir() -> Path:
 @functools.cache  # so that a process that changes its directory keeps its cache
 def _absolute(path: str) -> Path:
     try:
-        return Path.cwd() / Path(path).expanduser()
+        expanded = Path(path).expanduser()
     except RuntimeError as error:
         raise FileNotFoundError(f"{path}: {error}") from None
+    return expanded if expanded.is_absolute() else Path.cwd() / expanded
 
 
 def _usable_cache() -> Path | None:

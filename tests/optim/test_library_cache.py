@@ -431,6 +431,10 @@ def test_a_path_may_begin_at_home_or_here(cache, right, monkeypatch):
     assert (here / "nearby" / NAME).is_file()
     assert list(there.iterdir()) == []
     assert [path.name for path in here.iterdir()] == ["nearby"]
+    there.rmdir()  # the working directory; an absolute path does without it
+    library_cache._absolute.cache_clear()
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(home / "cache"))
+    assert load(None) == (42, [])
     library_cache._absolute.cache_clear()
 
 
