@@ -28,7 +28,8 @@ import torch
 from tqdm import tqdm
 
 from hf_lowprec import AdamW, __version__
-from hf_lowprec.optim import ALGORITHMS, native
+from hf_lowprec.optim import ALGORITHMS
+from hf_lowprec.optim.c_compiler import require_compiler
 
 LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
-    native.require_compiler()
+    require_compiler()
 
     build = algorithms if options.algorithms else contenders
     sets = dict(list(SETS.items())[:1]) if options.algorithms else SETS

@@ -72,7 +72,25 @@ def register() -> None:
     """Add the names of `OPTIMIZER_NAMES` to transformers; runs on import, and calling it again changes nothing."""
     from hf_lowprec.integrations.trainer import register as register_with_trainer
 
-    register_with_trainer()
+    register_with_trainer(unpickle_optimizer_name)
+
+
+def unpickle_optimizer_name(name: str) -> Any:
+    """The value of `TrainingArguments.optim` that `name` stands for.
+
+    Files such as `training_args.bin` refer to this function, so loading one imports `hf_lowprec`, which adds the names.
+
+    Raises:
+        ValueError: this version has no optimizer of that name.
+    """
+    from hf_lowprec.integrations.seams import optimizer_member
+
+    try:
+        return optimizer_member(name)
+    except ValueError:
+        raise ValueError(
+            f"optim={name!r} is not known to hf_lowprec {__version__}; install the version that it was saved with"
+        ) from None
 
 
 try:

@@ -28,7 +28,6 @@ def facts() -> dict[str, str]:
     import torch
 
     import hf_lowprec
-    from hf_lowprec.optim import native
 
     found = {
         "hf_lowprec": f"{hf_lowprec.__version__} in {Path(hf_lowprec.__file__).parent}",
@@ -36,7 +35,7 @@ def facts() -> dict[str, str]:
         **{name: _version(name) for name in PACKAGES},
         "CUDA of torch": str(torch.version.cuda or torch.version.hip or "none"),
         "C compiler": _compiler(),
-        "compiled steps are kept in": str(native.cache_dir()),
+        "compiled steps are kept in": _cache(),
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {_backend('cpu')}",
     }
     for k in range(torch.cuda.device_count()):
@@ -54,13 +53,22 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    from hf_lowprec.optim import native
+    from hf_lowprec.optim.c_compiler import CompilerError, compiler_identity, require_compiler
 
     try:
-        command = native.require_compiler()
-    except native.CompilerError as error:
+        command = require_compiler()
+        return f"{' '.join(command)}, {compiler_identity(command[0]).splitlines()[0]}"
+    except CompilerError as error:
         return f"none ({error})"
-    return f"{' '.join(command)}, {native.compiler_identity(command[0]).splitlines()[0]}"
+
+
+def _cache() -> str:
+    from hf_lowprec.optim.library_cache import cache_dir
+
+    try:
+        return str(cache_dir())
+    except FileNotFoundError as error:
+        return f"none ({error}; set HF_LOWPREC_CACHE)"
 
 
 def _backend(device: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -66,6 +66,7 @@ def estimate(
     from rich.console import Console
 
     from hf_lowprec.cli.inputs import InputError
+    from hf_lowprec.cli.model_config import empty_model, load_config
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_kahan", "adamw_bf16_sr")))
@@ -74,10 +75,10 @@ def estimate(
             f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
     try:
-        config, kind = _architecture(model)
+        config, kind = load_config(model)
         steps = gradient_accumulation_steps
-        ours = [_ours(_empty(config, kind), name, optim_args, gpus, steps) for name in names]
-        rows = [_float32(_empty(config, kind), gpus, steps), *ours]
+        ours = [_ours(empty_model(config, kind), name, optim_args, gpus, steps) for name in names]
+        rows = [_float32(empty_model(config, kind), gpus, steps), *ours]
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(width=max(Console().width, WIDTH))  # a cut number would be a wrong one
@@ -111,38 +112,6 @@ def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
         cells += [gpu_memory - row.per_gpu(gpus) / 2**30] if gpu_memory is not None else []
         lines.add_row(row.way, *(f"{cell:,.2f}" for cell in cells))
     return lines
-
-
-def _architecture(name: str) -> tuple[Any, Any]:
-    """The model's configuration and its class."""
-    import transformers
-
-    from hf_lowprec.cli.inputs import InputError, check_path, input_errors
-
-    check_path(name, "MODEL")
-    with input_errors(f"the configuration of {name!r} cannot be loaded"):
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, attn_implementation="eager")
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of")
-    names = config.architectures
-    if not isinstance(names, list) or not names:
-        raise InputError(
-            f"the configuration of {name!r} has no list of architectures; add the name of the model's class"
-        )
-    kind = getattr(transformers, str(names[0]), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
-    return config, kind
-
-
-def _empty(config: Any, kind: Any) -> nn.Module:
-    """The model in FP32, without memory for its weights."""
-    import torch
-
-    from hf_lowprec.cli.inputs import input_errors
-
-    with input_errors(f"{kind.__name__} cannot be built without weights"), torch.device("meta"):
-        return kind(config)
 
 
 def _float32(model: nn.Module, gpus: int, steps: int) -> Row:

@@ -30,10 +30,16 @@ _PREPARED = "_is_accelerate_prepared"
 OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
-def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler) -> None:
+def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickle: Callable[[str], Any]) -> None:
     """Make `OptimizerNames` and Trainer's dispatch table know `names`; a name that is known already is left alone.
 
     An enum cannot be extended by public means, and `TrainingArguments` accepts only its members.
+
+    Args:
+        names: the values of the members.
+        handler: what the dispatch table gets.
+        unpickle: what a pickled member calls with its value. A process that knows no such member imports by it what
+            adds them; pickled as usual, it would refer to the enum of transformers alone.
 
     Raises:
         RuntimeError: this transformers has no such seam.
@@ -42,7 +48,7 @@ def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler) -> None
         handlers = trainer_optimizer._OPTIMIZER_HANDLERS
         for name in names:
             if name not in OptimizerNames._value2member_map_:
-                _add_member(name)
+                _add_member(name, unpickle)
             handlers[OptimizerNames(name)] = handler
     except AttributeError as error:
         raise RuntimeError(
@@ -53,15 +59,21 @@ def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler) -> None
         ) from error
 
 
-def _add_member(name: str) -> None:
+def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
     member = str.__new__(OptimizerNames, name)
     member._name_, member._value_ = name.upper(), name
     member.__objclass__ = OptimizerNames
+    member.__reduce_ex__ = lambda protocol: (unpickle, (name,))
     member._sort_order_ = len(OptimizerNames._member_names_)
     OptimizerNames._member_names_.append(member._name_)
     OptimizerNames._member_map_[member._name_] = member
     OptimizerNames._value2member_map_[name] = member
     type.__setattr__(OptimizerNames, member._name_, member)
+
+
+def optimizer_member(name: str) -> OptimizerNames:
+    """The member of transformers' enum that has the value `name`."""
+    return OptimizerNames(name)
 
 
 @contextmanager

@@ -37,11 +37,16 @@ _CALLBACK = "_hf_lowprec_callback"
 """Where a Trainer keeps the callback it is built with."""
 
 
-def register() -> None:
-    """Add our optimizer names to transformers; calling it again changes nothing."""
+def register(unpickle: Callable[[str], Any]) -> None:
+    """Add our optimizer names to transformers; calling it again changes nothing.
+
+    Args:
+        unpickle: gives a name's member of transformers' enum; pickled arguments call it.
+    """
     if check_first_step not in LowPrecisionOptimizer.first_step_checks:
         LowPrecisionOptimizer.first_step_checks.append(check_first_step)
-    seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer)
+    seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer, unpickle)
+    torch.serialization.add_safe_globals([unpickle])
     _wrap_once("__init__", _build)
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)

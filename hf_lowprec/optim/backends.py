@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_lowprec.optim import clipping, eager, launch, native
 from hf_lowprec.optim.batch import Batch
+from hf_lowprec.optim.c_compiler import CompilerError, require_compiler
 
 
 class Backend(NamedTuple):
@@ -42,7 +43,7 @@ def check(backend: str) -> None:
     if backend == "triton":
         launch.require()
     if backend == "native":
-        native.require_compiler()
+        require_compiler()
 
 
 def resolve(backend: str, batch: Batch) -> Backend:
@@ -74,7 +75,7 @@ def _resolved(backend: str, batch: Batch) -> Backend:
         raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {batch.device}; use backend='auto'")
     try:
         native.prepare(batch)
-    except native.CompilerError as error:
+    except CompilerError as error:
         if backend == "native":
             raise
         _warn_once("the CPU", error)
@@ -112,14 +113,14 @@ def expected(backend: str, device: torch.device) -> str:
         return backend
     preferred: Callable[[], object]
     if device.type == "cpu":
-        name, preferred = "native", native.require_compiler
+        name, preferred = "native", require_compiler
     elif launch.supports_bfloat16(device):
         name, preferred = "triton", launch.require
     else:
         return "eager"
     try:
         preferred()
-    except (native.CompilerError, launch.TritonError) as error:
+    except (CompilerError, launch.TritonError) as error:
         _warn_once("the CPU" if device.type == "cpu" else str(device), error)
         return "eager"
     return name

@@ -1,6 +1,6 @@
 """Print a traced step as C: a loop over elements, a statement per operation.
 
-The compiler must not contract or re-associate: see the flags in `native.py`.
+The compiler must not contract or re-associate: see the flags in `c_compiler.py`.
 """
 
 from __future__ import annotations

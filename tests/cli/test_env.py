@@ -30,3 +30,16 @@ def test_what_is_not_there_is_said(monkeypatch):
     assert found["no-such-package"] == "not installed"
     assert found["C compiler"].startswith("none (")
     assert found["CPU"].endswith("backend eager")
+
+
+def test_what_cannot_be_used_is_no_reason_to_fail(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "gcc '")
+    monkeypatch.setenv("HF_LOWPREC_CACHE", "~no-such-user/cache")
+    found = facts()
+    assert found["C compiler"].startswith('none ($CC="gcc \'" cannot be read as a command')
+    assert found["compiled steps are kept in"].startswith("none (~no-such-user/cache: Could not determine home")
+    compiler = tmp_path / "compiler"
+    compiler.write_text("no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert "cannot be started" in "".join(CliRunner().invoke(app, ["env"]).output)

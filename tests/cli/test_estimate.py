@@ -1,6 +1,7 @@
 """`hf-lowprec estimate`: the bytes it foretells are those that training then holds."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_lowprec.cli import app, estimate
+from hf_lowprec.cli import app, estimate, model_config
 from hf_lowprec.reduction import MicroBatches
 from hf_lowprec.reduction.micro_batches import residual_bytes
 from tests.integrations.tiny_training import arguments, counting_data, llama
@@ -176,3 +177,87 @@ def test_what_cannot_be_estimated_is_said(tmp_path):
     assert "not of the form key=value" in refused(folder, "--optim-args", "betas=0.9=0.95")
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     assert "is quantized" in refused(write_config(tmp_path / "quantized", config, **quantized))
+
+
+CODE = "somebody/attention-of-their-own"
+
+
+def uses_no_code(tmp_path, monkeypatch, config) -> None:
+    """That a kernel named anywhere in a configuration is not looked for."""
+    from transformers.integrations import hub_kernels
+
+    def reached(*args, **kwargs):
+        raise AssertionError(args)
+
+    for name in ("load_and_register_attn_kernel", "get_kernel"):
+        monkeypatch.setattr(hub_kernels, name, reached)
+    monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", reached)
+    result = run(write_config(tmp_path / config["model_type"], LlamaConfig(), **config))
+    assert result.exit_code == 0, result.output
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"_attn_implementation": CODE},
+        {"attn_implementation": CODE},
+        {"_attn_implementation_internal": CODE},
+        {"attn_implementation": {"": CODE}},
+        {"_attn_implementation": "kernels-community/flash-attn2"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"_experts_implementation": CODE},
+    ],
+    ids=str,
+)
+def test_code_that_a_configuration_chooses_is_not_loaded(tmp_path, monkeypatch, choice):
+    uses_no_code(
+        tmp_path, monkeypatch, {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY, **choice}
+    )
+
+
+def test_nor_is_that_of_a_part(tmp_path, monkeypatch):
+    part = {**TINY, "_attn_implementation": CODE, "max_position_embeddings": 8}
+    parts = {"text_config": part, "vision_config": {**part, "image_size": 8, "patch_size": 4}, "projection_dim": 8}
+    uses_no_code(tmp_path, monkeypatch, {"model_type": "clip", "architectures": ["CLIPModel"], **parts})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (64, 0)"),
+        ({"vocab_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (0, 32)"),
+        ({"num_attention_heads": 0}, "cannot be"),
+        ({"hidden_size": -32}, "cannot be built with the numbers in its configuration: Trying to create tensor with"),
+        ({"hidden_size": 10**30}, "cannot be built with the numbers in its configuration"),
+        ({"hidden_size": 10**400}, "cannot be"),
+        ({"vocab_size": 2**62}, "cannot be built with the numbers in its configuration"),
+        ({"hidden_size": "many"}, "cannot be loaded: Validation error for field 'hidden_size'"),
+        ({"hidden_size": None}, "cannot be"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1 in the configuration"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers=10000000 in the configuration"),
+        ({"num_hidden_layers": float("inf")}, "num_hidden_layers=inf in the configuration"),
+        ({"num_labels": 100_000_000}, "is not between 0 and 1,000,000"),
+        ({"text_config": {"n_layer": 10**9}}, "n_layer=1000000000 in the configuration"),
+        ({"layer_types": {"a": [{"depths": [2, 10**9]}]}}, "depths=1000000000 in the configuration"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "is quantized"),
+        ({"model_type": None}, "cannot be loaded"),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_right_are_said_at_once(tmp_path, changes, message):
+    start = time.monotonic()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY, **changes}
+    assert message in refused(write_config(tmp_path / "model", LlamaConfig(), **config))
+    assert time.monotonic() - start < 10  # a hundredth of that, on an idle machine
+
+
+def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_config, "MAX_MODULES", 1000)
+    config = {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
+    config |= {"d_model": 8, "num_experts": 10**9, "expert_capacity": 1}
+    folder = write_config(tmp_path / "model", LlamaConfig(), **config)
+    assert "more than 1,000 modules are not estimated" in refused(folder)
+    assert run(write_config(tmp_path / "next", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"])).exit_code == 0

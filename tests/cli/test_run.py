@@ -1,9 +1,21 @@
 """`hf-lowprec run`: unmodified scripts."""
 
+import json
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from hf_lowprec.cli import app
+from hf_lowprec.cli.launchers import working_command
+from tests.integrations.tiny_text import sentences, tokenizer
+from tests.integrations.tiny_training import llama
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 SCRIPT = """
 import sys
@@ -57,3 +69,116 @@ def test_the_scripts_own_failure_comes_through(tmp_path):
     result = run(tmp_path, "raises.py")
     assert result.returncode == 1
     assert "KeyError: 'the reason'" in result.stderr
+
+
+def refused(*words) -> str:
+    """What is said of a command that cannot be run, without starting a process."""
+    result = CliRunner().invoke(app, ["run", *map(str, words)])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def own_arguments(monkeypatch):
+    """`run` leaves the arguments and the search path to the script."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nope", "No module named nope"),
+        ("nope.deeper", "No module named 'nope'"),
+        ("package", "'package' is a package and cannot be directly executed"),
+        ("math", "No code object available for math"),
+        (".nope", "Relative module names not supported"),
+        ("", "Error while finding module specification"),
+    ],
+)
+def test_a_module_that_cannot_be_run_is_named(name, reason, tmp_path, monkeypatch, own_arguments):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    said = refused("-m", name)
+    assert "Invalid value for -m: " in said
+    assert reason in said
+
+
+@pytest.mark.parametrize("text", ["import nope_deeper", "import runpy; runpy.run_module('nope_deeper')"])
+def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkeypatch, own_arguments):
+    (tmp_path / "imports_in_vain.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["run", "-m", "imports_in_vain"])
+    assert isinstance(result.exception, ImportError)
+    assert "nope_deeper" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("torchrun --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
+        ("-m torch.distributed.run train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
+        ("/usr/bin/deepspeed train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
+        ("/some/bin/accelerate launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
+        ("accelerate-launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
+        ("-m accelerate.commands.launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
+        ("-m accelerate.commands.accelerate_cli launch", "accelerate launch -m hf_lowprec run script.py …"),
+        (
+            "/some/bin/trl dpo --output_dir o --eos_token <|end|>",
+            "accelerate launch -m hf_lowprec run -m trl.scripts.dpo --output_dir o --eos_token '<|end|>'",
+        ),
+        ("-m trl.cli.main sft", "accelerate launch -m hf_lowprec run -m trl.scripts.sft"),
+    ],
+)
+def test_a_launcher_is_told_to_start_us_and_not_the_other_way_round(words, command):
+    said = refused(*words.split())
+    assert said.endswith(command)
+    assert f"{words.removeprefix('-m ').split()[0]} trains in processes that it starts" in said
+
+
+@pytest.mark.parametrize("words", ["trl env", "trl", "accelerate config", "trl.py sft", "train.py torchrun"])
+def test_what_launches_nothing_is_run(words):
+    script, *arguments = words.split()
+    assert working_command(script, arguments, module=False) is None
+    assert working_command("torchrun", [], module=False) is not None
+
+
+def launched(command: list[str], **environment: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), **environment}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_the_command_that_is_given_for_trl_trains(tmp_path):
+    """With what accelerate and TRL start by themselves: nothing is patched."""
+    model, data = tmp_path / "model", tmp_path / "data"
+    tiny = llama()
+    tiny.config.update({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64})
+    tiny.save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(16)))
+    settings = {"model_name_or_path": model, "dataset_name": data, "output_dir": tmp_path / "out", "max_steps": 1}
+    settings |= {"report_to": "none", "optim": "adamw_bf16_kahan", "use_cpu": True, "save_strategy": "no"}
+    words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+    result = CliRunner().invoke(app, ["run", "trl", "sft", *words])
+    program, command, *rest = shlex.split(result.output.splitlines()[-2])
+    assert (program, command) == ("accelerate", "launch")
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *rest]
+    output = launched(launch, HF_HOME=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    assert "bfloat16 training of LlamaForCausalLM" in output
+    assert "weights kahan" in output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_torchrun_starts_us_on_every_rank(tmp_path):
+    words = f"--output_dir {tmp_path} --optim adamw_bf16_sr --max_steps 2 --save_strategy no --use_cpu --report_to none"
+    script = ["-m", "hf_lowprec", "run", str(SCRIPTS / "distributed_train_tiny.py"), *words.split()]
+    output = launched([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script])
+    assert output.count("steps=2 dtype=torch.bfloat16") == 2
+    assert "DDP: FP32 sums over 2 ranks" in output

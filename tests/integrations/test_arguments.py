@@ -1,8 +1,14 @@
 """The names and the words of `--optim` and `--optim_args`: what they reach, and how a wrong one is refused."""
 
+import copy
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations.arguments import checked_arguments, optimizer_arguments
@@ -104,3 +110,54 @@ def test_unknown_optim_args_fail_before_anything_is_cast(tmp_path):
     with pytest.raises(ValueError, match="'beta'"):
         Trainer(model=model, args=arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="beta=0.9"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_saved_arguments_bring_their_names_along(tmp_path):
+    """`training_args.bin`, which Trainer saves with every model, in a process that has not imported us."""
+    torch.save([arguments(tmp_path, optim=name) for name in hf_lowprec.OPTIMIZER_NAMES], tmp_path / "training_args.bin")
+    body = f"""
+import sys, torch
+sys.modules["hf_lowprec"] = None  # as if it were not installed
+try:
+    torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
+except ModuleNotFoundError as error:
+    print(error)
+del sys.modules["hf_lowprec"]
+found = torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
+assert {{type(args.optim).__name__ for args in found}} == {{"OptimizerNames"}}
+print(*(args.optim.value for args in found))
+"""
+    result = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    without, names = result.stdout.splitlines()
+    assert "hf_lowprec" in without
+    assert names.split() == list(hf_lowprec.OPTIMIZER_NAMES)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_names_stay_members_through_pickles_and_copies(protocol):
+    for name in hf_lowprec.OPTIMIZER_NAMES:
+        member = OptimizerNames(name)
+        assert pickle.loads(pickle.dumps(member, protocol)) is member
+        assert copy.deepcopy(member) is copy.copy(member) is member
+    stock = OptimizerNames.ADAMW_TORCH
+    assert b"hf_lowprec" not in pickle.dumps(stock, protocol)
+    assert pickle.loads(pickle.dumps(stock, protocol)) is stock
+
+
+def test_arguments_that_were_saved_by_value_still_load():
+    """As files of before: a reference to the enum, and the value."""
+    member = OptimizerNames("adamw_bf16_kahan")
+    assert pickle.loads(b"ctransformers.training_args\nOptimizerNames\n(S'adamw_bf16_kahan'\ntR.") is member
+
+
+def test_names_load_where_only_listed_types_do(tmp_path):
+    torch.save({"optim": OptimizerNames("adamw_bf16_sr")}, tmp_path / "args.bin")
+    assert torch.load(tmp_path / "args.bin", weights_only=True) == {"optim": OptimizerNames("adamw_bf16_sr")}
+
+
+def test_a_name_of_another_version_is_named():
+    with pytest.raises(
+        ValueError, match=r"optim='adamx_bf16_sr' is not known to hf_lowprec .*version that it was saved"
+    ):
+        hf_lowprec.unpickle_optimizer_name("adamx_bf16_sr")

@@ -43,7 +43,7 @@ def test_the_enum_takes_members():
 def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
     monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
     with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
-        seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}))
+        seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
 
 
 def test_random_states_are_saved_before_the_trainers_state(tmp_path):

@@ -1,11 +1,20 @@
 """The `native` backend compiles once, finds what it compiled, trusts nobody else's, and says so where it cannot run."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from hf_lowprec.optim import library_cache
+from hf_lowprec.optim.c_compiler import compile_library, require_compiler
+from tests import nursery
+
+STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
 
 PROGRAM = """
 import os, sys, warnings
@@ -117,3 +126,170 @@ def test_a_directory_that_cannot_be_written_to_does_no_harm(kind, tmp_path):
         cache.write_text("a file")
         cache = cache / "below"
     finish(start(NATIVE_IS_EAGER, cache))
+
+
+def outcome(cache: Path | str, *changes: str, **environment: str) -> dict:
+    """How steps went in a process of their own, see the script."""
+    environment = {"CC": "", "HF_LOWPREC_CACHE": str(cache), **environment}
+    done = nursery.run(STEP, list(changes), 60, **environment)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> tuple[str, bytes]:
+    """The name and content of the file that `outcome` finds in the cache."""
+    cache = tmp_path_factory.mktemp("whole")
+    cache.chmod(0o700)
+    assert outcome(cache) == {"error": "", "auto_is_eager": True, "warnings": []}
+    (name,) = libraries(cache)
+    return name, (cache / name).read_bytes()
+
+
+def without_functions(content: bytes) -> bytes:
+    """A library as another program would have it."""
+    return content.replace(b"\0step\0", b"\0stop\0")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:9000],
+        lambda content: bytes(byte ^ 1 if 4096 < k < 8192 else byte for k, byte in enumerate(content)),
+        lambda content: b"",
+        lambda content: b"not a library",
+        without_functions,
+    ],
+    ids=["truncated", "flipped", "empty", "garbage", "no function"],
+)
+def test_a_damaged_library_is_compiled_again(damage, library, tmp_path):
+    """Where it was loaded, a truncated one ended the process by SIGBUS, and a flipped one computed something else."""
+    name, content = library
+    file = tmp_path / name
+    tmp_path.chmod(0o700)
+    file.write_bytes(damage(content))
+    file.chmod(0o600)
+    found = outcome(tmp_path)
+    assert (found["error"], found["auto_is_eager"]) == ("", True)
+    (message,) = found["warnings"]
+    assert f"{name} is not used, and compiled again: its checksum is wrong" in message
+    assert outcome(tmp_path)["warnings"] == []
+    assert libraries(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("opening", ["the file's owner", "the file", "the folder above"])
+def test_a_library_that_others_can_have_put_there_never_runs(opening, library, tmp_path):
+    """Not even loaded: a constructor would run. The folder itself is closed, as the warning advises."""
+    marker, cache = tmp_path / "ran", tmp_path / "above" / "cache"
+    cache.mkdir(parents=True, mode=0o700)
+    code = '#include <fcntl.h>\n__attribute__((constructor)) void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }'
+    planted = compile_library(require_compiler(), code % marker, tmp_path)
+    name, _ = library
+    file = cache / name
+    file.write_bytes(planted + library_cache._checksum(name, planted))  # which anybody can compute
+    file.chmod(0o600)
+    if opening == "the folder above":
+        cache.parent.chmod(0o777)
+    elif opening == "the file's owner" and os.geteuid() == 0:
+        os.chown(file, 65534, 65534)
+    else:
+        file.chmod(0o666)
+    found = outcome(cache)
+    assert (found["error"], found["auto_is_eager"], len(found["warnings"])) == ("", True, 1)
+    assert not marker.exists()
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+TARGET = 'while [ "$1" != -o ]; do shift; done'
+BROKEN_COMPILERS = {
+    "unquoted": ("gcc '", "No closing quotation"),
+    "not UTF-8": ("printf 'd\\351faut \\377' >&2; printf '\\377'; exit 1", "exit 1"),
+    "hangs": ('sleep 1000 & echo $! > "${0%/*}/child"; wait', "did not finish within 1 seconds"),
+    "killed": ("kill -9 $$", "killed by SIGKILL"),
+    "writes nothing": ("exit 0", "reported success and wrote no library"),
+    "writes something else": (f"{TARGET}; echo text > $2", "cannot be written or loaded"),
+    "no program": ("", "cannot be started"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_COMPILERS)
+def test_where_the_compiler_fails_auto_is_eager_and_native_says_why(kind, tmp_path):
+    body, cause = BROKEN_COMPILERS[kind]
+    compiler = body if kind == "unquoted" else script(tmp_path, body)
+    if kind == "hangs":  # in its version, which is asked first, or later
+        compiler = script(tmp_path, f'[ "$1" = --version ] && exit 0\n{body}')
+    if kind == "no program":
+        Path(compiler).write_bytes(b"\x7fELF nonsense")
+    found = outcome(tmp_path / "cache", "impatient", CC=compiler)
+    assert found["error"].startswith("CompilerError: ")
+    assert cause in found["error"]
+    assert "backend='eager'" in found["error"]
+    assert found["auto_is_eager"]
+    (message,) = found["warnings"]
+    assert "'eager' backend on the CPU, with the same results" in message
+    assert cause in message
+    if kind == "hangs":
+        assert has_ended(int((tmp_path / "child").read_text()))
+
+
+def has_ended(process: int) -> bool:
+    """What was killed may need a moment until init has taken note."""
+    for _ in range(500):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        if (stat := Path(f"/proc/{process}/stat")).exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    return False
+
+
+@pytest.mark.parametrize("blank", ["", "   "])
+def test_a_blank_compiler_is_none_named(blank, tmp_path):
+    assert outcome(tmp_path / "cache", CC=blank) == {"error": "", "auto_is_eager": True, "warnings": []}
+
+
+def test_a_compiler_that_names_its_version_in_another_encoding(tmp_path):
+    compiler = script(tmp_path, '[ "$1" = --version ] && printf \'v\\351rsion \\377\\n\' && exit 0\nexec cc "$@"')
+    assert outcome(tmp_path / "cache", CC=compiler)["error"] == ""
+
+
+def test_without_a_home_each_process_compiles(tmp_path):
+    """As in a container that runs as a user whom it does not know."""
+    found = outcome("", "without_passwd_entry", XDG_CACHE_HOME="", TMPDIR="/tmp")
+    assert (found["error"], found["auto_is_eager"]) == ("", True)
+    (message,) = found["warnings"]
+    assert "cannot be kept: ~/.cache: Could not determine home directory" in message
+    assert "set HF_LOWPREC_CACHE" in message
+
+
+def test_the_tilde_is_home(tmp_path):
+    assert outcome("~/below", HOME=str(tmp_path))["error"] == ""
+    assert len(libraries(tmp_path / "below")) == 1
+    assert not Path("~").exists()
+
+
+def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path):
+    """Its exit runs what is to be done when a process exits."""
+    shared, temporary = tmp_path / "shared", tmp_path / "temporary"
+    shared.mkdir()
+    shared.chmod(0o777)
+    temporary.mkdir()
+    body = """
+train("native")
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    train("native", amsgrad=True)
+    assert torch.equal(train("native"), train("eager"))
+"""
+    finish(start(body, shared, TMPDIR=str(temporary)))
+    assert libraries(shared) == libraries(temporary) == []

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, native
+from hf_lowprec.optim.c_compiler import CompilerError, require_compiler
 
 
 def bf16(count: int = 3) -> list[nn.Parameter]:
@@ -37,12 +38,12 @@ def test_a_misspelt_group_key_is_named_and_foreign_keys_are_kept():
 
 def test_a_compiler_given_by_name_is_taken_at_its_word(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
-    with pytest.raises(native.CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"):
+    with pytest.raises(CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"):
         AdamW(bf16(), backend="native")
 
 
 def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
-    path = native.require_compiler()[0]
+    path = require_compiler()[0]
     monkeypatch.setenv("CC", f"{path} -DNOTHING")
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
     native._load.cache_clear()
@@ -54,14 +55,16 @@ def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
 
 
 def test_a_library_that_cannot_be_loaded_is_explained(monkeypatch, tmp_path):
-    broken = tmp_path / "step.so"
-    broken.write_text("not a library")
-    monkeypatch.setattr(native, "_build", lambda source: broken)  # as from a folder where nothing may be executed
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo not a library > $2')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
     native._load.cache_clear()
     params = bf16(5)
     params[0].grad = torch.ones_like(params[0])
     optimizer = AdamW(params, backend="native")
-    with pytest.raises(native.CompilerError, match=r"cannot be written or loaded .*HF_LOWPREC_CACHE"):
+    with pytest.raises(CompilerError, match=r"cannot be written or loaded .*HF_LOWPREC_CACHE"):
         optimizer.step()
     assert torch.equal(params[0], torch.ones_like(params[0]))
     assert optimizer.state[params[0]]["step"] == 0

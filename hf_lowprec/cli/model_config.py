@@ -1,0 +1,129 @@
+"""A model built without weights from its config.json alone, which may be anybody's: nothing that it names is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hf_lowprec.cli.inputs import InputError, check_path, input_errors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MAX_REPEATS = 10_000
+"""Layers, or what else a model repeats; the deepest published ones have about a thousand."""
+MAX_LABELS = 1_000_000
+MAX_MODULES = 200_000
+"""A mixture of 2048 experts in every second of 30 layers has half as many. They take 20 seconds to build."""
+
+_REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+_IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+
+
+def load_config(name: str) -> tuple[Any, Any]:
+    """The configuration of a model, by its name on the hub or its folder, and the model's class.
+
+    Raises:
+        InputError: there is none, it is not that of one of transformers' models, or its numbers cannot be right.
+    """
+    import transformers
+
+    check_path(name, "MODEL")
+    with input_errors(f"the configuration of {name!r} cannot be loaded"):
+        content, _ = transformers.PreTrainedConfig.get_config_dict(name)
+        _check(content, name)
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(_without_implementations(content)))
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, attn_implementation="eager"
+            )
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise InputError(
+            f"the configuration of {name!r} has no list of architectures; add the name of the model's class"
+        )
+    kind = getattr(transformers, str(names[0]), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
+    return config, kind
+
+
+def empty_model(config: Any, kind: Any) -> nn.Module:
+    """The model in FP32, without memory for its weights.
+
+    Raises:
+        InputError: the model's class cannot be built with this configuration, or is left with an empty weight.
+    """
+    import torch
+
+    with (
+        input_errors(f"{kind.__name__} cannot be built with the numbers in its configuration"),
+        torch.device("meta"),
+        _limited_modules(),
+    ):
+        model: nn.Module = kind(config)
+    for name, param in model.named_parameters():
+        if not param.numel():
+            raise InputError(
+                f"with the numbers in its configuration {kind.__name__} has a weight without elements: {name} of shape "
+                f"{tuple(param.shape)}"
+            )
+    return model
+
+
+def _check(content: dict[str, Any], name: str) -> None:
+    """Raise InputError for what would be built for ever, or not at all."""
+    for key, value in _items(content):
+        if key == "quantization_config" and value is not None:
+            raise InputError(
+                f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of"
+            )
+        limit = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
+        for number in value if isinstance(value, list) else [value]:
+            if limit is not None and isinstance(number, int | float) and not 0 <= number <= limit:
+                raise InputError(f"{key}={number} in the configuration of {name!r} is not between 0 and {limit:,}")
+
+
+def _items(content: Any) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth."""
+    if isinstance(content, dict):
+        yield from content.items()
+    if isinstance(content, dict | list):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _items(value)
+
+
+def _without_implementations(content: Any) -> Any:
+    """`content` without the code that it chooses for attention and experts, which may be a repository's on the hub.
+
+    An argument of `from_pretrained` does not help: transformers sets what the file says after it.
+    """
+    if isinstance(content, dict):
+        kept = {key: value for key, value in content.items() if not _IMPLEMENTATION.search(key)}
+        return {key: _without_implementations(value) for key, value in kept.items()}
+    return [_without_implementations(value) for value in content] if isinstance(content, list) else content
+
+
+@contextmanager
+def _limited_modules() -> Iterator[None]:
+    """Raise InputError when more than MAX_MODULES are made inside, whatever the number that asks for them is called."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def counted(module: nn.Module, name: str, child: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise InputError(f"more than {MAX_MODULES:,} modules are not estimated")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        yield
+    finally:
+        hook.remove()

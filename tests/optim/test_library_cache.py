@@ -1,0 +1,456 @@
+"""The cache of compiled libraries: what is damaged, or may be another's, never runs; what cannot be kept is built."""
+
+import ctypes
+import errno
+import os
+import signal
+import stat
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from hf_lowprec.optim import library_cache
+from hf_lowprec.optim.c_compiler import compile_library, require_compiler
+
+NAME = "step-0123.so"
+NOBODY = 65534
+
+
+def compiled(folder: Path, code: str) -> bytes:
+    return compile_library(require_compiler(), code, folder)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory) -> bytes:
+    return compiled(tmp_path_factory.mktemp("right"), "int answer(void) { return 42; }")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> bytes:
+    """A library that leaves a file where it is loaded, whatever is called then."""
+    code = """
+    #include <fcntl.h>
+    __attribute__((constructor)) static void loaded(void) { open("planted-ran", O_CREAT | O_WRONLY, 0600); }
+    int answer(void) { return 13; }
+    """
+    return compiled(tmp_path_factory.mktemp("planted"), code)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache. Temporary files have a folder of their own, which is the working directory, too."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir(mode=0o700)
+    monkeypatch.chdir(temporary)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
+    library_cache._warn_not_kept.cache_clear()
+    return tmp_path / "cache"
+
+
+def load(library: bytes | None) -> tuple[int, list[str]]:
+    """What `answer` returns, and the warnings of loading it; None is for a library that must be in the cache."""
+
+    def build(folder: Path) -> bytes:
+        assert library is not None
+        assert list(folder.iterdir()) == []
+        return library
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        answer = library_cache.load(NAME, ["answer"], build).answer()
+    return answer, [str(warning.message) for warning in caught]
+
+
+def write(file: Path, library: bytes, name: str = NAME) -> None:
+    """As the cache writes it."""
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    file.touch(mode=0o600)
+    file.write_bytes(library + library_cache._checksum(name, library))
+
+
+def give_away(path: Path, monkeypatch) -> None:
+    """Make `path` another user's; without the right to do so, become another user as far as the cache can see."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, -1, follow_symlinks=False)
+    else:
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+
+
+def test_a_library_is_built_once(cache, right):
+    assert load(right) == (42, [])
+    assert load(None) == (42, [])
+    assert [path.name for path in cache.iterdir()] == [NAME]
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE((cache / NAME).stat().st_mode) == 0o600
+
+
+def truncated(file, planted):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(file, planted):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def checksum_cut(file, planted):
+    os.truncate(file, file.stat().st_size - 32)
+
+
+def emptied(file, planted):
+    os.truncate(file, 0)
+
+
+def garbage(file, planted):
+    write(file, b"not a library")
+
+
+def without_function(file, planted):
+    write(file, planted.replace(b"answer", b"banned"))
+
+
+def another_library(file, planted):
+    write(file, planted, name="step-4567.so")
+
+
+def link(file, planted):
+    write(file.parent.parent / "elsewhere.so", planted)
+    file.unlink()
+    file.symlink_to(file.parent.parent / "elsewhere.so")
+
+
+def pipe(file, planted):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def not_for_this_user(file, planted):
+    """Another user's, as far as one can be had; every file is readable to root, and only root can give one away."""
+    write(file, planted)
+    if os.geteuid() == 0:
+        os.chown(file, NOBODY, -1)
+    else:
+        file.chmod(0)
+
+
+def group_writable(file, planted):
+    write(file, planted)
+    if os.geteuid() == 0:
+        os.chown(file, -1, 12345)  # not the group that is root's alone
+        file.chmod(0o620)
+    else:
+        file.chmod(0o602)
+
+
+def world_writable(file, planted):
+    write(file, planted)
+    file.chmod(0o602)
+
+
+DAMAGES = {
+    truncated: "its checksum is wrong",
+    flipped: "its checksum is wrong",
+    checksum_cut: "its checksum is wrong",
+    emptied: "its checksum is wrong",
+    garbage: "",  # the loader's own words
+    without_function: "it has no function 'answer'",
+    another_library: "its checksum is wrong",
+    link: "",
+    pipe: "it is not a file",
+    not_for_this_user: "",
+    group_writable: "others can write to it",
+    world_writable: "others can write to it",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_what_cannot_be_trusted_is_built_again_and_said_once(cache, right, planted, damage):
+    load(right)
+    damage(cache / NAME, planted)
+    answer, messages = load(right)
+    assert answer == 42
+    (message,) = messages
+    assert f"the compiled step {cache / NAME} is not used, and compiled again: {DAMAGES[damage]}" in message
+    assert load(None) == (42, [])
+    if damage is not without_function:  # which is root's or this user's, and whole: nothing tells it apart before
+        assert not Path("planted-ran").exists()
+
+
+def test_another_users_file_is_not_read(cache, right, planted, monkeypatch):
+    load(right)
+    write(cache / NAME, planted)
+    give_away(cache / NAME, monkeypatch)
+    with pytest.raises(PermissionError, match="it belongs to another user"):
+        library_cache._read(cache / NAME)
+    if os.geteuid() == 0:
+        answer, messages = load(right)
+        assert (answer, len(messages)) == (42, 1)
+        assert load(None) == (42, [])
+    assert not Path("planted-ran").exists()
+
+
+def test_a_folder_in_place_of_the_library(cache, right):
+    """It is not removed, and does no harm."""
+    (cache / NAME).mkdir(parents=True, mode=0o700)
+    cache.chmod(0o700)
+    answer, messages = load(right)
+    assert answer == 42
+    assert len(messages) == 2
+    assert (cache / NAME).is_dir()
+
+
+def test_a_library_in_use_may_be_truncated(cache, right):
+    """Pages of a file that was mapped would be gone: SIGBUS."""
+    load(right)
+    library = library_cache.load(NAME, ["answer"], lambda folder: right)
+    os.truncate(cache / NAME, 0)
+    assert library.answer() == 42
+
+
+def test_libraries_of_one_process_are_not_mixed_up(cache, right, planted):
+    """The loader knows libraries by their path, and a descriptor's number is soon given out again."""
+    assert library_cache.load("step-a.so", ["answer"], lambda folder: right).answer() == 42
+    assert library_cache.load("step-b.so", ["answer"], lambda folder: planted).answer() == 13
+    assert library_cache.load("step-a.so", ["answer"], lambda folder: planted).answer() == 42
+
+
+def test_without_files_in_memory_a_private_copy_is_loaded(cache, right, monkeypatch):
+    """As on macOS."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert load(right) == (42, [])
+    assert load(None) == (42, [])
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("modes", "reason"),
+    [
+        ({"": 0o700, "a": 0o755, "a/b": 0o700}, None),
+        ({"": 0o700, "a": 0o755, "a/b": 0o750}, None),
+        ({"": 0o700, "a": 0o1777, "a/b": 0o700}, None),  # as /tmp
+        ({"": 0o700, "a": 0o755, "a/b": 0o777}, "others can write to {}/a/b"),
+        ({"": 0o700, "a": 0o755, "a/b": 0o1777}, "others can write to {}/a/b"),
+        ({"": 0o700, "a": 0o777, "a/b": 0o700}, "others can write to {}/a"),
+        ({"": 0o777, "a": 0o700, "a/b": 0o700}, "others can write to {}"),
+    ],
+)
+def test_every_folder_from_the_root_on_counts(cache, right, monkeypatch, modes, reason):
+    base = cache.parent / "base"
+    for name, mode in modes.items():
+        (base / name).mkdir()
+        (base / name).chmod(mode)
+    monkeypatch.setenv("HF_LOWPREC_CACHE", f"{base}/a/b")
+    answer, messages = load(right)
+    assert answer == 42
+    if reason is None:
+        assert messages == []
+        assert (base / "a" / "b" / NAME).is_file()
+    else:
+        (message,) = messages
+        assert reason.format(base) in message
+        assert "set HF_LOWPREC_CACHE to a folder that only this user can write to" in message
+        assert list((base / "a" / "b").iterdir()) == []
+        assert load(right) == (42, [])  # said once
+
+
+@pytest.mark.parametrize("foreign", ["a", "a/b"])
+def test_every_folder_belongs_to_this_user_or_root(cache, right, monkeypatch, foreign):
+    base = cache.parent / "base"
+    (base / "a" / "b").mkdir(parents=True, mode=0o755)
+    give_away(base / foreign, monkeypatch)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        library_cache._trusted_folder(base / "a" / "b")
+
+
+def test_the_root_of_the_machine_has_another_number_in_a_container(monkeypatch):
+    """Without privileges a container sees all other users as one: as owner of a folder above it is root, if anybody."""
+    status = os.stat_result((stat.S_IFDIR | 0o755, 1, 1, 1, NOBODY, NOBODY, 0, 0, 0, 0))
+    with pytest.raises(PermissionError):
+        library_cache._check_owner(status, "it", foreign_root=True)
+    monkeypatch.setattr(library_cache, "_unmapped_users", lambda: frozenset([NOBODY]))
+    library_cache._check_owner(status, "it", foreign_root=True)
+    with pytest.raises(PermissionError):
+        library_cache._check_owner(status, "it")
+
+
+@pytest.mark.parametrize("group_is_own", [True, False])
+def test_a_group_of_the_owner_alone_is_nobody_else(cache, right, monkeypatch, group_is_own):
+    """Where every user has a group of his own, folders are made with mode 775."""
+    members = [] if group_is_own else ["somebody"]
+    monkeypatch.setattr(library_cache.pwd, "getpwuid", lambda uid: type("User", (), {"pw_name": "me"}))
+    group = type("Group", (), {"gr_name": "me", "gr_mem": members})
+    monkeypatch.setattr(library_cache.grp, "getgrgid", lambda gid: group)
+    cache.mkdir()
+    cache.chmod(0o770)
+    answer, messages = load(right)
+    assert (answer, len(messages)) == (42, 0 if group_is_own else 1)
+
+
+def test_a_link_counts_as_what_it_lies_in_and_leads_to(cache, right, monkeypatch):
+    base = cache.parent / "base"
+    (base / "real").mkdir(parents=True, mode=0o700)
+    (base / "link").symlink_to("real")
+    monkeypatch.setenv("HF_LOWPREC_CACHE", f"{base}/link/../link/new/cache")
+    assert load(right) == (42, [])
+    assert (base / "real" / "new" / "cache" / NAME).is_file()
+    assert stat.S_IMODE((base / "real" / "new").stat().st_mode) == 0o700
+    (base / "real").chmod(0o777)
+    assert "others can write to" in load(right)[1][0]
+    (base / "real").chmod(0o700)
+    give_away(base / "link", monkeypatch)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        library_cache._trusted_folder(base / "link" / "new")
+
+
+def test_exchanging_folders_while_libraries_are_loaded(cache, planted, right, monkeypatch):
+    """Somebody who can write to the parent has the whole time: between the check of a folder and its use."""
+    parent = cache.parent / "open"
+    for name, library in (("cache", right), ("evil", planted)):
+        (parent / name).mkdir(parents=True, mode=0o700)
+        write(parent / name / NAME, library)
+    parent.chmod(0o777)
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(parent / "cache"))
+    done = threading.Event()
+
+    def exchange() -> None:
+        while not done.is_set():
+            for old, new in (("cache", "aside"), ("evil", "cache"), ("cache", "evil"), ("aside", "cache")):
+                os.rename(parent / old, parent / new)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    try:
+        answers = {load(right)[0] for _ in range(200)}
+    finally:
+        done.set()
+        thread.join()
+    assert answers == {42}
+    assert not Path("planted-ran").exists()
+
+
+def killed(action) -> None:
+    """Run `action` in a fork that is to die by SIGKILL."""
+    child = os.fork()
+    if not child:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def die(*args: object) -> bytes:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def test_what_killed_builds_leave_is_removed(cache, right, monkeypatch):
+    temporary = Path(tempfile.gettempdir())
+    killed(lambda: library_cache.load(NAME, ["answer"], die))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        killed(lambda: load(right))
+    left = [*temporary.iterdir(), *cache.iterdir()]
+    assert [path.is_dir() for path in left] == [True, False]  # of the build, and of what it was about to publish
+    theirs = cache / "tmp-of-somebody"
+    theirs.mkdir()
+    assert load(right) == (42, [])
+    assert {path for path in left if path.exists()} == set(left)  # they may be in use
+    hours_ago = time.time() - 7200
+    for path in [*left, theirs]:
+        os.utime(path, (hours_ago, hours_ago))
+    (cache / NAME).unlink()
+    assert load(right) == (42, [])
+    assert [path for path in left if path.exists()] == []
+    assert theirs.exists()
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_keeps_nothing_and_says_so(cache, right, monkeypatch, call):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        answer, messages = load(right)
+    assert answer == 42
+    (message,) = messages
+    assert "compiled steps cannot be kept: [Errno 28] No space left on device" in message
+    assert list(cache.iterdir()) == []
+    assert load(right) == (42, [])
+    assert load(None) == (42, [])
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(cache, right, monkeypatch):
+    calls = []
+    synchronize, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda *args: (calls.append("fsync"), synchronize(*args)))
+    monkeypatch.setattr(os, "replace", lambda *args: (calls.append("replace"), replace(*args)))
+    load(right)
+    assert calls == ["fsync", "replace"]
+
+
+def test_without_temporary_files_the_cache_serves(cache, right, monkeypatch):
+    """There is no such folder, or others could exchange what is in it."""
+    for unusable in ("missing", "open"):
+        folder = cache.parent / unusable
+        if unusable == "open":
+            folder.mkdir()
+            folder.chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        assert load(right) == (42, [])
+        (cache / NAME).unlink()
+        assert not folder.exists() or list(folder.iterdir()) == []
+    cache.chmod(0o777)
+    with pytest.raises(OSError, match="others can write to"):
+        load(right)
+
+
+def test_a_path_may_begin_at_home_or_here(cache, right, monkeypatch):
+    home, here, there = cache.parent / "home", cache.parent / "here", cache.parent / "there"
+    for folder in (home, here, there):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_LOWPREC_CACHE", "~/cache")
+    monkeypatch.chdir(here)
+    assert load(right) == (42, [])
+    assert (home / "cache" / NAME).is_file()
+    monkeypatch.setenv("HF_LOWPREC_CACHE", "nearby")
+    library_cache._absolute.cache_clear()
+    assert load(right) == (42, [])
+    monkeypatch.chdir(there)
+    assert load(None) == (42, [])
+    assert (here / "nearby" / NAME).is_file()
+    assert list(there.iterdir()) == []
+    assert [path.name for path in here.iterdir()] == ["nearby"]
+    there.rmdir()  # the working directory; an absolute path does without it
+    library_cache._absolute.cache_clear()
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(home / "cache"))
+    assert load(None) == (42, [])
+    library_cache._absolute.cache_clear()
+
+
+def test_the_default_follows_the_users_directories(monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_LOWPREC_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    library_cache._absolute.cache_clear()
+    for xdg, expected in (("", tmp_path / ".cache"), ("/var/here", Path("/var/here")), ("rel", tmp_path / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert library_cache.cache_dir() == expected / "hf_lowprec"
+    monkeypatch.setenv("HF_LOWPREC_CACHE", "~no-such-user/cache")
+    with pytest.raises(FileNotFoundError, match="~no-such-user/cache: Could not determine home"):
+        library_cache.cache_dir()
+    library_cache._absolute.cache_clear()
+
+
+def test_the_checksum_does_not_keep_tools_from_reading_the_file(cache, right):
+    load(right)
+    assert ctypes.CDLL(str(cache / NAME)).answer() == 42
