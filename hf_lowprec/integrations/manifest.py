@@ -123,14 +123,16 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.exists():
         return None
     fields = read_json(path)
-    checksum, written_as = fields.pop("checksum", None), fields.get("format")
-    if checksum != _checksum_of_json(fields):
+    if fields.pop("checksum", None) != _checksum_of_json(fields):
         raise ValueError(f"{MANIFEST_NAME} does not match its checksum")
+    written_as = fields.pop("format", None)
     if written_as != FORMAT:
         raise ValueError(f"{MANIFEST_NAME} has format {written_as}, this version of hf_lowprec reads {FORMAT}")
-    files = {name: FileRecord(*record) for name, record in fields.pop("files").items()}
-    del fields["format"]
-    return Manifest(**fields, files=files)
+    try:
+        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        return Manifest(**fields, files=files)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
 
 
 def changed_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -196,7 +198,7 @@ def _checksum_of_json(fields: dict[str, Any]) -> str:
 def _write(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest at once: whoever reads it finds the one or the other."""
     fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
-    fields["files"] = {name: list(record) for name, record in manifest.files.items()}
+    fields["files"] = {name: record._asdict() for name, record in manifest.files.items()}
     content = json.dumps({**fields, "checksum": _checksum_of_json(fields)}, indent=1)
     temporary = folder / f"{MANIFEST_NAME}.tmp"
     with temporary.open("w", encoding="utf-8") as file:

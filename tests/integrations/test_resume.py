@@ -96,10 +96,15 @@ def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["checkpoint-6/optimizer.pt", "checkpoint-6/scheduler.pt"])
-def test_a_save_that_was_killed_is_passed_over(tmp_path, victim):
+@pytest.mark.parametrize(
+    ("victim", "over_another_training"),
+    [("checkpoint-6/optimizer.pt", False), ("checkpoint-6/scheduler.pt", False), ("checkpoint-6/optimizer.pt", True)],
+)
+def test_a_save_that_was_killed_is_passed_over(tmp_path, victim, over_another_training):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = train(*options(whole, "kahan"))
+    if over_another_training:
+        train(*options(killed, "stochastic"))
     died = run(SCRIPTS / "killed_in_save.py", victim, "run", SCRIPTS / "train_tiny.py", *options(killed, "kahan"))
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
