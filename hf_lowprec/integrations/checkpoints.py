@@ -45,7 +45,7 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
         ValueError: a checkpoint was named that is not good, or there are checkpoints and none is; the message names the
             damaged files. Or ranks ask for different ones, or do not all see it.
     """
-    asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
+    asked = on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
     if any(other != asked[0] for other in asked):
         raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
     if not resume_from_checkpoint:
@@ -56,7 +56,7 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
             return resume_from_checkpoint  # Trainer says that there is none
     else:
         chosen = Path(resume_from_checkpoint)
-        if not any(_on_every_rank(chosen.is_dir())):
+        if not any(on_every_rank(chosen.is_dir())):
             return resume_from_checkpoint  # as above
         _check_named(chosen, Path(output_dir))
     _check_seen(chosen)
@@ -72,6 +72,15 @@ def last_complete(output_dir: Path) -> Path | None:
 def manifest_of(resolved: str | bool | None) -> Manifest | None:
     """The manifest of what `resolve` has returned, None if there is none."""
     return None if not resolved or resolved is True else read_manifest(Path(resolved))
+
+
+def on_every_rank(value: Any) -> list[Any]:
+    """The value of each rank, in their order; all ranks call it, and wait for each other."""
+    if not _several_ranks():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _last_good(folder: Path) -> Path | None:
@@ -101,7 +110,7 @@ def _check_named(checkpoint: Path, output_dir: Path) -> None:
 
 
 def _check_seen(checkpoint: Path) -> None:
-    blind = [rank for rank, sees in enumerate(_on_every_rank(checkpoint.is_dir())) if not sees]
+    blind = [rank for rank, sees in enumerate(on_every_rank(checkpoint.is_dir())) if not sees]
     if blind:
         raise ValueError(
             f"rank {', '.join(map(str, blind))} does not see {str(checkpoint)!r}, from which the others resume; put "
@@ -129,7 +138,7 @@ def _warn_of_what_is_not_there(checkpoint: Path) -> None:
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
     """The last good checkpoint in `folder`, and why the later ones are not."""
     passed: dict[str, Problem] = {}
-    for name, problem in _on_every_rank(_candidates(folder))[0]:
+    for name, problem in on_every_rank(_candidates(folder))[0]:
         problem = problem or _problem(folder / name)
         if problem is None:
             return folder / name, passed
@@ -173,7 +182,7 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 def _problem(checkpoint: Path) -> Problem | None:
     """What is wrong with a checkpoint on any machine."""
     checks = not _several_ranks() or PartialState().is_local_main_process
-    found = _on_every_rank(_problem_here(checkpoint) if checks and checkpoint.is_dir() else None)
+    found = on_every_rank(_problem_here(checkpoint) if checks and checkpoint.is_dir() else None)
     for rank, problem in enumerate(found):
         if problem is not None:
             return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
@@ -203,15 +212,6 @@ def _problem_here(checkpoint: Path) -> Problem | None:
 
 def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _on_every_rank(value: Any) -> list[Any]:
-    """The value of each rank, known to all of them."""
-    if not _several_ranks():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _warn(message: str, *arguments: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import uuid
 import zlib
@@ -77,13 +78,14 @@ class ManifestWriter:
         self._folder: Path | None = None
         self._manifest: Manifest | None = None
         self._stats: dict[str, tuple[int, ...]] = {}
+        self._known: dict[str, FileRecord] = {}
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
         """Mark `folder` as being written, then remove what Trainer would load of an earlier checkpoint there."""
         groups = getattr(optimizer, "param_groups", [])
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         self._last_saved = max(now, self._last_saved)  # the machine before may have had a clock that is ahead
-        self._folder, self._stats = folder, {}
+        self._folder, self._stats, self._known = folder, {}, {}
         self._manifest = Manifest(
             run=self._run,
             saved=self._last_saved,
@@ -97,17 +99,22 @@ class ManifestWriter:
             for path in folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
+    def add(self, records: dict[str, FileRecord]) -> None:
+        """Take the checksums of other ranks' files from them, whose machines still have those files in memory."""
+        self._known.update(records)
+
     def complete(self) -> None:
         """Write the complete manifest; called again, bring it up to date with files that have changed since."""
         if self._folder is None or self._manifest is None or not self._folder.is_dir():
             return
         stats = {name: _stat(self._folder / name) for name in _files(self._folder)}
-        changed = [name for name, stat in stats.items() if self._stats.get(name) != stat]
+        changed = {name for name, stat in stats.items() if self._stats.get(name) != stat}
         if self._manifest.complete and not changed and stats.keys() == self._stats.keys():
             return
-        found = checksums(self._folder / name for name in changed)
-        new = {name: FileRecord(stats[name][0], found[self._folder / name]) for name in changed}
-        files = {name: new.get(name) or self._manifest.files[name] for name in stats}
+        known = {name: self._known.pop(name) for name in changed if name in self._known}
+        known = {name: record for name, record in known.items() if record.size == stats[name][0]}
+        records = {**self._manifest.files, **_records(self._folder, changed - known.keys()), **known}
+        files = {name: records[name] for name in stats}
         self._manifest = dataclasses.replace(self._manifest, complete=True, files=files)
         self._stats = stats
         _write(self._folder, self._manifest)
@@ -151,6 +158,20 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
         return [*problems, f"{error.filename} cannot be read: {error.strerror}"]
     changed = [name for name in same_size if found[folder / name] != manifest.files[name].checksum]
     return [*problems, *(f"{name} does not match its checksum" for name in changed)]
+
+
+def records_of_rank(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """The sizes and checksums of the files that `rank` has written by itself, as their names tell."""
+    by_rank = re.compile(rf"(^|/)(__|rng_state_|\w+_rank){rank}[_.]")  # of shards, random states, unsharded optimizers
+    return _records(folder, [name for name in _files(folder) if by_rank.search(name)])
+
+
+def _records(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    found = checksums(folder / name for name in names)
+    return {
+        path.relative_to(folder).as_posix(): FileRecord(path.stat().st_size, checksum)
+        for path, checksum in found.items()
+    }
 
 
 def checksums(paths: Iterable[Path]) -> dict[Path, str]:

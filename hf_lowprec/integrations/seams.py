@@ -19,6 +19,9 @@ from transformers.training_args import OptimizerNames
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
 
+RUN_EPOCH = "_run_epoch"
+"""Trainer's method that trains for an epoch, or what is left of it; it stops at `max_steps` after its first step."""
+
 SAVE_CHECKPOINT = "_save_checkpoint"
 """Trainer's method that writes a checkpoint, then pushes it to the hub, and then deletes older ones."""
 

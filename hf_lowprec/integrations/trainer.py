@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hf_lowprec.integrations.arguments import (
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
 from hf_lowprec.integrations.loading import same_parameters
-from hf_lowprec.integrations.manifest import ManifestWriter
+from hf_lowprec.integrations.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.quantization import refuse_frozen
 from hf_lowprec.integrations.structure import read_trainer_state
 from hf_lowprec.optim.matrices import hidden_matrices
@@ -46,6 +47,7 @@ def register() -> None:
     _wrap_once("__init__", _build)
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)
+    _wrap_once(seams.RUN_EPOCH, _run_epoch)
     _wrap_once(seams.SAVE_CHECKPOINT, _save_checkpoint)
     _wrap_once(seams.SAVE_RANDOM_STATE, _save_random_state)
     _wrap_once(seams.LOAD_CHECKPOINT, _load)
@@ -192,6 +194,14 @@ def _train(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
         return original(*bound.args, **bound.kwargs)
 
 
+def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Trainer's, but for a training that is resumed from its last checkpoint: Trainer would add a step to it."""
+    if getattr(trainer, _CALLBACK, None) is not None and trainer.state.global_step >= trainer.state.max_steps:
+        trainer.control.should_training_stop = True
+        return
+    original(trainer, *args, **kwargs)
+
+
 def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Trainer's, with a manifest written first and last: before it deletes an older checkpoint, this one is complete."""
     if getattr(trainer, _CALLBACK, None) is None:
@@ -220,10 +230,12 @@ def _manifests(trainer: Trainer) -> ManifestWriter:
 
 
 def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A checkpoint with `trainer_state.json`, which rank 0 writes next, has the random states of all ranks."""
+    """A checkpoint with `trainer_state.json`, which rank 0 writes next, has the files of all ranks."""
     original(trainer, *args, **kwargs)
     if getattr(trainer, _CALLBACK, None) is not None:
-        trainer.accelerator.wait_for_everyone()
+        folder = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["output_dir"]
+        for records in checkpoints.on_every_rank(records_of_rank(Path(folder), trainer.args.process_index)):
+            _manifests(trainer).add(records)
 
 
 def _load(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -153,6 +153,12 @@ def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed, dam
     assert_same(train(killed, resume=True), whole[1])
 
 
+def test_a_finished_training_is_resumed_to_what_it_was(whole, tmp_path):
+    """Killed after its last checkpoint: Trainer by itself adds a step, since it looks at `max_steps` after each."""
+    shutil.copytree(whole[0] / "checkpoint-6", tmp_path / "checkpoint-6")
+    assert_same(train(tmp_path, resume=True), whole[1])
+
+
 def test_a_second_training_that_dies_while_it_saves_over_the_first_one(whole, killed, monkeypatch, caplog):
     """New weights, and the optimizer of the first training: neither is resumed."""
     save, error = torch.save, "the process died here"
