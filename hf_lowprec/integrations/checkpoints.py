@@ -8,6 +8,7 @@ Several ranks agree: one process of every machine checks what it sees there, and
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -24,14 +25,18 @@ from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, changed_fi
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+_OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
 _MANY = 5
 """Damaged files that a message names."""
+
+
+_DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
 
 class Problem(NamedTuple):
     """Why a checkpoint cannot be resumed from."""
 
-    kind: str  # follows its name: "is damaged"
+    kind: str  # one of the three above
     reason: str
 
 
@@ -67,6 +72,28 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
 def last_complete(output_dir: Path) -> Path | None:
     """The good checkpoint of the highest step in `output_dir`, or None."""
     return _search(output_dir)[0]
+
+
+def check_best(checkpoint: Path) -> None:
+    """Check what is loaded of the best checkpoint when training ends; the optimizer's files do not matter.
+
+    Raises:
+        ValueError: files are not what was written; the message names them.
+    """
+    damaged = next(filter(None, on_every_rank(_changed_weights(checkpoint) if _checks_here() else [])), [])
+    if damaged:
+        raise ValueError(
+            f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
+            "training has finished, and its last checkpoint has the last weights"
+        )
+
+
+def _changed_weights(checkpoint: Path) -> list[str]:
+    manifest = _manifest_or_none(checkpoint)
+    if manifest is None:
+        return []
+    files = {name: record for name, record in manifest.files.items() if not _OPTIMIZER.match(name)}
+    return changed_files(checkpoint, dataclasses.replace(manifest, files=files))
 
 
 def manifest_of(resolved: str | bool | None) -> Manifest | None:
@@ -106,6 +133,8 @@ def _check_named(checkpoint: Path, output_dir: Path) -> None:
     numbered = _CHECKPOINT.match(checkpoint.name) is not None
     good, _ = _search(checkpoint.parent if numbered else output_dir)
     way_out = "name another one" if good is None else f"name {str(good)!r}, the last good one, or another"
+    if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
+        way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
     raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
 
 
@@ -125,6 +154,8 @@ def _warn_of_what_is_not_there(checkpoint: Path) -> None:
             "moments, without compensation, and the learning rate's schedule begins again",
             checkpoint,
         )
+    elif not structure.holds_random_states(checkpoint):
+        _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
     unknown = structure.unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
     if unknown:
         _warn(
@@ -164,7 +195,7 @@ def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
         overtaken = any(manifests[other].saved > saved for other in names[at + 1 :] if other in manifests)
         if overtaken or manifests[name].run != manifests[newest].run:
             reason = f"saved at {saved}, before {newest}, by a training that is not the last one; name it to use it"
-            found[at] = (name, Problem("is of an earlier training", reason))
+            found[at] = (name, Problem(_EARLIER, reason))
     return found
 
 
@@ -181,8 +212,7 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 
 def _problem(checkpoint: Path) -> Problem | None:
     """What is wrong with a checkpoint on any machine."""
-    checks = not _several_ranks() or PartialState().is_local_main_process
-    found = on_every_rank(_problem_here(checkpoint) if checks and checkpoint.is_dir() else None)
+    found = on_every_rank(_problem_here(checkpoint) if _checks_here() and checkpoint.is_dir() else None)
     for rank, problem in enumerate(found):
         if problem is not None:
             return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
@@ -193,21 +223,30 @@ def _problem_here(checkpoint: Path) -> Problem | None:
     try:
         manifest = read_manifest(checkpoint)
     except ValueError as error:
-        return Problem("is damaged", f"{error}; without that file the others would be checked by what they hold")
+        return Problem(_DAMAGED, str(error))
     if manifest is None:
         try:
-            structure.read_trainer_state(checkpoint)
+            structure.read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
-            return Problem("was not finished", str(error))
+            return Problem(_UNFINISHED, str(error))
         damaged = structure.damaged_files(checkpoint)
     elif not manifest.complete:
-        return Problem("was not finished", f"{MANIFEST_NAME} says that it was still being written")
+        return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
     else:
         damaged = changed_files(checkpoint, manifest)
     if not damaged:
         return None
+    return Problem(_DAMAGED, _listed(damaged))
+
+
+def _listed(damaged: list[str]) -> str:
     more = f" and {len(damaged) - _MANY} more" if len(damaged) > _MANY else ""
-    return Problem("is damaged", ", ".join(damaged[:_MANY]) + more)
+    return ", ".join(damaged[:_MANY]) + more
+
+
+def _checks_here() -> bool:
+    """Whether this process is the one of its machine that reads files."""
+    return not _several_ranks() or PartialState().is_local_main_process
 
 
 def _several_ranks() -> bool:

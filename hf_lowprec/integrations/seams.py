@@ -148,7 +148,7 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
     """Call `written` after each `trainer_state.json` that is written inside.
 
-    It is the last file of a checkpoint, and the last moment before Trainer pushes the checkpoint and deletes older ones.
+    It is the last file of a checkpoint. Afterwards Trainer pushes the checkpoint to the hub and deletes older ones.
     """
     original = vars(TrainerState)["save_to_json"]
 
@@ -163,10 +163,10 @@ def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def trainer_states_read_by(read: Callable[[Path], TrainerState]) -> Iterator[None]:
-    """Let Trainer read the `trainer_state.json` of a checkpoint by `read(checkpoint)`."""
+    """Let Trainer read a `trainer_state.json` by `read(path)`."""
 
     def load_from_json(cls: type, json_path: str) -> TrainerState:
-        return read(Path(json_path).parent)
+        return read(Path(json_path))
 
     with _replaced(TrainerState, "load_from_json", classmethod(load_from_json)):
         yield

@@ -13,7 +13,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.manifest import read_json
 
@@ -23,21 +22,22 @@ _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
 _WEIGHTS = ("**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin", "pytorch_model_fsdp_[0-9]*")
 
 
-def read_trainer_state(checkpoint: Path) -> TrainerState:
-    """The state of the Trainer, without fields that another version of transformers has added.
+def read_trainer_state(path: Path) -> TrainerState:
+    """The state of the Trainer in a JSON file, without fields that another version of transformers has added.
 
     Raises:
         ValueError: it is missing or damaged; the message names the file.
     """
-    if not (checkpoint / TRAINER_STATE_NAME).is_file():
-        raise ValueError(f"{TRAINER_STATE_NAME} is missing")
-    fields = read_json(checkpoint / TRAINER_STATE_NAME)
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    fields = read_json(path)
+    unknown = unknown_fields(fields)
     try:
-        state = TrainerState(**{name: value for name, value in fields.items() if name not in unknown_fields(fields)})
+        state = TrainerState(**{name: value for name, value in fields.items() if name not in unknown})
     except TypeError as error:
-        raise ValueError(f"{TRAINER_STATE_NAME} is not a Trainer's: {error}") from error
+        raise ValueError(f"{path.name} is not a Trainer's: {error}") from error
     if not isinstance(state.global_step, int):
-        raise ValueError(f"{TRAINER_STATE_NAME} has global_step={state.global_step!r}")
+        raise ValueError(f"{path.name} has global_step={state.global_step!r}")
     return state
 
 
@@ -49,6 +49,11 @@ def unknown_fields(state: dict[str, Any]) -> list[str]:
 def holds_optimizer(checkpoint: Path) -> bool:
     """Whether there is an optimizer's state; `save_only_model=True` writes none."""
     return _holds(checkpoint, *_OPTIMIZER)
+
+
+def holds_random_states(checkpoint: Path) -> bool:
+    """Whether there are random states, of whatever number of ranks."""
+    return _holds(checkpoint, "rng_state*.pth")
 
 
 def damaged_files(checkpoint: Path) -> list[str]:

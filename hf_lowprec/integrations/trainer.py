@@ -51,7 +51,7 @@ def register() -> None:
     _wrap_once(seams.SAVE_CHECKPOINT, _save_checkpoint)
     _wrap_once(seams.SAVE_RANDOM_STATE, _save_random_state)
     _wrap_once(seams.LOAD_CHECKPOINT, _load)
-    _wrap_once(seams.LOAD_BEST, _load)
+    _wrap_once(seams.LOAD_BEST, _load_best)
 
 
 def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
@@ -190,7 +190,7 @@ def _train(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
     chosen = checkpoints.resolve(asked, trainer.args.output_dir)
     bound.arguments["resume_from_checkpoint"] = chosen
     setattr(trainer, _MANIFESTS, ManifestWriter(checkpoints.manifest_of(chosen)))
-    with seams.trainer_states_read_by(read_trainer_state):
+    with seams.trainer_states_read_by(read_trainer_state) if chosen else nullcontext():
         return original(*bound.args, **bound.kwargs)
 
 
@@ -203,7 +203,7 @@ def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[s
 
 
 def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Trainer's, with a manifest written first and last: before it deletes an older checkpoint, this one is complete."""
+    """Trainer's, with a manifest written first and last: this one is complete before older ones are deleted."""
     if getattr(trainer, _CALLBACK, None) is None:
         return original(trainer, *args, **kwargs)
     manifests = _manifests(trainer)
@@ -242,3 +242,9 @@ def _load(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, A
     """The optimizer, and what FP32 estimates of weights are made of, goes on with the parameters that it has."""
     with same_parameters(trainer.model) if getattr(trainer, _CALLBACK, None) is not None else nullcontext():
         original(trainer, *args, **kwargs)
+
+
+def _load_best(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if getattr(trainer, _CALLBACK, None) is not None:
+        checkpoints.check_best(Path(trainer.state.best_model_checkpoint))
+    _load(original, trainer, args, kwargs)

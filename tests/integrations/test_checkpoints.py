@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.checkpoints import resolve
@@ -293,6 +294,30 @@ def test_adapters(tmp_path, caplog):
                 damage(copy / "checkpoint-4" / file)
                 caplog.clear()
                 assert_passed_over(copy, file, caplog)
+
+
+@pytest.mark.parametrize("damage", [flipped, halved])
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(tmp_path, damage):
+    class DamagesTheBest(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                missing(tmp_path / "checkpoint-2/optimizer.pt")  # weights are all that is loaded
+                damage(tmp_path / "checkpoint-2/model.safetensors")
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    with pytest.raises(ValueError, match=r"checkpoint-2', the best checkpoint, is damaged: model.safetensors") as error:
+        train(tmp_path, callbacks=[DamagesTheBest()], **settings)  # the highest loss is called the best: the first
+    assert "optimizer" not in str(error.value)
+
+
+def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
+    """A file says so in the checkpoint while it is saved, and is deleted when it is complete."""
+    whole[1].args.output_dir, before = str(killed), whole[1].args.output_dir
+    try:
+        CheckpointManager(whole[1]).execute_jit_checkpoint()
+    finally:
+        whole[1].args.output_dir = before
+    assert resolve(True, str(killed)) == str(killed / "checkpoint-6")
 
 
 def test_checkpoints_of_others_stay_as_they_are(tmp_path):

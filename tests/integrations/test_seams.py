@@ -101,13 +101,13 @@ def test_the_trainers_state_is_read_where_we_look(tmp_path):
     trained(tmp_path, max_steps=1, **settings)
     read = []
 
-    def read_state(checkpoint):
-        read.append(checkpoint.name)
-        return TrainerState(**json.loads((checkpoint / "trainer_state.json").read_text()))
+    def read_state(path):
+        read.append(str(path.relative_to(tmp_path)))
+        return TrainerState(**json.loads(path.read_text()))
 
     with seams.trainer_states_read_by(read_state):
         trained(tmp_path, max_steps=2, resume=True, **settings)
-    assert set(read) == {"checkpoint-1"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
+    assert set(read) == {"checkpoint-1/trainer_state.json"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
 
 
 def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
