@@ -28,8 +28,6 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
 _MANY = 5
 """Damaged files that a message names."""
-
-
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
 
@@ -80,8 +78,7 @@ def check_best(checkpoint: Path) -> None:
     Raises:
         ValueError: files are not what was written; the message names them.
     """
-    damaged = next(filter(None, on_every_rank(_changed_weights(checkpoint) if _checks_here() else [])), [])
-    if damaged:
+    for damaged in filter(None, on_every_rank(_changed_weights(checkpoint) if _checks_here() else [])):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
             "training has finished, and its last checkpoint has the last weights"

@@ -28,7 +28,7 @@ CHUNK = 1 << 24
 """Bytes of a file that one thread reads at a time."""
 _THREADS = min(8, os.cpu_count() or 1)
 _BEING_SAVED = "checkpoint-is-incomplete.txt"
-"""Lies in a checkpoint while transformers' JITCheckpointCallback saves it."""
+"""Lies in a checkpoint while transformers' JITCheckpointCallback saves it; it is deleted afterwards."""
 _LOADED_IF_PRESENT = (
     TRAINER_STATE_NAME,
     "optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
@@ -97,7 +97,7 @@ class ManifestWriter:
         _write(folder, self._manifest)
         for pattern in _LOADED_IF_PRESENT:
             for path in folder.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def add(self, records: dict[str, FileRecord]) -> None:
         """Take the checksums of other ranks' files from them, whose machines still have those files in memory."""

@@ -108,7 +108,7 @@ def _check_shards(folder: Path) -> list[str]:
         return []
     if not (folder / ".metadata").is_file():
         return ["/.metadata is missing"]
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
         pieces = FileSystemReader(folder).read_metadata().storage_data

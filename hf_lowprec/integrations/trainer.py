@@ -217,8 +217,9 @@ def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: 
 
 
 def _on_save(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """All callbacks' `on_save`, after which the manifest follows what they have changed in the checkpoint."""
+    """The `on_save` of all callbacks on all ranks; what they changed in the checkpoint goes into its manifest."""
     control = original(*args, **kwargs)
+    trainer.accelerator.wait_for_everyone()
     _manifests(trainer).complete()
     return control
 

@@ -200,6 +200,14 @@ def test_a_training_that_went_back_to_an_earlier_step(whole, killed, caplog):
     assert "checkpoint-6 is of an earlier training, checkpoint-4 is of an earlier training" in caplog.text
 
 
+def test_an_earlier_training_is_no_replacement(killed):
+    """Of a fresh training in the same folder only step 3 is there, and damaged: step 2 is not its own."""
+    train(killed, max_steps=3, save_steps=3)
+    flipped(killed / "checkpoint-3/optimizer.pt")
+    with pytest.raises(ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .* before checkpoint-3"):
+        resolve(True, str(killed))
+
+
 def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
     last = stock / "checkpoint-4"
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
