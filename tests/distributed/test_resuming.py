@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,42 +18,37 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def answers(folder: Path, *asked: object) -> list[str]:
-    printed = run_ranks("resolved_on_ranks.py", 2, folder, *map(str, asked))
-    return sorted(line for line in printed.splitlines() if line.startswith("rank "))
-
-
-@pytest.fixture
-def machines(tmp_path):
+def machines(folder: Path) -> Path:
     """Two of them, with checkpoints of steps 2 and 4 on either."""
     for rank, step in itertools.product((0, 1), (2, 4)):
-        checkpoint = tmp_path / f"{rank}/out/checkpoint-{step}"
+        checkpoint = folder / f"{rank}/out/checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
         (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    return tmp_path
+    return folder
 
 
-def test_what_is_damaged_on_one_machine_is_not_resumed_on_any(machines):
-    damaged = machines / "1/out/checkpoint-4/model.safetensors"
-    os.truncate(damaged, damaged.stat().st_size // 2)
-    assert answers(machines, True) == [f"rank {rank}: out/checkpoint-2" for rank in (0, 1)]
-    for answer in answers(machines, "out/checkpoint-4"):
-        assert "ValueError: resume_from_checkpoint='out/checkpoint-4' is damaged: model.safetensors" in answer
-        assert "as rank 1 sees it" in answer and "'out/checkpoint-2', the last good one" in answer
-
-
-def test_a_machine_without_the_checkpoint(machines):
-    shutil.rmtree(machines / "1/out/checkpoint-4")
-    for asked in (True, "out/checkpoint-4"):
-        for answer in answers(machines, asked):
-            assert "ValueError: rank 1 does not see 'out/checkpoint-4'" in answer
-            assert "save_on_each_node=True" in answer
-
-
-def test_ranks_that_ask_for_different_checkpoints(machines):
-    for answer in answers(machines, True, "out/checkpoint-2"):
-        assert "ValueError: resume_from_checkpoint differs between ranks: [True, 'out/checkpoint-2']" in answer
+def test_machines_that_see_different_files(tmp_path):
+    """All of them resume from the same checkpoint, one that is good on all, or all say why not."""
+    damaged, partial = machines(tmp_path / "damaged"), machines(tmp_path / "partial")
+    weights = damaged / "1/out/checkpoint-4/model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    shutil.rmtree(partial / "1/out/checkpoint-4")
+    expected = {
+        (damaged, True): r"out/checkpoint-2$",
+        (damaged, "out/checkpoint-4"): r"ValueError: .*'out/checkpoint-4' is damaged: model.safetensors .*"
+        r"\(as rank 1 sees it\); name 'out/checkpoint-2', the last good one",
+        (damaged, True, "out/checkpoint-2"): r"ValueError: .* differs between ranks: \[True, 'out/checkpoint-2'\]",
+        (partial, True): r"ValueError: rank 1 does not see 'out/checkpoint-4'.*save_on_each_node=True",
+        (partial, "out/checkpoint-4"): r"ValueError: rank 1 does not see 'out/checkpoint-4'",
+        (partial, "out/checkpoint-2"): r"out/checkpoint-2$",
+        (partial, "hub/name"): r"hub/name$",
+    }
+    questions = json.dumps([[str(folder), *asked] for folder, *asked in expected])
+    printed = run_ranks("resolved_on_ranks.py", 2, questions)
+    for number, answer in enumerate(expected.values()):
+        for rank in (0, 1):
+            assert re.search(rf"answer {number} of rank {rank}: {answer}", printed, re.MULTILINE), printed
 
 
 def test_shards_of_fsdp2(tmp_path):

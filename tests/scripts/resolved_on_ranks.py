@@ -1,8 +1,10 @@
 """What each rank is told to resume from, where every rank is a machine with files of its own.
 
-resolved_on_ranks.py FOLDER ASKED...: rank R runs in FOLDER/R, and asks for the R-th of ASKED, or the last.
+resolved_on_ranks.py QUESTIONS: in JSON, a list of [FOLDER, ASKED, ...]; rank R runs in FOLDER/R, and asks for the R-th
+or the last of what follows.
 """
 
+import json
 import os
 import sys
 
@@ -11,14 +13,14 @@ from accelerate import PartialState
 from hf_lowprec.integrations.checkpoints import resolve
 from tests.ranks import leave
 
-rank, asked = int(os.environ["RANK"]), sys.argv[2:]
+rank = int(os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-os.chdir(os.path.join(sys.argv[1], str(rank)))
 PartialState(cpu=True)
-name = asked[min(rank, len(asked) - 1)]
-try:
-    found = resolve(True if name == "True" else name, "out")
-except ValueError as error:
-    found = f"ValueError: {error}"
-print(f"rank {rank}: {found}", flush=True)
+for number, (folder, *asked) in enumerate(json.loads(sys.argv[1])):
+    os.chdir(os.path.join(folder, str(rank)))
+    try:
+        found = resolve(asked[min(rank, len(asked) - 1)], "out")
+    except ValueError as error:
+        found = f"ValueError: {error}"
+    print(f"answer {number} of rank {rank}: {found}\n", end="", flush=True)
 leave()
