@@ -133,6 +133,15 @@ def test_damage_is_seen_by_name_without_a_manifest(stock, caplog, file, damage):
     assert_passed_over(stock, file, caplog)
 
 
+def test_a_file_that_its_reader_does_not_know(stock, caplog):
+    """Damage in a zip file's directory can look like a later version of the format."""
+    path = stock / "checkpoint-4/optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\1\2") + 6] = 128  # the version that is needed to read the last entry
+    path.write_bytes(content)
+    assert_passed_over(stock, "optimizer.pt", caplog)
+
+
 @pytest.mark.parametrize("name", ["killed", "stock"])
 def test_times_of_files_say_nothing(request, name, tmp_path):
     """Copying a folder back from a backup in parallel gives them any order."""
@@ -224,7 +233,9 @@ def test_a_state_of_another_version_of_transformers_is_resumed(whole, stock, cap
     assert "a_field_of_tomorrow" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["[" * 10**5, '{"a":' * 10**5, '{"global_step": "4"}', "\xff", "1" * 5000])
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, '{"a":' * 10**5, '{"global_step": "4"}', '{"log_history": 4}', "\xff", "1" * 5000]
+)
 def test_a_state_that_is_no_state(stock, caplog, content):
     (stock / "checkpoint-4" / STATE).write_text(content, encoding="latin-1")
     assert_passed_over(stock, STATE, caplog)
