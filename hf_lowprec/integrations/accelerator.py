@@ -91,15 +91,15 @@ def say_autocast_is_off(reduction: Reduction) -> None:
     logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
 
 
-def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
-    """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one accelerator."""
-    original = getattr(accelerator, name)
+def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
+    """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one instance."""
+    original = getattr(instance, name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(accelerator, name, method)
+    setattr(instance, name, method)
 
 
 def _prepare(

@@ -1,93 +1,255 @@
-"""Which checkpoint to resume from, when the last one may have been cut short.
+"""Which checkpoint a training is resumed from: the last good one, or the one that was named, if it is good.
 
-Trainer writes `trainer_state.json` last, so a folder in which it is missing or unreadable was not finished; nor was one
-of this run's own folder in which it is older than the optimizer's file: a second run was writing over a first one's.
-Sharded states are a folder each, whose `.metadata` is written when every process has written its part.
+A checkpoint with a manifest is good if its files are those that were written (`manifest.py`), one without, of another
+Trainer, if the files that Trainer loads open (`structure.py`). The times of files say nothing: copying changes them.
+
+Several ranks agree: one process of every machine checks what it sees there, and what is damaged for one is for all.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
 import re
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from transformers.trainer_callback import TrainerState
+import torch.distributed as dist
+from accelerate import PartialState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_lowprec.integrations import structure
+from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, changed_files, read_json, read_manifest
 
 logger = logging.getLogger(__name__)
 
-TRAINER_STATE_NAME = "trainer_state.json"
-_SHARDED = (f"{OPTIMIZER_NAME}_[0-9]*", f"{FSDP_MODEL_NAME}_[0-9]*")
-_OPTIMIZER_FILES = ("optimizer.pt", f"{OPTIMIZER_NAME}.bin", f"{OPTIMIZER_NAME}_0/.metadata")
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+_OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
+_MANY = 5
+"""Damaged files that a message names."""
+_DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether Trainer finished writing `checkpoint`."""
-    try:
-        TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError):
-        return False
-    return True
+class Problem(NamedTuple):
+    """Why a checkpoint cannot be resumed from."""
 
-
-def last_complete(output_dir: Path) -> Path | None:
-    """The finished checkpoint of the highest step in `output_dir`, or None."""
-    return next((path for _, path in reversed(_numbered(output_dir)) if _finished_here(path)), None)
-
-
-def _finished_here(checkpoint: Path) -> bool:
-    if not is_complete(checkpoint):
-        return False
-    written = (checkpoint / TRAINER_STATE_NAME).stat().st_mtime_ns
-    if any(not (shards / ".metadata").exists() for name in _SHARDED for shards in checkpoint.glob(name)):
-        return False
-    files = [checkpoint / name for name in _OPTIMIZER_FILES]
-    return all(not file.exists() or file.stat().st_mtime_ns <= written for file in files)
+    kind: str  # one of the three above
+    reason: str
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
-    """What Trainer should resume from, given what it was asked to.
+    """What Trainer should resume from, given what it was asked to; the same on all ranks.
 
-    An unfinished checkpoint of this run's own output folder is passed over, with a warning, for the last finished one.
+    For `True` it is the last good checkpoint in `output_dir`. Later ones that are not good are passed over, and named
+    in a warning.
 
     Raises:
-        ValueError: an unfinished checkpoint was named, or is all there is.
+        ValueError: a checkpoint was named that is not good, or there are checkpoints and none is; the message names the
+            damaged files. Or ranks ask for different ones, or do not all see it.
     """
+    asked = on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
+    if any(other != asked[0] for other in asked):
+        raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
     if not resume_from_checkpoint:
         return resume_from_checkpoint
-    folder = Path(output_dir)
-    if resume_from_checkpoint is not True:
-        named = Path(resume_from_checkpoint)
-        here = named.resolve().parent == folder.resolve() and _CHECKPOINT.match(named.name) is not None
-        if not named.is_dir() or (_finished_here if here else is_complete)(named):
-            return resume_from_checkpoint
-        if not here:
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint!r} was not finished ({TRAINER_STATE_NAME} is missing "
-                "or damaged); name a finished checkpoint"
-            )
-    complete = last_complete(folder)
-    unfinished = [path.name for step, path in _numbered(folder) if complete is None or step > _step(complete)]
-    if complete is None:
-        if unfinished:
-            raise ValueError(
-                f"no checkpoint in {output_dir!r} was finished; start again without resume_from_checkpoint"
-            )
-        return resume_from_checkpoint  # Trainer says that there is none
-    if unfinished:
-        logger.warning("%s was not finished; resuming from %s", ", ".join(unfinished), complete)
-    return str(complete)
+    if resume_from_checkpoint is True:
+        chosen = _last_good(Path(output_dir))
+        if chosen is None:
+            return resume_from_checkpoint  # Trainer says that there is none
+    else:
+        chosen = Path(resume_from_checkpoint)
+        if not any(on_every_rank(chosen.is_dir())):
+            return resume_from_checkpoint  # as above
+        _check_named(chosen, Path(output_dir))
+    _check_seen(chosen)
+    _warn_of_what_is_not_there(chosen)
+    return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
 
 
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoint folders with their steps, in order."""
-    if not folder.is_dir():
+def last_complete(output_dir: Path) -> Path | None:
+    """The good checkpoint of the highest step in `output_dir`, or None."""
+    return _search(output_dir)[0]
+
+
+def check_best(checkpoint: Path) -> None:
+    """Check what is loaded of the best checkpoint when training ends; the optimizer's files do not matter.
+
+    Raises:
+        ValueError: files are not what was written; the message names them.
+    """
+    for damaged in filter(None, on_every_rank(_changed_weights(checkpoint) if _checks_here() else [])):
+        raise ValueError(
+            f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
+            "training has finished, and its last checkpoint has the last weights"
+        )
+
+
+def _changed_weights(checkpoint: Path) -> list[str]:
+    manifest = _manifest_or_none(checkpoint)
+    if manifest is None:
         return []
-    return sorted((_step(path), path) for path in folder.iterdir() if path.is_dir() and _CHECKPOINT.match(path.name))
+    files = {name: record for name, record in manifest.files.items() if not _OPTIMIZER.match(name)}
+    return changed_files(checkpoint, dataclasses.replace(manifest, files=files))
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+def manifest_of(resolved: str | bool | None) -> Manifest | None:
+    """The manifest of what `resolve` has returned, None if there is none."""
+    return None if not resolved or resolved is True else read_manifest(Path(resolved))
+
+
+def on_every_rank(value: Any) -> list[Any]:
+    """The value of each rank, in their order; all ranks call it, and wait for each other."""
+    if not _several_ranks():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _last_good(folder: Path) -> Path | None:
+    """The last good checkpoint, with a warning for those passed over; None if there are no checkpoints at all."""
+    good, passed = _search(folder)
+    if not passed:
+        return good
+    kinds = ", ".join(f"{name} {problem.kind}" for name, problem in passed.items())
+    reasons = "; ".join(f"{name}: {problem.reason}" for name, problem in passed.items())
+    if good is None:
+        raise ValueError(
+            f"no checkpoint in {str(folder)!r} was finished and is intact ({reasons}); start again without "
+            "resume_from_checkpoint, or name a checkpoint elsewhere"
+        )
+    _warn("%s; resuming from %s (%s)", kinds, good, reasons)
+    return good
+
+
+def _check_named(checkpoint: Path, output_dir: Path) -> None:
+    problem = _problem(checkpoint)
+    if problem is None:
+        return
+    numbered = _CHECKPOINT.match(checkpoint.name) is not None
+    good, _ = _search(checkpoint.parent if numbered else output_dir)
+    way_out = "name another one" if good is None else f"name {str(good)!r}, the last good one, or another"
+    if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
+        way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
+    raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
+
+
+def _check_seen(checkpoint: Path) -> None:
+    blind = [rank for rank, sees in enumerate(on_every_rank(checkpoint.is_dir())) if not sees]
+    if blind:
+        raise ValueError(
+            f"rank {', '.join(map(str, blind))} does not see {str(checkpoint)!r}, from which the others resume; put "
+            "output_dir on storage that all machines share, or save with save_on_each_node=True"
+        )
+
+
+def _warn_of_what_is_not_there(checkpoint: Path) -> None:
+    if not structure.holds_optimizer(checkpoint):
+        _warn(
+            "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
+            "moments, without compensation, and the learning rate's schedule begins again",
+            checkpoint,
+        )
+    elif not structure.holds_random_states(checkpoint):
+        _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
+    unknown = structure.unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
+    if unknown:
+        _warn(
+            "%s of %s is of another version of transformers; left out: %s",
+            TRAINER_STATE_NAME,
+            checkpoint,
+            ", ".join(unknown),
+        )
+
+
+def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
+    """The last good checkpoint in `folder`, and why the later ones are not."""
+    passed: dict[str, Problem] = {}
+    for name, problem in on_every_rank(_candidates(folder))[0]:
+        problem = problem or _problem(folder / name)
+        if problem is None:
+            return folder / name, passed
+        passed[name] = problem
+    return None, passed
+
+
+def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
+    """The names of the checkpoints, latest first, with a problem for those that the last training did not go through.
+
+    A training that begins again in the same folder, or from an earlier step, overwrites checkpoints one by one. Those
+    that it has not reached yet are of higher steps, and would be taken for its own.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    names = sorted(filter(_CHECKPOINT.match, names), key=_step, reverse=True)
+    manifests = {name: manifest for name in names if (manifest := _manifest_or_none(folder / name)) is not None}
+    newest = max(manifests, key=lambda name: manifests[name].saved, default="")
+    found: list[tuple[str, Problem | None]] = [(name, None) for name in names]
+    for at, name in enumerate(names):
+        if name not in manifests:
+            continue
+        saved = manifests[name].saved
+        overtaken = any(manifests[other].saved > saved for other in names[at + 1 :] if other in manifests)
+        if overtaken or manifests[name].run != manifests[newest].run:
+            reason = f"saved at {saved}, before {newest}, by a training that is not the last one; name it to use it"
+            found[at] = (name, Problem(_EARLIER, reason))
+    return found
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _manifest_or_none(checkpoint: Path) -> Manifest | None:
+    try:
+        return read_manifest(checkpoint)
+    except ValueError:
+        return None
+
+
+def _problem(checkpoint: Path) -> Problem | None:
+    """What is wrong with a checkpoint on any machine."""
+    found = on_every_rank(_problem_here(checkpoint) if _checks_here() and checkpoint.is_dir() else None)
+    for rank, problem in enumerate(found):
+        if problem is not None:
+            return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
+    return None
+
+
+def _problem_here(checkpoint: Path) -> Problem | None:
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        return Problem(_DAMAGED, str(error))
+    if manifest is None:
+        try:
+            structure.read_trainer_state(checkpoint / TRAINER_STATE_NAME)
+        except ValueError as error:
+            return Problem(_UNFINISHED, str(error))
+        damaged = structure.damaged_files(checkpoint)
+    elif not manifest.complete:
+        return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
+    else:
+        damaged = changed_files(checkpoint, manifest)
+    if not damaged:
+        return None
+    return Problem(_DAMAGED, _listed(damaged))
+
+
+def _listed(damaged: list[str]) -> str:
+    more = f" and {len(damaged) - _MANY} more" if len(damaged) > _MANY else ""
+    return ", ".join(damaged[:_MANY]) + more
+
+
+def _checks_here() -> bool:
+    """Whether this process is the one of its machine that reads files."""
+    return not _several_ranks() or PartialState().is_local_main_process
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _warn(message: str, *arguments: object) -> None:
+    if not _several_ranks() or dist.get_rank() == 0:
+        logger.warning(message, *arguments)

@@ -6,17 +6,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.fsdp
 import transformers
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, Trainer, trainer_optimizer
+from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
+
+RUN_EPOCH = "_run_epoch"
+"""Trainer's method that trains for an epoch, or what is left of it; it stops at `max_steps` after its first step."""
+
+SAVE_CHECKPOINT = "_save_checkpoint"
+"""Trainer's method that writes a checkpoint, then pushes it to the hub, and then deletes older ones."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 """Trainer's method that loads a checkpoint's weights when a training is resumed; its last argument is the model."""
@@ -149,6 +157,49 @@ def prepared_again_later(model: Any) -> Iterator[None]:
             vars(model).pop(_PREPARED, None)
 
 
+def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+    """Where `trainer` saves its checkpoint of this step; `trial` is that of a hyperparameter search, or None."""
+    return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+
+@contextmanager
+def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
+    """Call `written` after each `trainer_state.json` that is written inside.
+
+    It is the last file of a checkpoint. Afterwards Trainer pushes the checkpoint to the hub and deletes older ones.
+    """
+    original = vars(TrainerState)["save_to_json"]
+
+    @functools.wraps(original)
+    def save_to_json(self: TrainerState, json_path: str) -> None:
+        original(self, json_path)
+        written()
+
+    with _replaced(TrainerState, "save_to_json", save_to_json):
+        yield
+
+
+@contextmanager
+def trainer_states_read_by(read: Callable[[Path], TrainerState]) -> Iterator[None]:
+    """Let Trainer read a `trainer_state.json` by `read(path)`."""
+
+    def load_from_json(cls: type, json_path: str) -> TrainerState:
+        return read(Path(json_path))
+
+    with _replaced(TrainerState, "load_from_json", classmethod(load_from_json)):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 def read_checkpoints_in_float32(trainer: Trainer) -> None:
     """Let a trainer that reads checkpoints by `from_pretrained`, as those of sentence-transformers, get what was saved.
 
@@ -166,8 +217,5 @@ def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
         default = {} if {"dtype", "torch_dtype"} & kwargs.keys() else {"dtype": torch.float32}
         return original.__func__(cls, *args, **default, **kwargs)
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    try:
+    with _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         return load(*args, **kwargs)
-    finally:
-        PreTrainedModel.from_pretrained = original

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations import checkpoints, seams
+from hf_lowprec.integrations.accelerator import wrap_method
 from hf_lowprec.integrations.arguments import (
     callback_arguments,
     checked_arguments,
@@ -27,7 +29,9 @@ from hf_lowprec.integrations.arguments import (
 from hf_lowprec.integrations.callback import LowPrecisionCallback
 from hf_lowprec.integrations.first_step import check_first_step
 from hf_lowprec.integrations.loading import same_parameters
+from hf_lowprec.integrations.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.quantization import refuse_frozen
+from hf_lowprec.integrations.structure import read_trainer_state
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -35,6 +39,8 @@ from hf_lowprec.optim.validation import keywords
 
 _CALLBACK = "_hf_lowprec_callback"
 """Where a Trainer keeps the callback it is built with."""
+_MANIFESTS = "_hf_lowprec_manifests"
+"""Where a Trainer keeps the writer of its checkpoints' manifests, one per training."""
 
 
 def register(unpickle: Callable[[str], Any]) -> None:
@@ -50,9 +56,11 @@ def register(unpickle: Callable[[str], Any]) -> None:
     _wrap_once("__init__", _build)
     _wrap_once("create_accelerator_and_postprocess", _create_accelerator)
     _wrap_once("train", _train)
+    _wrap_once(seams.RUN_EPOCH, _run_epoch)
+    _wrap_once(seams.SAVE_CHECKPOINT, _save_checkpoint)
     _wrap_once(seams.SAVE_RANDOM_STATE, _save_random_state)
     _wrap_once(seams.LOAD_CHECKPOINT, _load)
-    _wrap_once(seams.LOAD_BEST, _load)
+    _wrap_once(seams.LOAD_BEST, _load_best)
 
 
 def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
@@ -115,6 +123,7 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
     seams.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass makes its accelerator in a way of its own
         callback.prepare(trainer.accelerator)
+    wrap_method(trainer.callback_handler, "on_save", functools.partial(_on_save, trainer))
     # First, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
@@ -183,22 +192,69 @@ def _casting(model_init: Callable, callback: LowPrecisionCallback) -> Callable:
 
 
 def _train(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if getattr(trainer, _CALLBACK, None) is None:
+        return original(trainer, *args, **kwargs)
     bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-    if any(isinstance(callback, LowPrecisionCallback) for callback in trainer.callback_handler.callbacks):
-        asked = bound.arguments.get("resume_from_checkpoint")
-        if asked:
-            bound.arguments["resume_from_checkpoint"] = checkpoints.resolve(asked, trainer.args.output_dir)
-    return original(*bound.args, **bound.kwargs)
+    asked = bound.arguments.get("resume_from_checkpoint")
+    chosen = checkpoints.resolve(asked, trainer.args.output_dir)
+    bound.arguments["resume_from_checkpoint"] = chosen
+    setattr(trainer, _MANIFESTS, ManifestWriter(checkpoints.manifest_of(chosen)))
+    with seams.trainer_states_read_by(read_trainer_state) if chosen else nullcontext():
+        return original(*bound.args, **bound.kwargs)
+
+
+def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Trainer's, but for a training that is resumed from its last checkpoint: Trainer would add a step to it."""
+    if getattr(trainer, _CALLBACK, None) is not None and trainer.state.global_step >= trainer.state.max_steps:
+        trainer.control.should_training_stop = True
+        return
+    original(trainer, *args, **kwargs)
+
+
+def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Trainer's, with a manifest written first and last: this one is complete before older ones are deleted."""
+    if getattr(trainer, _CALLBACK, None) is None:
+        return original(trainer, *args, **kwargs)
+    manifests = _manifests(trainer)
+    if trainer.args.should_save:
+        trial = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["trial"]
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        manifests.begin(seams.checkpoint_folder(trainer, trial), trainer.state.global_step, optimizer)
+    trainer.accelerator.wait_for_everyone()  # no rank writes into an older checkpoint that does not say so
+    with seams.after_trainer_state(manifests.complete):
+        original(trainer, *args, **kwargs)
+
+
+def _on_save(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The `on_save` of all callbacks on all ranks; what they changed in the checkpoint goes into its manifest."""
+    control = original(*args, **kwargs)
+    trainer.accelerator.wait_for_everyone()
+    _manifests(trainer).complete()
+    return control
+
+
+def _manifests(trainer: Trainer) -> ManifestWriter:
+    if not hasattr(trainer, _MANIFESTS):
+        setattr(trainer, _MANIFESTS, ManifestWriter())
+    return getattr(trainer, _MANIFESTS)
 
 
 def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A checkpoint with `trainer_state.json`, which rank 0 writes next, has the random states of all ranks."""
+    """A checkpoint with `trainer_state.json`, which rank 0 writes next, has the files of all ranks."""
     original(trainer, *args, **kwargs)
     if getattr(trainer, _CALLBACK, None) is not None:
-        trainer.accelerator.wait_for_everyone()
+        folder = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["output_dir"]
+        for records in checkpoints.on_every_rank(records_of_rank(Path(folder), trainer.args.process_index)):
+            _manifests(trainer).add(records)
 
 
 def _load(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
     """The optimizer, and what FP32 estimates of weights are made of, goes on with the parameters that it has."""
     with same_parameters(trainer.model) if getattr(trainer, _CALLBACK, None) is not None else nullcontext():
         original(trainer, *args, **kwargs)
+
+
+def _load_best(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if getattr(trainer, _CALLBACK, None) is not None:
+        checkpoints.check_best(Path(trainer.state.best_model_checkpoint))
+    _load(original, trainer, args, kwargs)

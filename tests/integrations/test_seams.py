@@ -1,5 +1,6 @@
 """The private names of transformers that `integrations/seams.py` relies on; each failure says what went away."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +11,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from transformers import Trainer, TrainingArguments, trainer_optimizer
+from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations import seams
+from hf_lowprec.integrations import checkpoints, seams
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
@@ -46,22 +47,69 @@ def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
         seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
 
 
-def test_random_states_are_saved_before_the_trainers_state(tmp_path):
+def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
     """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
     assert hasattr(Trainer, seams.SAVE_RANDOM_STATE), f"Trainer.{seams.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited = []
-
-    class Watched(Trainer):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            wait = self.accelerator.wait_for_everyone
-            self.accelerator.wait_for_everyone = lambda: (waited.append(sorted(tmp_path.glob("*/*"))), wait())
-
-    trained(tmp_path, trainer_cls=Watched, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
+    waited, wait = [], checkpoints.on_every_rank
+    monkeypatch.setattr(
+        checkpoints, "on_every_rank", lambda value: (waited.append(sorted(tmp_path.glob("*/*"))), wait(value))[1]
+    )
+    trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
     there = {path.name for path in waited[-1]}
     assert "rng_state.pth" in there
     assert "trainer_state.json" not in there, f"Trainer no longer writes its state last {WHERE}"
     assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
+    assert hasattr(Trainer, seams.RUN_EPOCH), f"Trainer.{seams.RUN_EPOCH} is gone {WHERE}"
+    steps, original = [], getattr(Trainer, seams.RUN_EPOCH)
+
+    def run_epoch(self, *args, **kwargs):
+        steps.append((self.state.global_step, self.state.max_steps))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, seams.RUN_EPOCH, run_epoch)
+    trained(tmp_path, max_steps=9)  # 64 rows in batches of 8
+    assert steps == [(0, 9), (8, 9)], f"Trainer no longer trains by epochs {WHERE}"
+
+
+def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
+    """The folder, the order of its files, and what comes after them: the push to the hub and the deletion of others."""
+    assert hasattr(Trainer, seams.SAVE_CHECKPOINT), f"Trainer.{seams.SAVE_CHECKPOINT} is gone {WHERE}"
+    events = []
+
+    class Watched(Trainer):
+        def _save_checkpoint(self, model, trial):
+            events.append(f"begin {seams.checkpoint_folder(self, trial).relative_to(tmp_path)}")
+            with seams.after_trainer_state(lambda: events.append(sorted(p.name for p in tmp_path.glob("*/*")))):
+                super()._save_checkpoint(model, trial)
+
+    monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda *args, **kwargs: events.append("rotate"))
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
+    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
+    trained(tmp_path, trainer_cls=Watched, max_steps=1, save_strategy="steps", save_steps=1, push_to_hub=True)
+    begin, files, *after = events
+    assert begin == "begin checkpoint-1", f"checkpoints are saved elsewhere {WHERE}"
+    written = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"]
+    written += ["scheduler.pt", "trainer_state.json", "training_args.bin"]
+    assert files == written, f"Trainer no longer writes its state last {WHERE}"
+    assert after == ["push", "rotate"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
+
+
+def test_the_trainers_state_is_read_where_we_look(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trained(tmp_path, max_steps=1, **settings)
+    read = []
+
+    def read_state(path):
+        read.append(str(path.relative_to(tmp_path)))
+        return TrainerState(**json.loads(path.read_text()))
+
+    with seams.trainer_states_read_by(read_state):
+        trained(tmp_path, max_steps=2, resume=True, **settings)
+    assert set(read) == {"checkpoint-1/trainer_state.json"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
 
 
 def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():

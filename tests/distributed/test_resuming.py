@@ -1,0 +1,89 @@
+"""Which checkpoint several ranks resume from: all the same one, that is good for all of them."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_lowprec.integrations.checkpoints import resolve
+from hf_lowprec.integrations.manifest import MANIFEST_NAME
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def machines(folder: Path) -> Path:
+    """Two of them, with checkpoints of steps 2 and 4 on either."""
+    for rank, step in itertools.product((0, 1), (2, 4)):
+        checkpoint = folder / f"{rank}/out/checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+def test_machines_that_see_different_files(tmp_path):
+    """All of them resume from the same checkpoint, one that is good on all, or all say why not."""
+    damaged, partial = machines(tmp_path / "damaged"), machines(tmp_path / "partial")
+    weights = damaged / "1/out/checkpoint-4/model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    shutil.rmtree(partial / "1/out/checkpoint-4")
+    expected = {
+        (damaged, True): r"out/checkpoint-2$",
+        (damaged, "out/checkpoint-4"): r"ValueError: .*'out/checkpoint-4' is damaged: model.safetensors .*"
+        r"\(as rank 1 sees it\); name 'out/checkpoint-2', the last good one",
+        (damaged, True, "out/checkpoint-2"): r"ValueError: .* differs between ranks: \[True, 'out/checkpoint-2'\]",
+        (partial, True): r"ValueError: rank 1 does not see 'out/checkpoint-4'.*save_on_each_node=True",
+        (partial, "out/checkpoint-4"): r"ValueError: rank 1 does not see 'out/checkpoint-4'",
+        (partial, "out/checkpoint-2"): r"out/checkpoint-2$",
+        (partial, "hub/name"): r"hub/name$",
+    }
+    questions = json.dumps([[str(folder), *asked] for folder, *asked in expected])
+    printed = run_ranks("resolved_on_ranks.py", 2, questions)
+    for number, answer in enumerate(expected.values()):
+        for rank in (0, 1):
+            assert re.search(rf"answer {number} of rank {rank}: {answer}", printed, re.MULTILINE), printed
+
+
+def test_shards_of_fsdp2(tmp_path):
+    """Every file of a sharded checkpoint, and what is left to see without its manifest."""
+    words = "--max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2 --learning_rate 1e-2"
+    sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
+    options = ["--optim", "adamw_bf16_kahan", "--fsdp_config", sharded, "--output_dir", str(tmp_path)]
+    run_ranks("trainer_ranks.py", 2, "fsdp2", *words.split(), *options)
+    last = tmp_path / "checkpoint-4"
+    manifest = json.loads((last / MANIFEST_NAME).read_text())
+    files = {path.relative_to(last).as_posix() for path in last.rglob("*") if path.is_file()} - {MANIFEST_NAME}
+    shards = {
+        f"{folder}/{name}" for folder in ("optimizer_0", "pytorch_model_fsdp_0") for name in os.listdir(last / folder)
+    }
+    assert manifest["files"].keys() == files >= shards
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= {Path(name).name for name in shards}
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= files
+
+    def seen(name: str) -> None:
+        with pytest.raises(ValueError, match=f"checkpoint-4' is damaged: .*{name}.*checkpoint-2'"):
+            resolve(str(last), str(tmp_path))
+
+    for stock in (False, True):
+        if stock:
+            (last / MANIFEST_NAME).unlink()
+        assert resolve(str(last), str(tmp_path)) == str(last)
+        for name in sorted(shards if stock else files):
+            path = last / name
+            content = path.read_bytes()
+            changed = [b"", content[: len(content) // 2]]
+            if not stock:
+                changed.append(bytes([*content[:-9], content[-9] ^ 16, *content[-8:]]))
+            for damaged in changed:
+                path.write_bytes(damaged)
+                seen(name)
+            path.unlink()
+            seen(name)
+            path.write_bytes(content)
