@@ -264,7 +264,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`; dtypes in it are words, which every checkpoint format can hold.
 
-        Each group's `state_rounding` is `(value, "optimizer", the algorithm's name, "format", version)`.
+        Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
         """
         return checkpoint.saved_form(self, super().state_dict())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,11 @@ ADDED_KEYS: tuple[str, ...] = ()
 """Keys of param groups that format 1 did not have. They travel in the header."""
 
 _CARRIER = "state_rounding"
-"""The key whose saved value carries the header, as `(value, name, value, name, value, …)`.
+"""The key whose saved value carries the header, as one JSON object with the value itself.
 
 Distributed checkpoints keep nothing but states and the keys of param groups, and torch loads them key by key: one that
-the checkpoint lacks is an error. A header under a key of its own would lock all earlier checkpoints out. The tuple is
-flat since torch takes nested ones apart.
+the checkpoint lacks is an error. A header under a key of its own would lock all earlier checkpoints out. It is a string
+because torch takes everything else apart.
 """
 
 _REQUIRED = {"lr", "rounding"}
@@ -50,11 +51,10 @@ def saved_form(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> 
     """`state_dict` as it is saved: dtypes as words, since distributed checkpoints gather no `torch.dtype`; headers."""
 
     def saved(group: Group) -> Group:
-        header: Group = {"optimizer": algorithm(optimizer), "format": FORMAT}
+        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
-        items = (item for pair in header.items() for item in pair)
-        return {**_with_state_dtype(kept, _word), _CARRIER: (group[_CARRIER], *items)}
+        return {**_with_state_dtype(kept, _word), _CARRIER: json.dumps(header, default=str)}
 
     return {**state_dict, "param_groups": [saved(group) for group in state_dict["param_groups"]]}
 
@@ -65,9 +65,13 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     def live(group: Group) -> Group:
         group = _with_state_dtype(group, _dtype)
         carried = group.get(_CARRIER)
-        if not isinstance(carried, tuple | list) or not carried:
+        if not isinstance(carried, str) or not carried.startswith("{"):
             return group
-        return {**group, _CARRIER: carried[0], HEADER: dict(zip(carried[1::2], carried[2::2], strict=False))}
+        try:
+            header = json.loads(carried)
+        except json.JSONDecodeError:
+            header = {"format": "unreadable"}
+        return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
 
     return {**state_dict, "param_groups": [live(group) for group in state_dict["param_groups"]]}
 

@@ -69,7 +69,7 @@ class Plan:
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
-        self._alive = [(param, optimizer.state[param].copy()) for param in optimizer.state]
+        self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]
         self._fingerprint, _ = self._look(optimizer)
 
     def _add_group(self, optimizer: LowPrecisionOptimizer, group: Group, first: int, alike: Alike) -> None:
@@ -80,6 +80,7 @@ class Plan:
             grad = param.grad
             if grad is None:
                 continue
+            validation.check_compensation(index, param, optimizer.state[param])
             state = _initialized_state(optimizer, param, group, specs[param.dtype])
             states = [state[spec.name] for spec in specs[param.dtype]]
             for tensor in (grad, *states):
@@ -120,7 +121,7 @@ class Plan:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         maybe = [param.grad for param in params]
         grads = [grad for grad in maybe if grad is not None]
-        states = optimizer.state.values()
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]  # hooks may leave others there
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         found = (
             _settings(optimizer),
