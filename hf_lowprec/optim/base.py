@@ -262,7 +262,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`; dtypes in it are words, which every checkpoint format can hold.
+        """As `torch.optim.Optimizer.state_dict`; dtypes in it are names, which every checkpoint format can hold.
 
         Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
         """
@@ -293,7 +293,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         checkpoint.restore_dtypes(self, final[0])
-        checkpoint.say_changed(self, changed)
+        checkpoint.warn_of_changes(self, changed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.validation import STATE_DTYPES, group_keys, keywords
+from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ _WRITTEN_BY_TORCH = {
 
 
 def saved_form(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` as it is saved: dtypes as words, since distributed checkpoints gather no `torch.dtype`; headers."""
+    """`state_dict` as it is saved: dtypes by name, since distributed checkpoints gather no `torch.dtype`; headers."""
 
     def saved(group: Group) -> Group:
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
-        return {**_with_state_dtype(kept, _word), _CARRIER: json.dumps(header, default=str)}
+        return {**_with_state_dtype(kept, _dtype_name), _CARRIER: json.dumps(header, default=str)}
 
     return {**state_dict, "param_groups": [saved(group) for group in state_dict["param_groups"]]}
 
@@ -76,12 +76,12 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": [live(group) for group in state_dict["param_groups"]]}
 
 
-def _word(value: Any) -> Any:
+def _dtype_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _dtype(value: Any) -> Any:
-    return next((known for known in STATE_DTYPES if value == _word(known)), value)
+    return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
 
 
 def _with_state_dtype(group: Group, change: Callable[[Any], Any]) -> Group:
@@ -120,6 +120,7 @@ def checked(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dic
                 f"{len(group['params'])}"
             )
         saved_groups[k] = saved = _completed(optimizer, group, saved, f"param group {k}")
+        check_group(optimizer, saved, f"param group {k} of the state dict")
         if saved["rounding"] != group["rounding"]:
             raise ValueError(
                 f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
@@ -161,20 +162,20 @@ def _completed(optimizer: LowPrecisionOptimizer, group: Group, saved: Group, whe
     Raises:
         ValueError: it lacks what has no default, or has a key that is unknown here.
     """
-    name, known = algorithm(optimizer), group_keys(optimizer)
+    name, arguments = algorithm(optimizer), group_keys(optimizer)
     has_header = HEADER in saved
     header = saved.get(HEADER, {})
     saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
     saved.pop(HEADER, None)
-    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in known - _REQUIRED}
+    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
     given = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
-    missing = sorted(known - saved.keys())
+    missing = sorted(arguments - saved.keys())
     if lacking := [key for key in missing if key not in given]:
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
             f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
         )
-    if unknown := sorted(saved.keys() - known - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
+    if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
         raise ValueError(
             f"{where} of the state dict has {', '.join(map(repr, unknown))}, unknown to {name} and to this "
             "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
@@ -198,11 +199,11 @@ def changed_options(optimizer: LowPrecisionOptimizer, saved_groups: list[Group])
 
 
 def _plain(value: Any) -> Any:
-    """`value` as a number, a tuple or a word, to compare: checkpoints make lists of tuples."""
+    """`value` as a number, a tuple or a name, to compare: checkpoints make lists of tuples."""
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
 
 
-def say_changed(optimizer: LowPrecisionOptimizer, changed: list[str]) -> None:
+def warn_of_changes(optimizer: LowPrecisionOptimizer, changed: list[str]) -> None:
     """Warn, if there are any, that options of a loaded state dict took the place of those that were given."""
     if changed:
         warnings.warn(
@@ -228,6 +229,8 @@ def _check_state(
     if torch.as_tensor(state["step"]).numel() != 1:
         raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
     for name in expected - {"step"}:
+        if not isinstance(state[name], Tensor):
+            raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
         if state[name].shape != param.shape:
             raise ValueError(
                 f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "

@@ -121,7 +121,9 @@ class Plan:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         maybe = [param.grad for param in params]
         grads = [grad for grad in maybe if grad is not None]
-        states = [state for state in optimizer.state.values() if isinstance(state, dict)]  # hooks may leave others there
+        states = [
+            state for state in optimizer.state.values() if isinstance(state, dict)
+        ]  # hooks may leave others there
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         found = (
             _settings(optimizer),

@@ -186,7 +186,12 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
 
 def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
     trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
-    changed = {**SAVING, "optim_args": "amsgrad=True,state_rounding=nearest", "weight_decay": 0.2, "learning_rate": 1e-3}
+    changed = {
+        **SAVING,
+        "optim_args": "amsgrad=True,state_rounding=nearest",
+        "weight_decay": 0.2,
+        "learning_rate": 1e-3,
+    }
     with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
         resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **changed)
     (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]

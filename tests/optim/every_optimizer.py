@@ -1,4 +1,4 @@
-"""Every algorithm with every rounding mode and option, and a small problem to train, for tests that all of them pass."""
+"""Every algorithm with every rounding mode and option, and a small problem to train."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _configurations() -> Iterable[tuple[str, torch.dtype, dict[str, Any]]]:
         yield from ((name, BF16, options) for options in [*others, {**first, "maximize": True}])
 
 
-def _words(options: dict[str, Any]) -> str:
+def _id(options: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in options.items()).replace("torch.", "")
 
 
@@ -58,14 +58,14 @@ every_algorithm = pytest.mark.parametrize("name", NAMES)
 every_mode = pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [
-        pytest.param(name, dtype, {**OPTIONS[name][0], **mode}, id=f"{name}-{str(dtype)[6:]}-{_words(mode)}")
+        pytest.param(name, dtype, {**OPTIONS[name][0], **mode}, id=f"{name}-{str(dtype)[6:]}-{_id(mode)}")
         for name in NAMES
         for dtype, mode in MODES
     ],
 )
 every_configuration = pytest.mark.parametrize(
     ("name", "dtype", "options"),
-    [pytest.param(*case, id=f"{case[0]}-{str(case[1])[6:]}-{_words(case[2])}") for case in CONFIGURATIONS],
+    [pytest.param(*case, id=f"{case[0]}-{str(case[1])[6:]}-{_id(case[2])}") for case in CONFIGURATIONS],
 )
 
 

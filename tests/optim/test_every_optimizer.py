@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -107,18 +108,17 @@ def test_groups_are_optimizers_of_their_own(name):
         (FP16, {"lr": 0.01, "rounding": "kahan"}),
         (BF16, {"lr": 0.0, "weight_decay": 0.0}),
     ]
-    together, apart = ([parameters(dtype, [(5, 3), (4, 2)]) for dtype, _ in settings] for _ in range(2))
-    groups = [{"params": params, **own} for params, (_, own) in zip(together, settings, strict=True)]
-    optimizers = [ALGORITHMS[name](groups, **shared)]
-    train(optimizers[0], sum(together, []), range(4))
+    grouped, apart = ([parameters(dtype, [(5, 3), (4, 2)]) for dtype, _ in settings] for _ in range(2))
+    groups = [{"params": params, **own} for params, (_, own) in zip(grouped, settings, strict=True)]
+    train(ALGORITHMS[name](groups, **shared), list(chain(*grouped)), range(4))
     alone = [ALGORITHMS[name](params, **{**shared, **own}) for params, (_, own) in zip(apart, settings, strict=True)]
     for step in range(4):
-        give_gradients(sum(apart, []), step)
+        give_gradients(chain(*apart), step)
         for optimizer in alone:
             optimizer.step()
-    assert same(sum(together, []), sum(apart, []))
-    assert same(together[3], parameters(BF16, [(5, 3), (4, 2)]))  # a learning rate of zero
-    assert not same(together[0], parameters(BF16, [(5, 3), (4, 2)]))
+    assert same(chain(*grouped), chain(*apart))
+    assert same(grouped[3], parameters(BF16, [(5, 3), (4, 2)]))  # a learning rate of zero
+    assert not same(grouped[0], parameters(BF16, [(5, 3), (4, 2)]))
 
 
 @every_mode
@@ -335,6 +335,7 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(name, dtype, options, saved
     twin = build(name, named(twins, loaded_named), lr=0.01, **options)
     untouched = copy.deepcopy(saved)
     twin.load_state_dict(saved)
+    assert_equal(saved, untouched)
     for step in range(3, 6):
         for one, its in ((optimizer, params), (twin, twins)):
             train(one, its, [step])
@@ -350,8 +351,6 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(name, dtype, options, saved
     twin.param_groups.extend(twin.param_groups)  # a parameter that is there twice is saved as one
     groups = twin.state_dict()["param_groups"]
     assert_equal(groups[: len(groups) // 2], groups[len(groups) // 2 :])
-    assert_equal(untouched["param_groups"], expected_groups := untouched["param_groups"])
-    assert len(expected_groups) == len(found["param_groups"])
 
 
 @every_mode
