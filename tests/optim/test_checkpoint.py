@@ -364,8 +364,7 @@ def test_a_parameter_that_was_cast_to_fp32_loses_no_compensation_unseen():
     ("before", "after"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
 )
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_parameter_cast_to_16_bits_trains_on_and_its_checkpoint_loads(name, before_and_after):
-    before, after = before_and_after.split()
+def test_a_parameter_cast_to_16_bits_trains_on_and_its_checkpoint_loads(name, before, after):
     params = [nn.Parameter(torch.linspace(-1, 1, 12, dtype=getattr(torch, before)).view(3, 4))]
     made = ALGORITHMS[name](params, lr=1e-3, **OPTIONS.get(name, {}))
     train(made, 2)
