@@ -121,9 +121,11 @@ class Plan:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         maybe = [param.grad for param in params]
         grads = [grad for grad in maybe if grad is not None]
-        states = [
-            state for state in optimizer.state.values() if isinstance(state, dict)
-        ]  # hooks may leave others there
+        states = optimizer.state.values()
+        try:
+            stored = list(map(id, chain.from_iterable(map(dict.values, states))))
+        except TypeError:  # hooks may leave something else there, under keys that are no parameters
+            stored = [id(tensor) for state in states if isinstance(state, dict) for tensor in state.values()]
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         found = (
             _settings(optimizer),
@@ -135,7 +137,7 @@ class Plan:
             list(map(Tensor.is_contiguous, params)),
             list(map(Tensor.data_ptr, tensors)),
             list(map(id, states)),
-            list(map(id, chain.from_iterable(map(dict.values, states)))),
+            stored,
             [getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
         )
         return found, grads
