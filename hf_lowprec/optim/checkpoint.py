@@ -23,8 +23,9 @@ FORMAT = 2
 HEADER = "header"
 """Key of a param group that is being loaded: who wrote it, in which format; the keys that format 1 did not have."""
 
-ADDED_KEYS: tuple[str, ...] = ()
-"""Keys of param groups that format 1 did not have. They travel in the header."""
+ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
+"""Optional keys of param groups that format 1 did not have. They travel in the header; without one a group is as it was
+in format 1."""
 
 _CARRIER = "state_rounding"
 """The key whose saved value carries the header, as one JSON object with the value itself.
@@ -169,7 +170,7 @@ def _completed(optimizer: LowPrecisionOptimizer, group: Group, saved: Group, whe
     saved.pop(HEADER, None)
     defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
     given = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
-    missing = sorted(arguments - saved.keys())
+    missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
     if lacking := [key for key in missing if key not in given]:
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
@@ -188,11 +189,12 @@ def changed_options(optimizer: LowPrecisionOptimizer, saved_groups: list[Group])
     """Arguments in which the groups that are loaded differ from those of `optimizer`, as `name=saved (was value)`.
 
     A learning rate is left out, and so is what a scheduler cycles with it: they differ in every training that goes on.
+    So are `ADDED_KEYS`, which are nobody's choice.
     """
     found: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        scheduled = {"lr"} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
-        for key in sorted(group_keys(optimizer) - scheduled):
+        exempt = {"lr", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
+        for key in sorted(group_keys(optimizer) - exempt):
             if _plain(saved[key]) != _plain(group[key]):
                 found[f"{key}={_plain(saved[key])!r} (was {_plain(group[key])!r})"] = None
     return list(found)

@@ -247,6 +247,20 @@ def test_options_that_are_replaced_are_said_once(cls, saved, given, message):
         target.load_state_dict(source.state_dict())
 
 
+def test_later_keys_of_groups_travel_in_the_header():
+    """No key of their own that a distributed checkpoint of format 1 would lack."""
+    source, target = stepped("AdamW"), stepped("AdamW")
+    source.param_groups[0]["first_parameter"] = 3
+    saved = source.state_dict()
+    assert "first_parameter" not in saved["param_groups"][0]
+    assert saved["param_groups"][0]["state_rounding"] == header(first_parameter=3)
+    with warnings.catch_warnings(action="error"):
+        target.load_state_dict(saved)
+        assert target.param_groups[0]["first_parameter"] == 3
+        target.load_state_dict(in_format_1(saved))
+    assert "first_parameter" not in target.param_groups[0]
+
+
 def test_a_group_of_matrices_is_no_group_of_the_rest():
     """Both of one shape, so that nothing but the flag tells them apart."""
     groups = [

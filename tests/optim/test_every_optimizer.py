@@ -35,7 +35,7 @@ from tests.optim.test_torch_conventions import assert_equal, everything, refuses
 
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
 @every_configuration
-def test_the_loss_goes_the_right_way(name, dtype, options, contiguous):
+def test_the_loss_goes_in_the_right_direction(name, dtype, options, contiguous):
     problem = Problem(dtype, contiguous)
     optimizer = build(name, problem.params, lr=0.01, **options)
     closure = problem.closure(optimizer)
