@@ -299,7 +299,7 @@ def test_the_state_dict_that_is_loaded_is_left_as_it_is():
 def distributed_pair(name: str, full: bool, flat: bool, folder: Path, loader: str | None = None, old: bool = False):
     """An optimizer whose state went through a distributed checkpoint of another one's, and the other."""
     how = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat, cpu_offload=True)
-    models = [nn.Linear(4, 4, bias=False).bfloat16() for _ in range(2)]
+    models = [nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).bfloat16() for _ in range(2)]
     source, target = (
         ALGORITHMS[which](model.parameters(), **OPTIONS.get(which, {}))
         for which, model in zip((name, loader or name), models, strict=True)
