@@ -45,7 +45,8 @@ class MemoryUse:
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
     """Count what exists now: gradients exist between backward and `zero_grad`, state after the first step."""
     parameters = list(model.parameters())
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    kept = (state for state in optimizer.state.values() if isinstance(state, dict))
+    states = (value for state in kept for value in state.values() if isinstance(value, Tensor))
     return MemoryUse(
         sum(local(p).numel() for p in parameters),
         _bytes(parameters),

@@ -219,7 +219,7 @@ class LowPrecisionCallback(TrainerCallback):
         optimizer = _unwrapped(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             for values in optimizer.state.values():
-                if "compensation" in values:
+                if isinstance(values, dict) and "compensation" in values:
                     values["compensation"].zero_()
 
 

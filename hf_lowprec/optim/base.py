@@ -267,29 +267,38 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`; dtypes in it are words, which every checkpoint format can hold."""
-        return checkpoint.with_words(super().state_dict())
+        """As `torch.optim.Optimizer.state_dict`; dtypes in it are names, which every checkpoint format can hold.
+
+        Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
+        """
+        return checkpoint.saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
         dtype.
 
+        The options saved in it replace those of this optimizer, as in torch; a warning names those that differ. Keys
+        that it lacks, as an earlier version did not have them, get their defaults.
+
         Raises:
-            ValueError: the state dict does not fit; nothing is changed then.
+            ValueError: the state dict does not fit, or a newer version saved it; nothing is changed then.
         """
         final: list[dict[str, Any]] = []
+        changed: list[str] = []
 
-        def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> None:
-            checkpoint.check_state_dict(self, incoming)
-            final.append(incoming)
+        def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+            final.append(checkpoint.checked(self, incoming))
+            changed.extend(checkpoint.changed_options(self, final[0]["param_groups"]))
+            return final[0]
 
         # Torch's loader casts states to the parameter's dtype; registered last, this sees what it will load.
         handle = self.register_load_state_dict_pre_hook(check)
         try:
-            super().load_state_dict(checkpoint.with_dtypes(state_dict))
+            super().load_state_dict(state_dict)
         finally:
             handle.remove()
         checkpoint.restore_dtypes(self, final[0])
+        checkpoint.warn_of_changes(self, changed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -2,51 +2,116 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.validation import STATE_DTYPES, group_keys
+from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
     from hf_lowprec.optim.work import Group
 
+FORMAT = 2
+"""Version of the state dicts written here. Format 1, of the first commits, has no header."""
 
-def with_words(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with the groups' `state_dtype` as words; distributed checkpoints gather no `torch.dtype`."""
+HEADER = "header"
+"""Key of a param group that is being loaded: who wrote it, in which format; the keys that format 1 did not have."""
 
-    def word(value: Any) -> Any:
-        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
+"""Optional keys of param groups that format 1 did not have. They travel in the header; without one a group is as it was
+in format 1."""
 
-    return _map_state_dtype(state_dict, word)
+_CARRIER = "state_rounding"
+"""The key whose saved value carries the header, as one JSON object with the value itself.
+
+Distributed checkpoints keep nothing but states and the keys of param groups, and torch loads them key by key: one that
+the checkpoint lacks is an error. A header under a key of its own would lock all earlier checkpoints out. It is a string
+because torch takes everything else apart.
+"""
+
+_REQUIRED = {"lr", "rounding"}
+"""What a group must say; its default would be a guess."""
+
+_IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
+"""Arguments of every algorithm: that one is missing in a group without a header does not speak of another algorithm."""
+
+_WRITTEN_BY_TORCH = {
+    *("params", "param_names", "differentiable"),
+    *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+}
+"""Keys that torch and its schedulers leave in param groups."""
 
 
-def with_dtypes(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `with_words`."""
+def saved_form(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` as it is saved: dtypes by name, since distributed checkpoints gather no `torch.dtype`; headers."""
 
-    def dtype(value: Any) -> Any:
-        return next((known for known in STATE_DTYPES if value == str(known).removeprefix("torch.")), value)
+    def saved(group: Group) -> Group:
+        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
+        header |= {key: group[key] for key in ADDED_KEYS if key in group}
+        kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
+        return {**_with_state_dtype(kept, _dtype_name), _CARRIER: json.dumps(header, default=str)}
 
-    return _map_state_dtype(state_dict, dtype)
-
-
-def _map_state_dtype(state_dict: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    def changed(group: Group) -> Group:
-        value = group.get("state_dtype")
-        value = {k: change(v) for k, v in value.items()} if isinstance(value, Mapping) else change(value)
-        return {**group, "state_dtype": value} if "state_dtype" in group else group
-
-    return {**state_dict, "param_groups": [changed(group) for group in state_dict["param_groups"]]}
+    return {**state_dict, "param_groups": [saved(group) for group in state_dict["param_groups"]]}
 
 
-def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError, naming what is wrong and what would be right, unless `state_dict` fits `optimizer`."""
-    name = type(optimizer).__name__
-    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `saved_form`; groups that have a header keep it under `HEADER`."""
+
+    def live(group: Group) -> Group:
+        group = _with_state_dtype(group, _dtype)
+        carried = group.get(_CARRIER)
+        if not isinstance(carried, str) or not carried.startswith("{"):
+            return group
+        try:
+            header = json.loads(carried)
+        except json.JSONDecodeError:
+            header = {"format": "unreadable"}
+        return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
+
+    return {**state_dict, "param_groups": [live(group) for group in state_dict["param_groups"]]}
+
+
+def _dtype_name(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _dtype(value: Any) -> Any:
+    return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
+
+
+def _with_state_dtype(group: Group, change: Callable[[Any], Any]) -> Group:
+    value = group.get("state_dtype")
+    value = {k: change(v) for k, v in value.items()} if isinstance(value, Mapping) else change(value)
+    return {**group, "state_dtype": value} if "state_dtype" in group else group
+
+
+def algorithm(optimizer: LowPrecisionOptimizer) -> str:
+    """The name of the algorithm's class; a subclass of one of ours has its state and goes by its name."""
+    ours = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
+    return next(ours, type(optimizer)).__name__
+
+
+def checked(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict`, of `saved_form`, as torch may load it into `optimizer`; what it does not say has its default.
+
+    Raises:
+        ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"a state dict with the keys {sorted(map(str, state_dict))} is not that of an optimizer, which has 'state' "
+            "and 'param_groups'"
+        )
+    name = algorithm(optimizer)
+    groups, saved_groups = optimizer.param_groups, live_form(state_dict)["param_groups"]
+    for k, saved in enumerate(saved_groups):
+        _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups and this {name} has {len(groups)}")
     for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
@@ -55,20 +120,100 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
                 f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
                 f"{len(group['params'])}"
             )
-        if missing := sorted(group_keys(optimizer) - saved.keys()):
-            raise ValueError(
-                f"param group {k} of the state dict has no {', '.join(map(repr, missing))}: it was not saved by "
-                f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
-            )
+        saved_groups[k] = saved = _completed(optimizer, group, saved, f"param group {k}")
+        check_group(optimizer, saved, f"param group {k} of the state dict")
         if saved["rounding"] != group["rounding"]:
             raise ValueError(
                 f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
                 f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
                 "the group's 'rounding' then if it should go on in another mode"
             )
-    for param, identifier, saved in _pairs(optimizer, state_dict):
+        for flag in optimizer.flags:
+            if bool(saved[flag]) != bool(group[flag]):
+                raise ValueError(
+                    f"param group {k} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
+                    "there; give the optimizer the same groups in the same order"
+                )
+    found = {**state_dict, "param_groups": saved_groups}
+    for param, identifier, saved in _pairs(optimizer, found):
         if identifier in state_dict["state"]:
             _check_state(optimizer, param, saved, state_dict["state"][identifier], f"parameter {identifier}")
+    return found
+
+
+def _check_header(name: str, saved: Group, where: str) -> None:
+    """Raise ValueError unless a group was saved by the algorithm `name`, in a format that is known here."""
+    header = saved.get(HEADER, {"format": 1})
+    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
+        raise ValueError(
+            f"{where} of the state dict has format {header.get('format')!r} and this hf_lowprec knows up to {FORMAT}; "
+            "upgrade hf_lowprec to load it"
+        )
+    writer = header.get("optimizer", name)
+    if writer != name:
+        raise ValueError(
+            f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start {name} afresh from "
+            "the checkpoint's weights alone (from_pretrained with its folder, and no resume_from_checkpoint)"
+        )
+
+
+def _completed(optimizer: LowPrecisionOptimizer, group: Group, saved: Group, where: str) -> Group:
+    """`saved` without its header, and with what it does not say.
+
+    Raises:
+        ValueError: it lacks what has no default, or has a key that is unknown here.
+    """
+    name, arguments = algorithm(optimizer), group_keys(optimizer)
+    has_header = HEADER in saved
+    header = saved.get(HEADER, {})
+    saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
+    saved.pop(HEADER, None)
+    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
+    given = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
+    missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
+    if lacking := [key for key in missing if key not in given]:
+        raise ValueError(
+            f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
+            f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
+        )
+    if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(map(repr, unknown))}, unknown to {name} and to this "
+            "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
+            "there yourself, put it in the group as well"
+        )
+    return {**{key: defaults[key] for key in missing}, **saved}
+
+
+def changed_options(optimizer: LowPrecisionOptimizer, saved_groups: list[Group]) -> list[str]:
+    """Arguments in which the groups that are loaded differ from those of `optimizer`, as `name=saved (was value)`.
+
+    A learning rate is left out, and so is what a scheduler cycles with it: they differ in every training that goes on.
+    So are `ADDED_KEYS`, which are nobody's choice.
+    """
+    found: dict[str, None] = {}
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        exempt = {"lr", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
+        for key in sorted(group_keys(optimizer) - exempt):
+            if _plain(saved[key]) != _plain(group[key]):
+                found[f"{key}={_plain(saved[key])!r} (was {_plain(group[key])!r})"] = None
+    return list(found)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as a number, a tuple or a name, to compare: checkpoints make lists of tuples."""
+    return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
+
+
+def warn_of_changes(optimizer: LowPrecisionOptimizer, changed: list[str]) -> None:
+    """Warn, if there are any, that options of a loaded state dict took the place of those that were given."""
+    if changed:
+        warnings.warn(
+            f"the state dict that was loaded replaces options of this {algorithm(optimizer)}: {', '.join(changed)}; "
+            "to train with other ones, set them in optimizer.param_groups after loading",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _check_state(
@@ -86,6 +231,8 @@ def _check_state(
     if torch.as_tensor(state["step"]).numel() != 1:
         raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
     for name in expected - {"step"}:
+        if not isinstance(state[name], Tensor):
+            raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
         if state[name].shape != param.shape:
             raise ValueError(
                 f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "

@@ -69,7 +69,7 @@ class Plan:
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
-        self._alive = [(param, optimizer.state[param].copy()) for param in optimizer.state]
+        self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]
         self._fingerprint, _ = self._look(optimizer)
 
     def _add_group(self, optimizer: LowPrecisionOptimizer, group: Group, first: int, alike: Alike) -> None:
@@ -80,6 +80,7 @@ class Plan:
             grad = param.grad
             if grad is None:
                 continue
+            validation.check_compensation(index, param, optimizer.state[param])
             state = _initialized_state(optimizer, param, group, specs[param.dtype])
             states = [state[spec.name] for spec in specs[param.dtype]]
             for tensor in (grad, *states):
@@ -121,6 +122,10 @@ class Plan:
         maybe = [param.grad for param in params]
         grads = [grad for grad in maybe if grad is not None]
         states = optimizer.state.values()
+        try:
+            stored = list(map(id, chain.from_iterable(map(dict.values, states))))
+        except TypeError:  # hooks may leave something else there, under keys that are no parameters
+            stored = [id(tensor) for state in states if isinstance(state, dict) for tensor in state.values()]
         tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
         found = (
             _settings(optimizer),
@@ -132,7 +137,7 @@ class Plan:
             list(map(Tensor.is_contiguous, params)),
             list(map(Tensor.data_ptr, tensors)),
             list(map(id, states)),
-            list(map(id, chain.from_iterable(map(dict.values, states)))),
+            stored,
             [getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
         )
         return found, grads

@@ -171,6 +171,17 @@ def check_gradient(grad: Tensor) -> None:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
 
 
+def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
+    """Raise ValueError if `param` became FP32 after steps in 16 bits: the compensation would be lost, unseen."""
+    if param.dtype != torch.float32:
+        return
+    for name in {spec.name for mode in MODES.values() for spec in mode.auxiliary} & state.keys():
+        raise ValueError(
+            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. Add what it "
+            f"holds to the weight, param.data.add_(optimizer.state[param].pop({name!r})), or build a new optimizer"
+        )
+
+
 def refuse_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn:
     """Raise ValueError: the gradient or a state does not have the parameter's shape or device."""
     others = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}

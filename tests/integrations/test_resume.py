@@ -6,6 +6,7 @@ import runpy
 import shutil
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import TrainerState
 import hf_lowprec
 from hf_lowprec.integrations.checkpoints import last_complete, resolve
 from tests import nursery
+from tests.integrations.tiny_training import llama, optimizer_of, trained
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
@@ -168,3 +170,40 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
     assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
     (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
     assert last_complete(tmp_path) == tmp_path / "checkpoint-3"
+
+
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+    saved = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()}
+    with pytest.raises(ValueError, match=r"the state of AdamW cannot be loaded into Lion: resume with AdamW"):
+        trained(tmp_path, optim="lion_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **SAVING)
+    assert {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()} == saved
+
+
+def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
+    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+    changed = {
+        **SAVING,
+        "optim_args": "amsgrad=True,state_rounding=nearest",
+        "weight_decay": 0.2,
+        "learning_rate": 1e-3,
+    }
+    with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
+        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **changed)
+    (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.1 (was 0.2); " in said
+    assert "lr=" not in said
+    assert optimizer_of(resumed).param_groups[0]["amsgrad"] is False
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine_with_restarts", "reduce_lr_on_plateau"])
+def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
+    extra = {"eval_strategy": "steps", "eval_steps": 3} if schedule == "reduce_lr_on_plateau" else {}
+    settings = {**SAVING, **extra, "optim": "adamw_bf16_kahan", "lr_scheduler_type": schedule}
+    trained(tmp_path, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)

@@ -1,4 +1,4 @@
-"""What every `torch.optim.Optimizer` does: closures, groups, schedulers, hooks, copies, checkpoints, refusals."""
+"""What every `torch.optim.Optimizer` does: closures, groups, hooks, copies, checkpoints, refusals."""
 
 import copy
 import io
@@ -137,28 +137,6 @@ def test_step_hooks_run_around_the_update():
     assert seen[0] != seen[1]
 
 
-SCHEDULERS = [
-    lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
-    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
-    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),  # moves momentum too
-]
-
-
-@pytest.mark.parametrize("make", SCHEDULERS, ids=["lambda", "cosine", "onecycle"])
-@pytest.mark.parametrize(("ours", "theirs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)])
-def test_schedulers_act_as_on_torchs_optimizer(ours, theirs, make):
-    momentum = {"momentum": 0.9} if ours is SGD else {}
-    optimizers = [cls(parameters(FP32), lr=0.1, **momentum) for cls in (ours, theirs)]
-    for optimizer in optimizers:
-        scheduler = make(optimizer)
-        for step in range(8):
-            train(optimizer, 1, seed=step)
-            scheduler.step()
-    for first, second in zip(*map(params_of, optimizers), strict=True):
-        # 8 steps of at most 0.1 · 10 (momentum), some twenty FP32 roundings each: 8 · 20 · 2**-24 = 1e-5.
-        assert (first - second).abs().max() <= 1e-5
-
-
 def test_added_groups_train_and_take_the_defaults():
     optimizer = AdamW(parameters()[:1], lr=0.5, weight_decay=0.25, rounding="stochastic")
     train(optimizer, 2)
@@ -227,7 +205,7 @@ MISFITS = [
     pytest.param(lambda: trained(rounding="stochastic"), ["rounding", "stochastic", "kahan"], id="stochastic"),
     pytest.param(lambda: trained(rounding="nearest"), ["rounding", "nearest", "kahan"], id="nearest"),
     pytest.param(lambda: trained(torch.optim.AdamW), ["rounding"], id="torch.optim.AdamW"),
-    pytest.param(lambda: trained(SGD, momentum=0.9), ["betas", "hf_lowprec.AdamW"], id="SGD"),
+    pytest.param(lambda: trained(SGD, momentum=0.9), ["state of SGD", "into AdamW", "resume with SGD"], id="SGD"),
 ]
 
 

@@ -1,0 +1,539 @@
+"""What torch's own test suite asks of every optimizer, asked of every algorithm, rounding mode and option."""
+
+import copy
+import io
+import pickle
+import warnings
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from tests.optim.every_optimizer import (
+    BF16,
+    FP16,
+    FP32,
+    OPTIONS,
+    Problem,
+    all_params,
+    build,
+    every_algorithm,
+    every_configuration,
+    every_mode,
+    give_gradients,
+    parameters,
+    same,
+    train,
+)
+from tests.optim.test_torch_conventions import assert_equal, everything, refuses
+
+# Steps.
+
+
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+@every_configuration
+def test_the_loss_goes_in_the_right_direction(name, dtype, options, contiguous):
+    problem = Problem(dtype, contiguous)
+    optimizer = build(name, problem.params, lr=0.01, **options)
+    closure = problem.closure(optimizer)
+    first = problem.loss()
+    losses = [optimizer.step(closure) for _ in range(20)]
+    assert torch.equal(losses[0], first)
+    change = problem.loss() - first
+    assert change > 0 if options.get("maximize") else change < 0
+
+
+@every_configuration
+def test_memory_with_holes_gets_the_same_bits(name, dtype, options):
+    dense, strided = Problem(dtype), Problem(dtype, contiguous=False)
+    assert not strided.weight.is_contiguous()
+    for problem in (dense, strided):
+        train(build(name, problem.params, lr=0.01, **options), problem.params, range(3))
+    assert same(dense.params, strided.params)
+
+
+@every_configuration
+def test_the_same_training_gives_the_same_bits(name, dtype, options):
+    found = []
+    for _ in range(2):
+        params = parameters(dtype)
+        optimizer = build(name, params, lr=0.01, **options)
+        torch.rand(3)  # the global generator plays no part
+        train(optimizer, params, range(3))
+        found.append(everything(optimizer))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["scalar", "one element"])
+@every_mode
+def test_a_learning_rate_may_be_a_tensor(name, dtype, options, shape):
+    params, twins = parameters(dtype), parameters(dtype)
+    number = build(name, params, lr=2.0**-7, **options)
+    tensor = build(name, twins, lr=torch.full(shape, 2.0**-7), **options)
+    train(number, params, range(3))
+    train(tensor, twins, range(3))
+    for group in tensor.param_groups:
+        group["lr"].fill_(2.0**-9)
+    for group in number.param_groups:
+        group["lr"] = 2.0**-9
+    train(number, params, range(3, 5))
+    train(tensor, twins, range(3, 5))
+    assert same(params, twins)
+
+
+@every_mode
+def test_maximizing_is_minimizing_the_negative(name, dtype, options):
+    params, twins = parameters(dtype), parameters(dtype)
+    up, down = build(name, params, lr=0.01, **options, maximize=True), build(name, twins, lr=0.01, **options)
+    for step in range(4):
+        give_gradients(params, step)
+        give_gradients(twins, step)
+        for twin in twins:
+            twin.grad.neg_()
+        up.step()
+        down.step()
+    assert same(params, twins)
+
+
+@every_algorithm
+def test_groups_are_optimizers_of_their_own(name):
+    """With dtypes and hyperparameters of their own. Random bits know a parameter's position, so all is to nearest."""
+    shared = {"rounding": "nearest", "state_rounding": "nearest", **OPTIONS[name][0]}
+    settings = [
+        (BF16, {"lr": 0.1}),
+        (FP32, {"lr": 0.01, "weight_decay": 0.5}),
+        (FP16, {"lr": 0.01, "rounding": "kahan"}),
+        (BF16, {"lr": 0.0, "weight_decay": 0.0}),
+    ]
+    grouped, apart = ([parameters(dtype, [(5, 3), (4, 2)]) for dtype, _ in settings] for _ in range(2))
+    groups = [{"params": params, **own} for params, (_, own) in zip(grouped, settings, strict=True)]
+    train(ALGORITHMS[name](groups, **shared), list(chain(*grouped)), range(4))
+    alone = [ALGORITHMS[name](params, **{**shared, **own}) for params, (_, own) in zip(apart, settings, strict=True)]
+    for step in range(4):
+        give_gradients(chain(*apart), step)
+        for optimizer in alone:
+            optimizer.step()
+    assert same(chain(*grouped), chain(*apart))
+    assert same(grouped[3], parameters(BF16, [(5, 3), (4, 2)]))  # a learning rate of zero
+    assert not same(grouped[0], parameters(BF16, [(5, 3), (4, 2)]))
+
+
+@every_mode
+def test_without_gradients_nothing_happens(name, dtype, options):
+    params = parameters(dtype)
+    optimizer = build(name, params, **options)
+    assert optimizer.step(lambda: 1.0) == 1.0
+    assert same(params, parameters(dtype))
+    assert not any(optimizer.state.values())
+    train(optimizer, params, range(2))
+    before = everything(optimizer)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_equal(everything(optimizer), before)
+
+
+@every_mode
+def test_zero_gradients_move_nothing(name, dtype, options):
+    params = parameters(dtype)
+    optimizer = build(name, params, lr=0.1, **{**options, "weight_decay": 0.0})
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    assert same(params, parameters(dtype))
+
+
+@every_mode
+def test_parameters_without_elements_are_stepped_with_the_others(name, dtype, options):
+    shapes = [(0, 3), (5, 3), (0,), (7,)]
+    params = parameters(dtype, shapes)
+    optimizer = build(name, params, lr=0.01, **options)
+    train(optimizer, params, range(2))
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2] * 4
+    others = [param for param in params if param.numel()]
+    assert not any(map(torch.equal, others, [p for p in parameters(dtype, shapes) if p.numel()]))
+    assert all(param.isfinite().all() for param in params)
+
+
+@every_algorithm
+def test_only_parameters_without_elements(name):
+    params = parameters(BF16, [(0, 4), (3, 0)])
+    train(build(name, params), params, range(2))
+
+
+@every_mode
+def test_states_are_there_after_a_step_and_count_it(name, dtype, options):
+    params = parameters(dtype)
+    optimizer = build(name, params, **options)
+    train(optimizer, params, range(3))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            states = [spec.name for spec in optimizer.stored_states(group, param.dtype)]
+            assert sorted(optimizer.state[param]) == sorted(["step", *states])
+            assert int(optimizer.state[param]["step"]) == 3
+
+
+@every_algorithm
+def test_a_step_leaves_gradients_and_autograd_as_they_were(name):
+    problem = Problem(BF16)
+    optimizer = build(name, problem.params, **OPTIONS[name][0])
+    problem.closure(optimizer)()
+    grads = [param.grad.clone() for param in problem.params]
+    with torch.enable_grad():
+        optimizer.step()
+        assert torch.is_grad_enabled()
+    assert same([param.grad for param in problem.params], grads)
+    assert all(param.requires_grad and param.is_leaf and param.grad_fn is None for param in problem.params)
+    assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
+
+
+# A closure is called once, with gradients enabled, and its loss is returned; test_torch_conventions.py.
+
+
+@every_algorithm
+@pytest.mark.parametrize("kind", ["complex parameter", "complex gradient", "sparse gradient"])
+def test_complex_and_sparse_are_refused(name, kind):
+    if kind == "complex parameter":
+        with pytest.raises(ValueError, match=r"has dtype torch.complex64; supported are bfloat16"):
+            build(name, [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+        return
+    params = parameters(BF16, [(5, 3), (4, 2)])
+    optimizer = build(name, params, **OPTIONS[name][0])
+    train(optimizer, params, range(2))
+    params[1].grad_dtype = None  # torch then accepts any
+    params[1].grad = params[1].grad.to_sparse() if kind.startswith("sparse") else params[1].grad.to(torch.complex64)
+    refuses(optimizer.step, optimizer, [kind.split()[0]])
+
+
+@every_mode
+def test_a_loss_scale_changes_nothing_and_an_overflow_skips_the_step(name, dtype, options):
+    if dtype == FP16:
+        return  # torch's GradScaler refuses FP16 gradients, whoever the optimizer is
+    scaled, plain = Problem(dtype), Problem(dtype)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
+    optimizers = [build(name, problem.params, lr=0.01, **options) for problem in (scaled, plain)]
+    for step in range(4):
+        optimizers[0].zero_grad()
+        scaler.scale(scaled.loss()).backward()
+        if step == 2:
+            scaled.bias.grad[0] = torch.inf
+            before = [param.detach().clone() for param in scaled.params]
+        scaler.step(optimizers[0])
+        scaler.update()
+        if step == 2:
+            assert same(scaled.params, before)
+            assert scaler.get_scale() == 2.0**7
+        else:
+            plain.closure(optimizers[1])()
+            optimizers[1].step()
+    assert same(scaled.params, plain.params)  # powers of two are exact
+    assert int(optimizers[0].state[scaled.weight]["step"]) == 3
+
+
+# Groups.
+
+
+@every_algorithm
+def test_every_group_has_every_argument(name):
+    params = parameters(BF16, [(5, 3), (4, 2), (2, 2)])
+    optimizer = ALGORITHMS[name]([{"params": params[:1]}, {"params": params[1:2], "lr": 0.5}], lr=0.25, seed=3)
+    optimizer.add_param_group({"params": params[2], "seed": 4})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5, 0.25]
+    assert [group["seed"] for group in optimizer.param_groups] == [3, 3, 4]
+    for group in optimizer.param_groups:
+        assert optimizer.defaults.keys() <= group.keys()
+    train(optimizer, params, range(2))
+
+
+@every_algorithm
+def test_what_torch_refuses_of_groups_is_refused(name):
+    cls, (first, second) = ALGORITHMS[name], parameters(BF16, [(5, 3), (4, 2)])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
+        cls(first)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        cls([])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        cls([{"params": [first]}, {"params": [first]}])
+    with pytest.raises(ValueError, match="with/without names"):
+        cls([("first", first), second])
+    with pytest.raises(ValueError, match="with/without names"):
+        cls([{"params": [first]}, {"params": [("second", second)]}])
+    with pytest.raises(TypeError, match="ordered collections"):
+        cls([{"params": {first, second}}])
+    with pytest.raises(ValueError, match="non-leaf"):
+        cls([first * 2])
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        cls([{"params": [1.0]}])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        cls([first, first])
+
+
+@every_algorithm
+def test_a_parameter_that_is_taken_out_stays_as_it_is(name):
+    params = parameters(BF16, [(5, 3), (4, 2), (2, 2)])
+    optimizer = build(name, params, lr=0.01, **OPTIONS[name][0])
+    train(optimizer, params, range(2))
+    group = optimizer.param_groups[0]
+    optimizer.state.pop(group["params"].pop(1))
+    before = params[1].detach().clone()
+    train(optimizer, params, range(2, 4))
+    assert torch.equal(params[1], before)
+    assert len(optimizer.state_dict()["state"]) == 2
+    del optimizer.param_groups[:]
+    optimizer.state.clear()
+    optimizer.step()
+
+
+@every_algorithm
+def test_subclasses_of_parameter_are_parameters(name):
+    class Tagged(nn.Parameter):
+        tag = "layer 3"
+
+    (plain,), tagged = parameters(BF16, [(5, 3)]), Tagged(parameters(BF16, [(5, 3)])[0].data)
+    for param in (plain, tagged):
+        train(build(name, [param], lr=0.01, **OPTIONS[name][0]), [param], range(3))
+    assert type(tagged) is Tagged
+    assert tagged.tag == "layer 3"
+    assert torch.equal(plain.data, tagged.data.as_subclass(torch.Tensor))
+
+
+@every_algorithm
+def test_it_prints_its_groups(name):
+    class Mine(ALGORITHMS[name]):
+        pass
+
+    optimizer = Mine(parameters(BF16, [(5, 3)]), lr=0.125, seed=17)
+    text = repr(optimizer)
+    assert text.startswith("Mine (\nParameter Group 0\n")
+    for key, value in optimizer.param_groups[0].items():
+        assert key == "params" or f"    {key}: {value}\n" in text
+
+
+# State dicts.
+
+
+@pytest.mark.parametrize("loaded_named", [False, True], ids=["to plain", "to named"])
+@pytest.mark.parametrize("saved_named", [False, True], ids=["plain", "named"])
+@every_mode
+def test_a_loaded_optimizer_goes_on_as_the_saved_one(name, dtype, options, saved_named, loaded_named):
+    def named(params, yes):
+        return [(f"layer.{k}", param) for k, param in enumerate(params)] if yes else params
+
+    params = parameters(dtype)
+    optimizer = build(name, named(params, saved_named), lr=0.01, **options)
+    train(optimizer, params, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert_equal(saved, optimizer.state_dict())
+
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    twin = build(name, named(twins, loaded_named), lr=0.01, **options)
+    untouched = copy.deepcopy(saved)
+    twin.load_state_dict(saved)
+    assert_equal(saved, untouched)
+    for step in range(3, 6):
+        for one, its in ((optimizer, params), (twin, twins)):
+            train(one, its, [step])
+        assert same(params, twins)
+    found, expected = (copy.deepcopy(one.state_dict()) for one in (twin, optimizer))
+    names = [name for group in found["param_groups"] for name in group.pop("param_names", [])]
+    for group in expected["param_groups"]:
+        group.pop("param_names", None)
+    assert_equal(found, expected)
+    everyone = [name for name, _ in named(params, True)]
+    assert sorted(names) == (everyone if saved_named or loaded_named else [])
+
+    twin.param_groups.extend(twin.param_groups)  # a parameter that is there twice is saved as one
+    groups = twin.state_dict()["param_groups"]
+    assert_equal(groups[: len(groups) // 2], groups[len(groups) // 2 :])
+
+
+@every_mode
+def test_a_fresh_optimizer_loads_before_or_after_a_first_step(name, dtype, options):
+    params = parameters(dtype)
+    source = build(name, params, lr=0.01, **options)
+    fresh = copy.deepcopy(source.state_dict())
+    train(source, params, range(2))
+    trained = copy.deepcopy(source.state_dict())
+
+    for first_step in (False, True):
+        twins = parameters(dtype)
+        twin = build(name, twins, lr=0.01, **options)
+        if first_step:
+            train(twin, twins, [7])
+        twin.load_state_dict(copy.deepcopy(trained))
+        assert_equal(twin.state_dict(), trained)
+        twin.load_state_dict(copy.deepcopy(fresh))
+        assert_equal(twin.state_dict(), fresh)
+        with torch.no_grad():
+            for param, start in zip(twins, parameters(dtype), strict=True):
+                param.copy_(start)
+        train(twin, twins, range(2))
+        assert same(twins, params)
+        assert_equal(twin.state_dict(), trained)
+
+
+@every_algorithm
+def test_names_do_not_decide_where_a_state_goes(name):
+    """As in torch: positions do, and the saved names come along."""
+    params, twins = (parameters(BF16, [(5, 3), (5, 3)]) for _ in range(2))
+    source = build(name, [("a", params[0]), ("b", params[1])], **OPTIONS[name][0])
+    train(source, params, range(2))
+    target = build(name, [("b", twins[0]), ("a", twins[1])], **OPTIONS[name][0])
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["param_names"] == ["a", "b"]
+    for param, twin in zip(params, twins, strict=True):
+        assert_equal(source.state[param], target.state[twin])
+
+
+@every_algorithm
+def test_step_counts_may_be_numbers(name):
+    params = parameters(BF16, [(5, 3)])
+    optimizer = build(name, params, **OPTIONS[name][0])
+    train(optimizer, params, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    twin = build(name, twins, **OPTIONS[name][0])
+    twin.load_state_dict(saved)
+    for one, its in ((optimizer, params), (twin, twins)):
+        train(one, its, range(3, 5))
+    assert_equal(everything(optimizer), everything(twin))
+
+
+@every_algorithm
+def test_the_state_of_fp32_parameters_serves_16_bit_ones_but_for_a_compensation(name):
+    params = parameters(FP32, [(5, 3), (4, 2)])
+    source = build(name, params, rounding="stochastic", **OPTIONS[name][0])
+    train(source, params, range(2))
+    halves = [nn.Parameter(param.detach().bfloat16()) for param in params]
+    target = build(name, halves, rounding="stochastic", **OPTIONS[name][0])
+    target.load_state_dict(source.state_dict())
+    for param, half in zip(params, halves, strict=True):
+        assert_equal(source.state[param], target.state[half])
+    train(target, halves, range(2))
+    kahan = build(name, parameters(FP32, [(5, 3), (4, 2)]), **OPTIONS[name][0])
+    train(kahan, all_params(kahan), range(2))
+    target = build(name, halves, **OPTIONS[name][0])
+    refuses(lambda: target.load_state_dict(kahan.state_dict()), target, ["parameter 0", "'compensation'", "bfloat16"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+@every_algorithm
+def test_copies_have_every_public_attribute(name, copied):
+    params = parameters()
+    optimizer = build(name, params, max_grad_norm=1.0, skip_nonfinite=True, **OPTIONS[name][0])
+    train(optimizer, params, range(2))
+    twin = copied(optimizer)
+
+    def public(one):
+        return {key: value for key, value in vars(one).items() if not key.startswith("_") and key != "state"}
+
+    assert public(twin).keys() == public(optimizer).keys()
+    for key in ("backend", "capturable", "max_grad_norm", "skip_nonfinite", "grad_norm"):
+        assert_equal(getattr(twin, key), getattr(optimizer, key))
+    for one in (optimizer, twin):
+        train(one, all_params(one), range(2, 4))
+    assert_equal(everything(twin), everything(optimizer))
+
+
+# Hooks.
+
+
+@every_algorithm
+def test_hooks_of_steps_run_in_torchs_order_until_they_are_removed(name):
+    seen = []
+
+    def hook(word):
+        return lambda optimizer, args, kwargs: seen.append(word)
+
+    params = parameters()
+    ours, torchs = build(name, params), torch.optim.SGD(parameters())
+    handles = [
+        register_optimizer_step_pre_hook(hook("before all")),
+        register_optimizer_step_post_hook(hook("after all")),
+        *(one.register_step_pre_hook(hook("before")) for one in (ours, torchs)),
+        *(one.register_step_post_hook(hook("after")) for one in (ours, torchs)),
+    ]
+    order = ["before all", "before", "after", "after all"]
+    for one in (ours, torchs, ours):
+        one.step()
+    assert seen == order * 3
+    for handle in handles:
+        handle.remove()
+    ours.step()
+    assert seen == order * 3
+
+
+@every_algorithm
+def test_a_hook_may_replace_the_closure(name):
+    optimizer = build(name, parameters())
+    optimizer.register_step_pre_hook(lambda one, args, kwargs: ((one, lambda: 2.0), {}))
+    assert optimizer.step(lambda: 1.0) == 2.0
+
+
+@every_algorithm
+def test_hooks_of_state_dicts_may_leave_and_change_entries(name):
+    """Also in `state`, under keys that are no parameters; a step goes on past them."""
+    params = parameters()
+    optimizer = build(name, params, **OPTIONS[name][0])
+    handle = optimizer.register_state_dict_pre_hook(lambda one: one.state.update(note=1))
+    optimizer.register_state_dict_post_hook(lambda one, saved: {**saved, "extra": saved["state"]["note"]})
+    saved = optimizer.state_dict()
+    assert saved["extra"] == saved["state"]["note"] == 1
+    train(optimizer, params, range(2))
+    handle.remove()
+    saved = optimizer.state_dict()
+    twin = build(name, parameters(), **OPTIONS[name][0])
+    twin.load_state_dict(saved)
+    assert twin.state["note"] == 1
+    train(twin, all_params(twin), range(2))
+
+
+@every_algorithm
+def test_hooks_of_loading_run_in_their_order_and_their_state_dict_is_loaded(name):
+    def in_place(optimizer, saved):
+        saved["param_groups"][0]["lr"] = 0.002
+
+    def another(optimizer, saved):
+        saved = copy.deepcopy(saved)
+        saved["param_groups"][0]["lr"] = 0.003
+        return saved
+
+    optimizer = build(name, parameters())
+    seen = []
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append(one.param_groups[0]["lr"]))
+    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(another, prepend=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(another)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [0.002, 0.002, 0.003]
+
+
+@every_algorithm
+def test_profiles_name_it(name):
+    params = parameters()
+    optimizer = build(name, params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(optimizer, params, range(1))
+        optimizer.zero_grad()
+    names = {event.name for event in profile.events()}
+    assert {f"Optimizer.step#{name}.step", f"Optimizer.zero_grad#{name}.zero_grad"} <= names
+
+
+@every_algorithm
+def test_no_step_warns(name):
+    params = parameters()
+    optimizer = build(name, params, **OPTIONS[name][0])
+    with warnings.catch_warnings(action="error"):
+        train(optimizer, params, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        repr(optimizer)

@@ -1,0 +1,179 @@
+"""Every scheduler of torch on every algorithm: it finds what it changes, the step uses it, and both resume."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
+
+from hf_lowprec.optim import SGD, Adam, AdamW
+from tests.optim.every_optimizer import (
+    FP32,
+    OPTIONS,
+    Problem,
+    all_params,
+    build,
+    every_algorithm,
+    every_mode,
+    parameters,
+    same,
+    train,
+)
+
+STEPS = 12
+MAKERS = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 0.5**step),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.75),
+    "StepLR": lambda o: schedules.StepLR(o, step_size=3),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, milestones=[2, 5], gamma=0.5),
+    "ConstantLR": lambda o: schedules.ConstantLR(o, factor=0.25, total_iters=4),
+    "LinearLR": lambda o: schedules.LinearLR(o, start_factor=0.125, total_iters=8),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, gamma=0.9),
+    "PolynomialLR": lambda o: schedules.PolynomialLR(o, total_iters=10, power=2.0),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, T_max=STEPS),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="triangular2"),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 1, three_phase=True),
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler(
+        [schedules.ConstantLR(o, factor=0.5, total_iters=3), schedules.ExponentialLR(o, gamma=0.9)]
+    ),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, total_iters=3), schedules.CosineAnnealingLR(o, T_max=9)], milestones=[4]
+    ),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.01, anneal_epochs=5),
+}
+every_schedule = pytest.mark.parametrize("schedule", MAKERS)
+WRITTEN = ("lr", "betas", "momentum", "base_momentum")
+
+
+def advance(scheduler, step: int) -> None:
+    """A metric that falls for three steps and then does not, for the one that asks."""
+    if isinstance(scheduler, schedules.ReduceLROnPlateau):
+        scheduler.step(max(3 - step, 0))
+    else:
+        scheduler.step()
+
+
+def values(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Numbers that a scheduler may write, of every group; a tensor's at this moment."""
+    groups = [{key: group[key] for key in WRITTEN if key in group} for group in optimizer.param_groups]
+    return [{key: float(v) if isinstance(v, torch.Tensor) else v for key, v in group.items()} for group in groups]
+
+
+def test_no_scheduler_of_torch_is_left_out():
+    known = {
+        name
+        for name, cls in vars(schedules).items()
+        if inspect.isclass(cls) and issubclass(cls, schedules.LRScheduler) and not name.startswith("_")
+    }
+    assert known - {"LRScheduler"} == MAKERS.keys() - {"SWALR"}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@every_schedule
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam), (SGD, torch.optim.SGD)]
+)
+def test_rates_momenta_and_weights_are_torchs(ours, theirs, schedule, tensor):
+    """The first are the same numbers, also where the learning rate is a tensor; FP32 weights are within rounding."""
+    momentum = {"momentum": 0.9} if ours is SGD else {}
+    both = []
+    for cls in (ours, theirs):
+        params = parameters(FP32)
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": torch.tensor(0.05) if tensor else 0.05}]
+        optimizer = cls(groups, lr=torch.tensor(0.1) if tensor else 0.1, **momentum)
+        both.append((optimizer, MAKERS[schedule](optimizer), params))
+    for step in range(STEPS):
+        for optimizer, scheduler, params in both:
+            train(optimizer, params, [step])
+            advance(scheduler, step)
+        assert values(both[0][0]) == values(both[1][0])
+        assert both[0][1].get_last_lr() == both[1][1].get_last_lr()
+    for first, second in zip(both[0][2], both[1][2], strict=True):
+        # 12 steps of at most 0.1 · 10 (momentum), some twenty FP32 roundings each: 12 · 20 · 2**-24 = 1.5e-5.
+        assert (first - second).abs().max() <= 1.5e-5
+
+
+@every_schedule
+@every_algorithm
+def test_a_step_uses_what_a_scheduler_wrote(name, schedule):
+    """The same bits as with the same numbers written into the groups by hand."""
+    scheduled, by_hand = (build(name, parameters(), lr=0.1, **OPTIONS[name][0]) for _ in range(2))
+    scheduler = MAKERS[schedule](scheduled)
+    changed = set()
+    for step in range(STEPS):
+        for group, written in zip(by_hand.param_groups, values(scheduled), strict=True):
+            changed |= {key for key, value in written.items() if group.get(key) != value}
+            group.update(written)
+        for optimizer in (scheduled, by_hand):
+            train(optimizer, all_params(optimizer), [step])
+        advance(scheduler, step)
+    assert same(all_params(scheduled), all_params(by_hand))
+    assert "lr" in changed
+    assert (schedule in ("CyclicLR", "OneCycleLR")) == (len(changed) > 1)
+
+
+@every_schedule
+@every_algorithm
+def test_optimizer_and_scheduler_resume_together_bit_for_bit(name, schedule):
+    params = parameters()
+    optimizer = build(name, params, lr=0.1, **OPTIONS[name][0])
+    scheduler = MAKERS[schedule](optimizer)
+    for step in range(5):
+        train(optimizer, params, [step])
+        advance(scheduler, step)
+    saved = copy.deepcopy([optimizer.state_dict(), scheduler.state_dict()])
+
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    twin = build(name, twins, lr=0.1, **OPTIONS[name][0])
+    resumed = MAKERS[schedule](twin)
+    twin.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for step in range(5, STEPS):
+        for one, its, by in ((optimizer, params, scheduler), (twin, twins, resumed)):
+            train(one, its, [step])
+            advance(by, step)
+        assert values(twin) == values(optimizer)
+    assert same(params, twins)
+
+
+@every_algorithm
+def test_a_scheduler_may_begin_where_a_loaded_optimizer_is(name):
+    """`last_epoch=` reads `initial_lr`, which only the loaded groups have."""
+    params = parameters()
+    optimizer = build(name, params, lr=0.1, **OPTIONS[name][0])
+    scheduler = schedules.StepLR(optimizer, step_size=3)
+    for step in range(5):
+        train(optimizer, params, [step])
+        scheduler.step()
+    twins = parameters()
+    twin = build(name, twins, lr=0.7, **OPTIONS[name][0])
+    twin.load_state_dict(optimizer.state_dict())
+    resumed = schedules.StepLR(twin, step_size=3, last_epoch=scheduler.last_epoch - 1)
+    train(twin, twins, [5])
+    for by in (scheduler, resumed):
+        by.step()
+    assert resumed.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    "schedule", [("ReduceLROnPlateau",), ("LinearLR",), ("StepLR", "ExponentialLR", "ReduceLROnPlateau")], ids="+".join
+)
+@every_mode
+def test_the_loss_falls_under_schedulers(name, dtype, options, schedule):
+    """Several of them at once; the bias in a group of its own, with a larger learning rate."""
+    problem = Problem(dtype)
+    optimizer = build(name, problem.params[:1], lr=0.01, **options)
+    bias = {"params": [problem.bias], "lr": 0.02, **({"use_muon": False} if name == "Muon" else {})}
+    optimizer.add_param_group(bias)
+    schedulers = [MAKERS[word](optimizer) for word in schedule]
+    closure, first = problem.closure(optimizer), problem.loss()
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        for scheduler in schedulers:
+            scheduler.step(*([loss.item()] if isinstance(scheduler, schedules.ReduceLROnPlateau) else []))
+    assert problem.loss() < first
