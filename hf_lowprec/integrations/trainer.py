@@ -27,9 +27,9 @@ from hf_lowprec.integrations.arguments import (
     optimizer_name,
 )
 from hf_lowprec.integrations.callback import LowPrecisionCallback
-from hf_lowprec.integrations.first_step import check_first_step
 from hf_lowprec.integrations.loading import same_parameters
 from hf_lowprec.integrations.manifest import ManifestWriter, records_of_rank
+from hf_lowprec.integrations.misuse import warn_of_misuse
 from hf_lowprec.integrations.quantization import refuse_frozen
 from hf_lowprec.integrations.structure import read_trainer_state
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -49,8 +49,8 @@ def register(unpickle: Callable[[str], Any]) -> None:
     Args:
         unpickle: gives a name's member of transformers' enum; pickled arguments call it.
     """
-    if check_first_step not in LowPrecisionOptimizer.first_step_checks:
-        LowPrecisionOptimizer.first_step_checks.append(check_first_step)
+    if warn_of_misuse not in LowPrecisionOptimizer.first_step_checks:
+        LowPrecisionOptimizer.first_step_checks.append(warn_of_misuse)
     seams.add_optimizer_names(OPTIMIZER_NAMES, _optimizer, unpickle)
     torch.serialization.add_safe_globals([unpickle])
     _wrap_once("__init__", _build)

@@ -42,7 +42,7 @@ _looks = {_UNCAST: _LOOKS, _SUMS_IN_16_BITS: _LOOKS}
 logger = logging.getLogger(__name__)
 
 
-def check_first_step(optimizer: LowPrecisionOptimizer) -> None:
+def warn_of_misuse(optimizer: LowPrecisionOptimizer) -> None:
     """Say, once in a process, that a model trains in FP32 or that its gradients are summed in 16 bits.
 
     FP32 parameters of a model that is cast, quantized or partly in 16 bits (norms, adapters, heads) are as they should
