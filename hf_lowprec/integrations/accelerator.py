@@ -21,7 +21,7 @@ from hf_lowprec.integrations.beside import is_evaluation
 from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
@@ -110,13 +110,16 @@ def _prepare(
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
-    def first(options: dict[str, Any]) -> None:
-        reduction.fp32_modules = shard_fp32_parameters(model, **options)
+    apart = fp32_modules(model)  # refuses a model before accelerate takes the parameters from its optimizer
 
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    with nullcontext() if sharded else seams.before_fully_shard(first):
+    def first(options: dict[str, Any]) -> set[nn.Module]:
+        shard_together(apart.values(), **options)
+        return {below for module in apart.values() for below in module.modules()}
+
+    with nullcontext() if seams.is_sharded_model(model) else seams.before_fully_shard(first):
         prepared = original(*args, **kwargs)
-    scratch = reduce_scatter_in_fp32(model)
+    reduction.fp32_modules += apart
+    scratch = reduce_scatter_in_fp32(seams.prepared_models(accelerator)[-1])
     known.add(model)
     reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared

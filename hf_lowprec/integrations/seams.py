@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed.fsdp
 import transformers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
@@ -64,29 +66,43 @@ def _add_member(name: str) -> None:
 
 
 @contextmanager
-def before_fully_shard(first: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
     """Call `first` with the options of the first `fully_shard` that runs inside, before it runs.
 
-    Accelerate chooses the options, and the moment: its model may have been moved to the meta device by then. It looks
-    the function up in `torch.distributed.fsdp` when it shards a model.
+    What `first` returns is taken out of that call and of those that follow: these modules are sharded by then, which
+    accelerate cannot know of a list that it made before. Accelerate chooses the options, and the moment: its model may
+    have been moved to the meta device by then. It looks the function up in `torch.distributed.fsdp` when it shards a
+    model.
+
+    Raises:
+        RuntimeError: no `fully_shard` ran inside.
     """
     original = torch.distributed.fsdp.fully_shard
-    called = False
+    sharded: Collection[nn.Module] | None = None
 
     def fully_shard(module: Any, **options: Any) -> Any:
-        nonlocal called
-        if not called:
-            called = True
-            first(options)
-        return original(module, **options)
+        nonlocal sharded
+        if sharded is None:
+            sharded = first(options)
+        if isinstance(module, nn.Module):
+            return module if module in sharded else original(module, **options)
+        left = [one for one in module if one not in sharded]
+        if left:
+            original(left, **options)
+        return module
 
     torch.distributed.fsdp.fully_shard = fully_shard
     try:
         yield
     finally:
         torch.distributed.fsdp.fully_shard = original
-    if not called:
+    if sharded is None:
         raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether accelerate takes `model` for one that FSDP2 has sharded, as a whole, and leaves it alone."""
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
 
 
 def switch_autocast_off(accelerator: Any) -> bool:
