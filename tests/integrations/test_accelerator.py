@@ -107,6 +107,19 @@ def test_several_gpus_in_one_process_are_refused(tmp_path):
         Trainer(model=llama(), args=args, train_dataset=counting_data())
 
 
+def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touched():
+    """Accelerate takes the parameters out of the optimizer, and puts shards in their place at the end."""
+    model = torch.nn.Linear(4, 4).bfloat16()
+    model.bias.data = model.bias.data.float()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    built = fsdp(fsdp_version=2)
+    hf_lowprec.prepare_accelerator(built)
+    with pytest.raises(ValueError, match=r"Linear has weight in bfloat16, bias in float32; use DDP"):
+        built.prepare(model, optimizer)
+    assert optimizer.param_groups[0]["params"] == [model.weight, model.bias]
+    assert seams.prepared_models(built) == []
+
+
 def test_a_model_that_was_prepared_before_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -218,6 +231,20 @@ def test_a_part_of_them_is_clipped_as_accelerate_does():
     assert torch.equal(model.bias.grad, before[1])
 
 
+def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch):
+    import torch.distributed.fsdp as torch_fsdp
+
+    calls = []
+    monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
+    first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
+    with seams.before_fully_shard(lambda options: calls.append(options) or {first}):
+        torch_fsdp.fully_shard([first, second], mesh=None)
+        assert torch_fsdp.fully_shard(first, mesh=None) is first
+        assert torch_fsdp.fully_shard([first], mesh=None) == [first]
+        torch_fsdp.fully_shard(third)
+    assert calls == [{"mesh": None}, ([second], {"mesh": None}), (third, {})]
+
+
 def test_the_seams_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp
@@ -228,7 +255,7 @@ def test_the_seams_are_where_they_were():
     assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
     optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
     assert seams.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
-    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: None)
+    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: set())
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original
