@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_PIECE = 1 << 20
+_PIECE = 1 << 16
 _ODD = 0x1E3779B97F4A7C15
 
 
@@ -65,14 +66,28 @@ def checksum(tensor: Tensor) -> Tensor:
     """An int64 scalar on the tensor's device that changes with any one element, and with their order."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     flat = local.detach().contiguous().view(-1)
-    # 8 bytes per element are needed for a piece at a time only.
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if flat.element_size() == 2 and flat.storage_offset() % 2:
+        flat = flat.clone()  # pairs are read at even offsets
     # At most 32 bits, which an odd factor keeps apart modulo 2^64.
-    pattern = {1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    for number, piece in enumerate(flat.view(pattern).split(_PIECE)):
-        place = torch.arange(piece.numel(), device=piece.device) + number * _PIECE
-        total += (piece.to(torch.int64) * (place * _ODD * 2 + 1)).sum()
+    pattern = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # 8 bytes per pattern are needed for a piece at a time only.
+    for number, piece in enumerate(flat.view(pattern.get(flat.element_size(), torch.int32)).split(_PIECE)):
+        values = piece.to(torch.int64)
+        total += (values * _factors(piece.device)[: piece.numel()]).sum() + values.sum() * _signed(number * _PIECE)
     return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Of the values of a first piece; those of a later one, and its place times `_ODD`, are the same modulo 2^64."""
+    return torch.arange(_PIECE, device=device) * _signed(1) + 1
+
+
+def _signed(place: int) -> int:
+    """`2 · _ODD · place` modulo 2^64, as an int64."""
+    factor = 2 * _ODD * place % 2**64
+    return factor - 2**64 if factor >= 2**63 else factor
 
 
 def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
