@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
+from hf_lowprec.integrations.first_step import FirstSteps
 from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
+from hf_lowprec.reduction.replicas import difference_of_replicas
+from hf_lowprec.reduction.settings import check_same_settings, model_settings
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
@@ -73,10 +76,12 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
     known: Models = weakref.WeakSet()
+    first_steps = FirstSteps(accelerator)
     wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
     wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
+    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, first_steps))
     wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
+    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, first_steps))
     return reduction
 
 
@@ -104,6 +109,9 @@ def _prepare(
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if not accelerator.is_fsdp2 or model is None or model in known:
         return original(*args, **kwargs)
+    _compare_models(accelerator, reduction, model)
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # then rank 0's are loaded, and others empty
+        _warn_of_different_weights(accelerator, model)
     halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
     if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
@@ -140,6 +148,7 @@ def _prepare_model(
     if is_evaluation(*args, **kwargs):
         with seams.prepared_again_later(model):
             return original(model, *args, **kwargs)
+    _compare_models(accelerator, reduction, model)
     sums = None
     if reduction.grad_accumulation != "nearest":
         sums = MicroBatches(model, reduction.grad_accumulation)
@@ -155,6 +164,30 @@ def _prepare_model(
     return prepared
 
 
+def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Module) -> None:
+    """Compare what is to be wrapped, while ranks that differ can still tell each other so."""
+    if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
+        check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
+
+
+def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """DDP starts from rank 0's weights; FSDP2 takes a shard of those of every rank, and nothing parts."""
+    found = difference_of_replicas(model.named_parameters()) if accelerator.num_processes > 1 else None
+    if found is not None and accelerator.is_main_process:
+        logger.warning(
+            "hf_lowprec: before sharding, %s: FSDP2 trains a mixture of them. Seed all ranks alike before the model is "
+            "built, load the same checkpoint, or set cpu_ram_efficient_loading to start from rank 0's",
+            found,
+        )
+
+
+def _prepare_optimizer(first_steps: FirstSteps, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`: ranks are compared before the first step."""
+    prepared = original(*args, **kwargs)
+    first_steps.watch(getattr(prepared, "optimizer", prepared))
+    return prepared
+
+
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
     """`Accelerator.no_sync`, which leaves DDP over a single process to synchronize every micro-batch."""
     if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
@@ -163,13 +196,19 @@ def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> 
 
 
 def _clip_grad_norm_(
-    accelerator: Accelerator, original: Callable, parameters: Any, max_norm: float, norm_type: float = 2
+    accelerator: Accelerator,
+    first_steps: FirstSteps,
+    original: Callable,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
 ) -> Any:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(param) for param in parameters if param.grad is not None}
     for optimizer in seams.prepared_optimizers(accelerator):
-        if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
-            groups = optimizer.param_groups
-            if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+        groups = optimizer.param_groups
+        if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+            first_steps.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
+            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
                 return optimizer.clip_grad_norm_(max_norm)
     return original(parameters, max_norm, norm_type)

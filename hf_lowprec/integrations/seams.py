@@ -127,6 +127,11 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
+def names_apart_from_ddp(model: Any) -> Collection[str]:
+    """The parameters that DDP is told to leave alone, so that every rank has its own."""
+    return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+
+
 def has_adapters(model: Any) -> bool:
     """Whether a transformers model was given adapters by its own `add_adapter` or `load_adapter`."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
