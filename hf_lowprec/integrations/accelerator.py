@@ -6,8 +6,9 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,8 +30,6 @@ from hf_lowprec.reduction.settings import check_same_settings, model_settings
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
-Models = weakref.WeakSet[nn.Module]
-"""Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         )
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
-    known: Models = weakref.WeakSet()
+    known = _Models()
     first_steps = FirstSteps(accelerator)
     wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
     wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
@@ -93,17 +92,48 @@ def say_autocast_is_off(reduction: Reduction) -> None:
 
 def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable) -> None:
     """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one accelerator."""
-    original = getattr(accelerator, name)
+    setattr(accelerator, name, _Method(accelerator, name, wrapper))
 
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
 
-    setattr(accelerator, name, method)
+class _Method:
+    """A method of one accelerator inside a wrapper; unlike a closure it pickles along with the accelerator."""
+
+    def __init__(self, accelerator: Accelerator, name: str, wrapper: Callable) -> None:
+        wrapped_before = vars(accelerator).get(name)
+        self.__setstate__((accelerator, name, wrapper, wrapped_before))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._accelerator, self._name, self._wrapper, self._wrapped_before
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._accelerator, self._name, self._wrapper, self._wrapped_before = state
+        # Not the bound method's own pickle, which would look the name up in the accelerator and find this object.
+        method = MethodType(getattr(type(self._accelerator), self._name), self._accelerator)
+        self._original: Callable = self._wrapped_before or method
+        functools.update_wrapper(self, self._original, updated=())
+
+
+class _Models:
+    """Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
+
+    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
+        self._models = weakref.WeakSet(models)
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._models
+
+    def add(self, *models: nn.Module) -> None:
+        self._models.update(models)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self._models),)
 
 
 def _prepare(
-    accelerator: Accelerator, reduction: Reduction, known: Models, original: Callable, *args: Any, **kwargs: Any
+    accelerator: Accelerator, reduction: Reduction, known: _Models, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """`Accelerator.prepare`, which is where FSDP2 is applied."""
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
@@ -136,7 +166,7 @@ def _prepare(
 def _prepare_model(
     accelerator: Accelerator,
     reduction: Reduction,
-    known: Models,
+    known: _Models,
     original: Callable,
     model: nn.Module,
     *args: Any,
@@ -160,7 +190,7 @@ def _prepare_model(
             means = reduce_in_fp32(module)
             means.finished = None if sums is None else sums.restart
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
-    known.update((model, prepared))
+    known.add(model, prepared)
     return prepared
 
 
