@@ -41,9 +41,9 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
     `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
     Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only that and
-    `grad_accumulation` have an effect. Ranks are compared when a model is prepared and before an optimizer's first step:
-    where settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Calling it again
-    changes nothing.
+    `grad_accumulation` have an effect. Ranks are compared when a model is prepared, and before an optimizer's first
+    step: where settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Calling it
+    again changes nothing.
 
     Args:
         accelerator: not yet used to prepare a model.

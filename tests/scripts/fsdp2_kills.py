@@ -69,31 +69,27 @@ def main(kills: int, seed: int, state: str) -> None:
         printed, failure = train(Path(folder, "whole"), state, resume=False)
         assert failure is None, failure + printed
         expected, seconds = digest(printed), time.monotonic() - begin - 1  # it waits for a second at its end
-        while killed < kills:
-            resume, victim, after = out.exists(), chance.randrange(RANKS), chance.uniform(0, seconds)
-            printed, failure = train(out, state, resume, victim, after)
-            left = sorted(path.name for path in out.glob("checkpoint-*"))
-            # Trainer takes a step more than it was asked for if it resumes from the last one.
-            shutil.rmtree(out / f"checkpoint-{STEPS}", ignore_errors=True)
+        while killed < kills or out.exists():
+            last = out / f"checkpoint-{STEPS}"
+            undisturbed = killed == kills or last.exists()
+            if last.exists():
+                shutil.rmtree(last)  # Trainer takes a step more than it was asked for if it resumes from the last one
+            resume = any(out.glob("checkpoint-*"))
+            victim, after = chance.randrange(RANKS), chance.uniform(0, seconds)
+            printed, failure = train(out, state, resume, -1 if undisturbed else victim, after)
             if failure is None:
                 assert digest(printed) == expected, "the weights or states of a run that was resumed differ"
                 trained += 1
                 shutil.rmtree(out)
-            elif re.search(rf"rank {victim} of {RANKS} failed\n(\n|$)", failure):  # without a traceback
-                killed += 1
-                print(f"kill {killed}: rank {victim} after {after:.2f} s, which leaves {', '.join(left)}", flush=True)
             elif NOTHING_TO_RESUME in failure:
                 shutil.rmtree(out)
+            elif re.search(rf"rank {victim} of {RANKS} failed\n(\n|$)", failure):  # without a traceback
+                killed += 1
+                left = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+                names = ", ".join(path.name for path in left) or "nothing"
+                print(f"kill {killed}: rank {victim} after {after:.2f} s, which leaves {names}", flush=True)
             else:
                 raise AssertionError(failure + printed)
-        while out.exists():
-            printed, failure = train(out, state, resume=True)
-            if failure is None:
-                assert digest(printed) == expected, "the weights or states of the last run differ"
-                trained += 1
-            elif NOTHING_TO_RESUME not in failure:
-                raise AssertionError(failure + printed)
-            shutil.rmtree(out)
     print(f"{killed} kills, {trained} trainings that came to the same end ({state})")
 
 
