@@ -69,7 +69,8 @@ def main(kills: int, seed: int, state: str) -> None:
         printed, failure = train(Path(folder, "whole"), state, resume=False)
         assert failure is None, failure + printed
         expected, seconds = digest(printed), time.monotonic() - begin - 1  # it waits for a second at its end
-        while killed < kills or out.exists():
+        ended = False
+        while killed < kills or not ended:
             last = out / f"checkpoint-{STEPS}"
             undisturbed = killed == kills or last.exists()
             if last.exists():
@@ -77,13 +78,14 @@ def main(kills: int, seed: int, state: str) -> None:
             resume = any(out.glob("checkpoint-*"))
             victim, after = chance.randrange(RANKS), chance.uniform(0, seconds)
             printed, failure = train(out, state, resume, -1 if undisturbed else victim, after)
-            if failure is None:
+            ended = failure is None
+            if ended:
                 assert digest(printed) == expected, "the weights or states of a run that was resumed differ"
                 trained += 1
                 shutil.rmtree(out)
-            elif NOTHING_TO_RESUME in failure:
+            elif NOTHING_TO_RESUME in str(failure):
                 shutil.rmtree(out)
-            elif re.search(rf"rank {victim} of {RANKS} failed\n(\n|$)", failure):  # without a traceback
+            elif re.search(rf"rank {victim} of {RANKS} failed\n(\n|$)", str(failure)):  # without a traceback
                 killed += 1
                 left = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
                 names = ", ".join(path.name for path in left) or "nothing"
