@@ -6,8 +6,9 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,16 +21,17 @@ from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
+from hf_lowprec.integrations.first_step import FirstSteps
 from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
-from hf_lowprec.reduction.fsdp2 import reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
+from hf_lowprec.reduction.replicas import difference_of_replicas
+from hf_lowprec.reduction.settings import check_same_settings, model_settings
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
-Models = weakref.WeakSet[nn.Module]
-"""Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,9 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
     Models that `cast_model` has cast return FP32 to the loop once they are prepared (see `return_float32`).
     Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only these two and
-    `grad_accumulation` have an effect. Calling it again changes nothing.
+    `grad_accumulation` have an effect. Ranks are compared when a model is prepared, and before an optimizer's first
+    step: where settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Calling it
+    again changes nothing.
 
     Args:
         accelerator: not yet used to prepare a model.
@@ -77,11 +81,13 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         )
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
-    known: Models = weakref.WeakSet()
+    known = _Models()
+    first_steps = FirstSteps(accelerator)
     wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
     wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
+    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, first_steps))
     wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator))
+    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, first_steps))
     return reduction
 
 
@@ -93,36 +99,73 @@ def say_autocast_is_off(reduction: Reduction) -> None:
 
 def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
     """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one instance."""
-    original = getattr(instance, name)
+    setattr(instance, name, _Method(instance, name, wrapper))
 
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
 
-    setattr(instance, name, method)
+class _Method:
+    """A method of one instance inside a wrapper; unlike a closure it pickles along with the instance."""
+
+    def __init__(self, instance: object, name: str, wrapper: Callable) -> None:
+        wrapped_before = vars(instance).get(name)
+        self.__setstate__((instance, name, wrapper, wrapped_before))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._instance, self._name, self._wrapper, self._wrapped_before
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._instance, self._name, self._wrapper, self._wrapped_before = state
+        # Not the bound method's own pickle, which would look the name up in the instance and find this object.
+        method = MethodType(getattr(type(self._instance), self._name), self._instance)
+        self._original: Callable = self._wrapped_before or method
+        functools.update_wrapper(self, self._original, updated=())
+
+
+class _Models:
+    """Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
+
+    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
+        self._models = weakref.WeakSet(models)
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._models
+
+    def add(self, *models: nn.Module) -> None:
+        self._models.update(models)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self._models),)
 
 
 def _prepare(
-    accelerator: Accelerator, reduction: Reduction, known: Models, original: Callable, *args: Any, **kwargs: Any
+    accelerator: Accelerator, reduction: Reduction, known: _Models, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """`Accelerator.prepare`, which is where FSDP2 is applied."""
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     if not accelerator.is_fsdp2 or model is None or model in known:
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
+    _compare_models(accelerator, reduction, model)
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # then rank 0's are loaded, and others empty
+        _warn_of_different_weights(accelerator, model)
     halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
     if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
-    def first(options: dict[str, Any]) -> None:
-        reduction.fp32_modules = shard_fp32_parameters(model, **options)
+    apart = fp32_modules(model)  # refuses a model before accelerate takes the parameters from its optimizer
 
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    with nullcontext() if sharded else seams.before_fully_shard(first):
+    def first(options: dict[str, Any]) -> set[nn.Module]:
+        shard_together(apart.values(), **options)
+        return {below for module in apart.values() for below in module.modules()}
+
+    with nullcontext() if seams.is_sharded_model(model) else seams.before_fully_shard(first):
         prepared = original(*args, **kwargs)
-    scratch = reduce_scatter_in_fp32(model)
+    reduction.fp32_modules += apart
+    scratch = reduce_scatter_in_fp32(seams.prepared_models(accelerator)[-1])
     known.add(model)
     reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
@@ -131,7 +174,7 @@ def _prepare(
 def _prepare_model(
     accelerator: Accelerator,
     reduction: Reduction,
-    known: Models,
+    known: _Models,
     original: Callable,
     model: nn.Module,
     *args: Any,
@@ -144,6 +187,7 @@ def _prepare_model(
     if is_evaluation(*args, **kwargs):
         with seams.prepared_again_later(model):
             return original(model, *args, **kwargs)
+    _compare_models(accelerator, reduction, model)
     sums = None
     if reduction.grad_accumulation != "nearest":
         sums = MicroBatches(model, reduction.grad_accumulation)
@@ -155,7 +199,31 @@ def _prepare_model(
             means = reduce_in_fp32(module)
             means.finished = None if sums is None else sums.restart
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
-    known.update((model, prepared))
+    known.add(model, prepared)
+    return prepared
+
+
+def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Module) -> None:
+    """Compare what is to be wrapped, while ranks that differ can still tell each other so."""
+    if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
+        check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
+
+
+def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """DDP starts from rank 0's weights; FSDP2 takes a shard of those of every rank, and nothing parts."""
+    found = difference_of_replicas(model.named_parameters()) if accelerator.num_processes > 1 else None
+    if found is not None and accelerator.is_main_process:
+        logger.warning(
+            "hf_lowprec: before sharding, %s: FSDP2 trains a mixture of them. Seed all ranks alike before the model is "
+            "built, load the same checkpoint, or set cpu_ram_efficient_loading to start from rank 0's",
+            found,
+        )
+
+
+def _prepare_optimizer(first_steps: FirstSteps, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`: ranks are compared before the first step."""
+    prepared = original(*args, **kwargs)
+    first_steps.watch(getattr(prepared, "optimizer", prepared))
     return prepared
 
 
@@ -173,13 +241,19 @@ def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> 
 
 
 def _clip_grad_norm_(
-    accelerator: Accelerator, original: Callable, parameters: Any, max_norm: float, norm_type: float = 2
+    accelerator: Accelerator,
+    first_steps: FirstSteps,
+    original: Callable,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
 ) -> Any:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(param) for param in parameters if param.grad is not None}
     for optimizer in seams.prepared_optimizers(accelerator):
-        if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
-            groups = optimizer.param_groups
-            if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+        groups = optimizer.param_groups
+        if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+            first_steps.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
+            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
                 return optimizer.clip_grad_norm_(max_norm)
     return original(parameters, max_norm, norm_type)

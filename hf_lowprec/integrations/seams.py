@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -85,29 +87,43 @@ def optimizer_member(name: str) -> OptimizerNames:
 
 
 @contextmanager
-def before_fully_shard(first: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
     """Call `first` with the options of the first `fully_shard` that runs inside, before it runs.
 
-    Accelerate chooses the options, and the moment: its model may have been moved to the meta device by then. It looks
-    the function up in `torch.distributed.fsdp` when it shards a model.
+    What `first` returns is taken out of that call and of those that follow: these modules are sharded by then, which
+    accelerate cannot know of a list that it made before. Accelerate chooses the options, and the moment: its model may
+    have been moved to the meta device by then. It looks the function up in `torch.distributed.fsdp` when it shards a
+    model.
+
+    Raises:
+        RuntimeError: no `fully_shard` ran inside.
     """
     original = torch.distributed.fsdp.fully_shard
-    called = False
+    sharded: Collection[nn.Module] | None = None
 
     def fully_shard(module: Any, **options: Any) -> Any:
-        nonlocal called
-        if not called:
-            called = True
-            first(options)
-        return original(module, **options)
+        nonlocal sharded
+        if sharded is None:
+            sharded = first(options)
+        if isinstance(module, nn.Module):
+            return module if module in sharded else original(module, **options)
+        left = [one for one in module if one not in sharded]
+        if left:
+            original(left, **options)
+        return module
 
     torch.distributed.fsdp.fully_shard = fully_shard
     try:
         yield
     finally:
         torch.distributed.fsdp.fully_shard = original
-    if not called:
+    if sharded is None:
         raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether accelerate takes `model` for one that FSDP2 has sharded, as a whole, and leaves it alone."""
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
 
 
 def switch_autocast_off(accelerator: Any) -> bool:
@@ -130,6 +146,11 @@ def prepared_models(accelerator: Any) -> list[Any]:
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+def names_apart_from_ddp(model: Any) -> Collection[str]:
+    """The parameters that DDP is told to leave alone, so that every rank has its own."""
+    return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def has_communication_hook(model: DistributedDataParallel) -> bool:

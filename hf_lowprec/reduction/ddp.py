@@ -61,6 +61,13 @@ class BucketMeans:
         self._slot = 0
         self._streams: dict[torch.device, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As DDP itself: without what is on its way, and for the default group."""
+        return {"finished": self.finished, "first_alone": self.first_alone}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(dist.group.WORLD, **state)  # type: ignore[misc]
+
     def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
         """Average one bucket, a flat tensor, in place; buckets come in the order that all ranks share."""
         future = _future(gradient.device)
@@ -147,14 +154,27 @@ def fp32_mean_hook(state: BucketMeans, bucket: GradBucket) -> torch.futures.Futu
     return state(bucket.buffer(), bucket.index() == 0, bucket.is_last())
 
 
+class FP32MeanDDP(DistributedDataParallel):
+    """A DDP that keeps its hook when it is unpickled or copied, where torch builds a new reducer without one."""
+
+    means: BucketMeans
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.register_comm_hook(self.means, fp32_mean_hook)
+
+
 def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
-    """Let `model` average its gradients in FP32.
+    """Let `model` average its gradients in FP32; its class becomes `FP32MeanDDP`, unless it is one of the user's.
 
     Raises:
         RuntimeError: the model has a communication hook already.
     """
     state = BucketMeans(model.process_group, first_alone=model.static_graph)
     model.register_comm_hook(state, fp32_mean_hook)
+    if type(model) is DistributedDataParallel:
+        model.__class__ = FP32MeanDDP
+        model.means = state  # type: ignore[assignment]
     return state
 
 

@@ -8,13 +8,14 @@ rounded to the parameters' dtype before the wire, and nowhere else until the end
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.lost_ranks import exchanging
 from hf_lowprec.reduction.mean import mean_in_rank_order
@@ -77,10 +78,11 @@ def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
     scratch = Scratch()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            own = [param for param in _own_parameters(module) if param.requires_grad]
+            # Those that are no DTensors were named in `ignored_params`.
+            own = [param for param in _own_parameters(module) if param.requires_grad and isinstance(param, DTensor)]
             if not own:
                 continue
-            replicated = own[0].device_mesh.ndim > 1  # type: ignore[attr-defined]
+            replicated = own[0].device_mesh.ndim > 1
             wire = own[0].dtype
             comm = FP32ReduceScatter(wire, scratch, replicated or wire == torch.float16)
             module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
@@ -88,38 +90,67 @@ def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
-    """Shard the FP32 modules of a model in 16 bits as one group, before anything else is sharded.
-
-    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two. FP32 modules are
-    small, so they stay gathered between forward and backward.
+    """Shard the FP32 modules of a model in 16 bits as one group, before anything around them is sharded.
 
     Args:
-        model: a model that is not sharded yet.
+        model: a model none of whose FP32 modules, nor anything above them, is sharded yet.
         options: what `fully_shard` takes.
 
     Returns:
         The names of the modules; empty if all trainable parameters have one dtype.
 
     Raises:
+        ValueError: as `fp32_modules`.
+    """
+    found = fp32_modules(model)
+    shard_together(found.values(), **options)
+    return list(found)
+
+
+def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with FP32 parameters that FSDP2 must shard apart from the others, by name.
+
+    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two. What is sharded
+    already has a group, and is left out.
+
+    Returns:
+        The modules, some of them below others; empty if all trainable parameters have one dtype.
+
+    Raises:
         ValueError: a module holds trainable FP32 parameters itself and others in 16 bits, itself or below.
     """
-    if len({param.dtype for param in model.parameters() if param.requires_grad}) < 2:
-        return []
     found: dict[str, nn.Module] = {}
+    dtypes: set[torch.dtype] = set()
+    sharded = {below for module in model.modules() if isinstance(module, FSDPModule) for below in module.modules()}
     for name, module in model.named_modules():
-        own = {n: param.dtype for n, param in module.named_parameters(recurse=False) if param.requires_grad}
-        if torch.float32 not in own.values():
+        if module in sharded:
             continue
-        own = {n: param.dtype for n, param in module.named_parameters() if param.requires_grad}  # below it as well
-        if set(own.values()) != {torch.float32}:
+        direct = {param.dtype for param in module.parameters(recurse=False) if param.requires_grad}
+        dtypes |= direct
+        if torch.float32 not in direct:
+            continue
+        params = {param: param.dtype for param in _own_parameters(module) if param.requires_grad}
+        if set(params.values()) != {torch.float32}:
+            names = {param: n for n, param in module.named_parameters()}
             raise ValueError(
                 f"FSDP2 needs one dtype per module, and {name or type(model).__name__} has "
-                + ", ".join(f"{n} in {str(dtype).removeprefix('torch.')}" for n, dtype in own.items())
+                + ", ".join(f"{names[p]} in {str(dtype).removeprefix('torch.')}" for p, dtype in params.items())
                 + "; use DDP for this model"
             )
         found[name] = module
-    fully_shard(list(found.values()), **{**options, "reshard_after_forward": False})
-    return list(found)
+    return found if len(dtypes) > 1 else {}
+
+
+def shard_together(modules: Iterable[nn.Module], **options: Any) -> None:
+    """Shard `modules` as one group that stays gathered between forward and backward: they are small.
+
+    Args:
+        modules: those of `fp32_modules`.
+        options: what `fully_shard` takes.
+    """
+    group = list(modules)
+    if group:
+        fully_shard(group, **{**options, "reshard_after_forward": False})
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

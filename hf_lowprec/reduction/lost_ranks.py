@@ -1,4 +1,4 @@
-"""What is said when another rank dies, hangs or cannot be reached while gradients are on their way."""
+"""What is said when another rank dies, hangs or cannot be reached in the middle of a collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 @contextmanager
-def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
+def exchanging(group: dist.ProcessGroup, purpose: str = "averaging gradients") -> Iterator[None]:
     """Say where to look if a collective of `group` fails inside.
 
     Raises:
@@ -20,7 +20,7 @@ def exchanging(group: dist.ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         rank, ranks = group.rank(), group.size()
         raise RuntimeError(
-            f"rank {rank} of {ranks} lost another rank while averaging gradients ({error}). Look at the output of the "
+            f"rank {rank} of {ranks} lost another rank while {purpose} ({error}). Look at the output of the "
             "rank that ended first: the others only lost their connection to it. A rank that hangs is waited for until "
             "the process group's timeout. Training goes on from the last complete checkpoint with "
             "resume_from_checkpoint=True"

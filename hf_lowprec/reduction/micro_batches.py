@@ -7,9 +7,10 @@ clipping, DDP and the optimizer find what they expect.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +65,23 @@ class MicroBatches:
     """
 
     def __init__(self, model: nn.Module, mode: str) -> None:
-        self.mode = mode
+        self.__setstate__({"model": model, "mode": mode})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without sums: torch pickles parameters without gradients and hooks."""
+        return {"model": self._model(), "mode": self.mode}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, self.mode = state["model"], state["mode"]
+        if model is None:  # it was gone by the time of pickling
+            model = nn.Module()
+        self._model = weakref.ref(model)
         if model in _active:
             _active[model].remove()
         _active[model] = self
         self._sums: dict[nn.Parameter, _Sum] = {}
         self._handles = [
-            param.register_hook(self._hook(param)) for param in model.parameters() if _is_summed(param, mode)
+            param.register_hook(self._hook(param)) for param in model.parameters() if _is_summed(param, self.mode)
         ]
 
     @property
@@ -120,4 +131,4 @@ class MicroBatches:
         return gradient.new_full((), -0.0).expand_as(gradient)
 
 
-_active: WeakKeyDictionary[nn.Module, MicroBatches] = WeakKeyDictionary()
+_active: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_PIECE = 1 << 20
+from hf_lowprec.reduction.settings import gather_where_different
+
+_PIECE = 1 << 16
 _ODD = 0x1E3779B97F4A7C15
 
 
@@ -29,50 +32,72 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     if not dist.is_initialized():
         return
+    found = difference_of_replicas(_named_tensors(model, getattr(optimizer, "optimizer", optimizer)))
+    if found is not None:
+        raise RuntimeError(found)
+
+
+def difference_of_replicas(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """What differs among tensors with names that ranks should have in common; every rank must call it.
+
+    Returns:
+        The first difference in words, on every rank of the group in which it was found; None without one.
+    """
     groups: dict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in _named_tensors(model, getattr(optimizer, "optimizer", optimizer)):
+    for name, tensor in tensors:
         for group in _replicating(tensor):
             groups[group].append((name, tensor))
-    for group, tensors in groups.items():
-        if group.size() > 1:
-            _compare(group, tensors)
+    # All of them, whatever is found in one: the ranks of another group wait for this one.
+    found = [_difference(group, held) for group, held in groups.items() if group.size() > 1]
+    return next(filter(None, found), None)
 
 
-def _compare(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> None:
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, [name for name, _ in tensors], group=group)
-    if any(names != every[0] for names in every):
-        held = list(map(set, every))
-        missing = sorted(set.union(*held) - set.intersection(*held))
-        raise RuntimeError(f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank")
+def _difference(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> str | None:
     device = tensors[0][1].device
-    own = torch.stack([checksum(tensor).to(device) for _, tensor in tensors])
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(gathered, own, group=group)
-    others = torch.stack(gathered).cpu()
-    differs = others != others[0]
-    if differs.any():
-        first = int(differs.any(dim=0).nonzero()[0])
-        ranks = dist.get_process_group_ranks(group)
-        wrong = [ranks[int(place)] for place in differs[:, first].nonzero()]
-        raise RuntimeError(
-            f"replicas differ: {tensors[first][0]} on rank {', '.join(map(str, wrong))} is not that of rank {ranks[0]} "
-            f"({int(differs.any(dim=0).sum())} of {len(tensors)} tensors differ)"
-        )
+    sums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
+    every = gather_where_different([(name, total) for (name, _), total in zip(tensors, sums, strict=True)], group)
+    if every is None:
+        return None
+    names = [[name for name, _ in held] for held in every]
+    if any(held != names[0] for held in names):
+        missing = sorted(set.union(*map(set, names)) - set.intersection(*map(set, names)))
+        return f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank"
+    different = [k for k, found in enumerate(zip(*every, strict=True)) if len(set(found)) > 1]
+    first = different[0]
+    ranks = dist.get_process_group_ranks(group)
+    wrong = [str(rank) for rank, held in zip(ranks, every, strict=True) if held[first] != every[0][first]]
+    return (
+        f"replicas differ: {names[0][first]} on rank {', '.join(wrong)} is not that of rank {ranks[0]} "
+        f"({len(different)} of {len(tensors)} tensors differ)"
+    )
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """An int64 scalar on the tensor's device that changes with any one element, and with their order."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     flat = local.detach().contiguous().view(-1)
-    # 8 bytes per element are needed for a piece at a time only.
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if flat.element_size() == 2 and flat.storage_offset() % 2:
+        flat = flat.clone()  # pairs are read at even offsets
     # At most 32 bits, which an odd factor keeps apart modulo 2^64.
-    pattern = {1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    for number, piece in enumerate(flat.view(pattern).split(_PIECE)):
-        place = torch.arange(piece.numel(), device=piece.device) + number * _PIECE
-        total += (piece.to(torch.int64) * (place * _ODD * 2 + 1)).sum()
+    pattern = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # 8 bytes per pattern are needed for a piece at a time only.
+    for number, piece in enumerate(flat.view(pattern.get(flat.element_size(), torch.int32)).split(_PIECE)):
+        values = piece.to(torch.int64)
+        total += (values * _factors(piece.device)[: piece.numel()]).sum() + values.sum() * _signed(number * _PIECE)
     return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Of the values of a first piece; those of a later one, and its place times `_ODD`, are the same modulo 2^64."""
+    return torch.arange(_PIECE, device=device) * _signed(1) + 1
+
+
+def _signed(place: int) -> int:
+    """`2 · _ODD · place` modulo 2^64, as an int64."""
+    factor = 2 * _ODD * place % 2**64
+    return factor - 2**64 if factor >= 2**63 else factor
 
 
 def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:

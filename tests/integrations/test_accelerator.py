@@ -1,14 +1,17 @@
 """`prepare_accelerator` in one process: what it refuses, what it changes, what it says. Several processes are in
 `tests/distributed`."""
 
+import copy
+import inspect
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedType,
@@ -26,6 +29,7 @@ from tests.integrations.tiny_training import arguments, counting_data, llama
 @pytest.fixture(autouse=True)
 def fresh_state():
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()  # it holds data loaders, which do not pickle once they have run
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -105,6 +109,19 @@ def test_several_gpus_in_one_process_are_refused(tmp_path):
     assert args.n_gpu == 2
     with pytest.raises(ValueError, match=r"one process with 2 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES"):
         Trainer(model=llama(), args=args, train_dataset=counting_data())
+
+
+def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touched():
+    """Accelerate takes the parameters out of the optimizer, and puts shards in their place at the end."""
+    model = torch.nn.Linear(4, 4).bfloat16()
+    model.bias.data = model.bias.data.float()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    built = fsdp(fsdp_version=2)
+    hf_lowprec.prepare_accelerator(built)
+    with pytest.raises(ValueError, match=r"Linear has weight in bfloat16, bias in float32; use DDP"):
+        built.prepare(model, optimizer)
+    assert optimizer.param_groups[0]["params"] == [model.weight, model.bias]
+    assert seams.prepared_models(built) == []
 
 
 def test_a_model_that_was_prepared_before_is_refused():
@@ -218,6 +235,99 @@ def test_a_part_of_them_is_clipped_as_accelerate_does():
     assert torch.equal(model.bias.grad, before[1])
 
 
+def stock(**settings) -> Accelerator:
+    return accelerator(**settings)
+
+
+def lowprec(**settings) -> Accelerator:
+    built = accelerator(**settings)
+    hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+    return built
+
+
+def with_a_model(built: Accelerator) -> Accelerator:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 32), batch_size=2)
+    built.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader)
+    return built
+
+
+COPIES = [lambda built: pickle.loads(pickle.dumps(built)), copy.deepcopy]
+
+
+@pytest.mark.parametrize("make", [stock, lowprec])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("copied", COPIES)
+def test_an_accelerator_pickles_as_accelerates_own_does(make, prepared, copied):
+    built = with_a_model(make()) if prepared else make()
+    found = copied(built)
+    assert type(found) is Accelerator
+    assert len(seams.prepared_models(found)) == prepared
+    assert (found is built) == (copied is copy.deepcopy)  # accelerate's own copies are the accelerator itself
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_what_was_prepared_is_in_force_after_unpickling(also):
+    """On the copy's own models, and not on those of the accelerator that it is a copy of."""
+    built = with_a_model(lowprec()) if also else lowprec()
+    found = pickle.loads(pickle.dumps(built))
+    if not also:
+        with_a_model(found)
+    (model,), (optimizer,) = seams.prepared_models(found), seams.prepared_optimizers(found)
+    assert model not in seams.prepared_models(built)
+    reduction = hf_lowprec.prepare_accelerator(found, grad_accumulation="fp32")
+    assert reduction is not hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+    assert len(reduction.sums) == 1
+    inputs = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for part in inputs:
+        found.backward(model(part).square().sum())
+    fresh = copy.deepcopy(model)
+    total = 0
+    for part in inputs:
+        fresh.zero_grad()
+        fresh(part).square().sum().backward()
+        total = total + fresh.weight.grad.float()
+    assert torch.equal(model.weight.grad, total.bfloat16())
+    assert float(found.clip_grad_norm_(model.parameters(), 0.5)) > 0.5
+    assert optimizer.limit == 0.5
+    assert found.prepare_model(model) is model
+    assert len(reduction.sums) == 1  # the copy knows what it has prepared
+    assert inspect.signature(found.prepare_model) == inspect.signature(stock().prepare_model)
+
+
+def test_a_method_pickles_without_its_accelerator_being_named():
+    built = with_a_model(lowprec())
+    found = pickle.loads(pickle.dumps(built.prepare_model))
+    model = torch.nn.Linear(2, 2)
+    assert found(model) is model
+    assert len(seams.prepared_models(built)) == 1
+
+
+def test_a_trainers_accelerator_pickles(tmp_path):
+    """Before it trains; from then on accelerate's own state holds what does not pickle."""
+    trainer = Trainer(llama(), arguments(tmp_path, optim="adamw_bf16_kahan"), None, counting_data())
+    found = pickle.loads(pickle.dumps(trainer.accelerator))
+    reference = torch.nn.Linear(2, 2)
+    found.prepare_model(reference, evaluation_mode=True)
+    assert reference.weight.dtype == torch.bfloat16  # as the callback has it
+
+
+def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch):
+    import torch.distributed.fsdp as torch_fsdp
+
+    calls = []
+    monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
+    first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
+    with seams.before_fully_shard(lambda options: calls.append(options) or {first}):
+        torch_fsdp.fully_shard([first, second], mesh=None)
+        assert torch_fsdp.fully_shard(first, mesh=None) is first
+        assert torch_fsdp.fully_shard([first], mesh=None) == [first]
+        torch_fsdp.fully_shard(third)
+    assert calls == [{"mesh": None}, ([second], {"mesh": None}), (third, {})]
+
+
 def test_the_seams_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp
@@ -228,7 +338,7 @@ def test_the_seams_are_where_they_were():
     assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
     optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
     assert seams.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
-    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: None)
+    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: set())
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
@@ -136,6 +139,29 @@ def test_a_communication_hook_is_seen():
         assert seams.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
+    """As accelerate asks before it shards a model."""
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(model)
+    assert compiled._orig_mod is model, f"torch.compile keeps its model elsewhere in torch {torch.__version__}"
+    assert not seams.is_sharded_model(model)
+    assert not seams.is_sharded_model(compiled)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert seams.is_sharded_model(model)
+    assert seams.is_sharded_model(compiled)
+
+
+def test_parameters_that_ddp_leaves_alone_are_where_they_were():
+    model = torch.nn.Linear(2, 2)
+    assert list(seams.names_apart_from_ddp(model)) == []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    assert list(seams.names_apart_from_ddp(model)) == ["bias"], f"torch {torch.__version__} keeps them elsewhere"
 
 
 def test_checkpoints_are_read_by_one_method():

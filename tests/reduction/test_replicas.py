@@ -71,10 +71,22 @@ def test_elements_far_apart():
     assert len(sums) == 5
 
 
+@pytest.mark.parametrize("count", [200_002, 200_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_checksum_is_a_sum_in_integers(dtype, count):
+    """Of patterns of up to 32 bits, times odd numbers that belong to their places; over several pieces."""
+    tensor = filled(dtype, count)
+    words = tensor.view(torch.int16 if dtype == torch.bfloat16 and count % 2 else torch.int32)
+    expected = sum(word * (2 * place * 0x1E3779B97F4A7C15 + 1) for place, word in enumerate(words.tolist()))
+    assert (checksum(tensor).item() - expected) % 2**64 == 0
+
+
 def test_the_checksum_is_of_values_and_not_of_their_layout():
     tensor = filled(torch.bfloat16, 60).view(6, 10)
     assert checksum(tensor.t().contiguous().t()) == checksum(tensor)
     assert checksum(tensor[:, ::2]) == checksum(tensor[:, ::2].clone())
+    flat = tensor.view(-1)
+    assert checksum(flat[1:5]) == checksum(flat[1:5].clone())
     assert checksum(tensor.t()) != checksum(tensor)
 
 

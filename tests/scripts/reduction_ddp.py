@@ -3,6 +3,8 @@
 reduction_ddp.py RANKS …
 """
 
+import copy
+import pickle
 import sys
 from contextlib import nullcontext
 
@@ -175,6 +177,28 @@ def check_interrupted() -> None:
         assert len(seen) == 1, seen
 
 
+def check_copies() -> None:
+    """A copy of a model averages as the model does, from its first backward; torch builds it a reducer of its own."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for options in ({}, {"static_graph": True}):
+        ddp = DistributedDataParallel(Linear([BF16, FP32]), **options)
+        reduce_in_fp32(ddp)
+        copies = [copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), copy.deepcopy(copy.deepcopy(ddp)), ddp]
+        for number, model in enumerate(copies):
+            for step in range(2):
+                model.zero_grad()
+                weights = model.module.weights
+                drawn = [
+                    gradients(w.dtype, tuple(w.shape), ranks, 50 + 20 * number + 10 * step + k)
+                    for k, w in enumerate(weights)
+                ]
+                seen.clear()
+                model([as_tensor(every[rank]) for every in drawn]).backward()
+                assert seen, (options, number)
+                for weight, every in zip(weights, drawn, strict=True):
+                    assert agrees(weight.grad, mean(every)), (options, number, step)
+
+
 def check() -> None:
     check_buckets()
     record_buckets()
@@ -184,6 +208,7 @@ def check() -> None:
     assert all(buckets[name] >= 2 for name in buckets if name != "default"), buckets
     check_hook_is_refused_twice()
     check_interrupted()
+    check_copies()
     if dist.get_rank() == 0:
         print(f"{len(CASES)} cases agree on {dist.get_world_size()} ranks", flush=True)
 

@@ -1,0 +1,82 @@
+"""Ranks are compared once, before an optimizer's first step: what differs in settings or weights lets replicas part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hf_lowprec.integrations import seams
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.replicas import difference_of_replicas
+from hf_lowprec.reduction.settings import check_same_settings, gather_where_different, optimizer_settings, plain
+
+
+class FirstSteps:
+    """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
+
+    Args:
+        accelerator: its models name the parameters.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._hooks: dict[torch.optim.Optimizer, Any] = {}
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare before the coming step of `optimizer`, where there are ranks to compare."""
+        if self.accelerator.num_processes > 1 and optimizer not in self._hooks:
+            self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.compare(optimizer, getattr(optimizer, "limit", None))
+
+    def compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        """Compare class and settings of the optimizer, its parameters and their values, unless that is done.
+
+        Args:
+            optimizer: one that may be watched.
+            max_grad_norm: what its coming step will clip by.
+
+        Raises:
+            RuntimeError: on every rank, with the rank and what differs.
+        """
+        hook = self._hooks.pop(optimizer, None)
+        if hook is None:
+            return
+        hook.remove()
+        names = {param: name for model in seams.prepared_models(self.accelerator) for name, param in _named(model)}
+        check_same_settings(
+            {
+                "max_grad_norm": plain(max_grad_norm),
+                "gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps,
+                **optimizer_settings(optimizer, names),
+            }
+        )
+        found = difference_of_replicas(_named_tensors(optimizer, names))
+        every = gather_where_different(found) or [found]  # replicas of shards are compared in several groups
+        if any(every):
+            raise RuntimeError(
+                f"before the first step, {next(filter(None, every))}: start all ranks from the same weights"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"accelerator": self.accelerator, "_hooks": {}}  # torch pickles optimizers without hooks
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that are to be the same on all ranks."""
+    apart = seams.names_apart_from_ddp(model)
+    return ((name, param) for name, param in model.named_parameters() if name not in apart)
+
+
+def _named_tensors(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights that `optimizer` trains and, where it is one of ours, its states: others may keep parts per rank."""
+    ours = isinstance(optimizer, LowPrecisionOptimizer)
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param in names):
+        yield names[param], param
+        states = optimizer.state.get(param, {}) if ours else {}
+        yield from ((f"{names[param]} ({key})", value) for key, value in states.items() if isinstance(value, Tensor))

@@ -1,0 +1,325 @@
+"""Ranks whose settings or weights differ say so, all of them, before the first step; ranks that are equal say nothing.
+
+rank_differences.py ddp|fsdp2|hsdp
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from torch import nn
+
+import hf_lowprec
+from tests.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.ranks import leave
+
+RANK = int(os.environ["RANK"])
+ODD = RANK == 1
+"""Whether this is the rank that differs."""
+
+
+class Net(nn.Module):
+    """A layer, norms with and without buffers, and a head."""
+
+    def __init__(self, width: int = 8, swapped: bool = False) -> None:
+        super().__init__()
+        first, norm = nn.Linear(4, width), nn.LayerNorm(width)
+        parts = {"norm": norm, "first": first} if swapped else {"first": first, "norm": norm}
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.batch, self.head = nn.BatchNorm1d(width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.batch(self.norm(self.first(x))))
+
+
+def accelerator(**settings: Any) -> Accelerator:
+    kind = sys.argv[1]
+    if kind != "ddp":
+        efficient = settings.pop("cpu_ram_efficient_loading", False)
+        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=efficient
+        )
+    if kind == "hsdp":
+        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return Accelerator(cpu=True, **settings)
+
+
+def groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
+    """Two groups, the second with settings of its own."""
+    first = [param for name, param in model.named_parameters() if "head" not in name]
+    return [{"params": first}, {"params": list(model.head.parameters()), **second}]
+
+
+def train(
+    setup: Callable[[], Accelerator] = accelerator,
+    prepare: dict[str, Any] | None = None,
+    cast: dict[str, Any] | None = None,
+    build: Callable[[], nn.Module] = Net,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: hf_lowprec.AdamW(groups(model), lr=0.1),
+    change: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda model, optimizer: None,
+    clip: float | None = None,
+    steps: int = 1,
+) -> None:
+    """Steps on data of this rank's own."""
+    made = setup()
+    hf_lowprec.prepare_accelerator(made, **(prepare or {}))
+    torch.manual_seed(0)
+    model = build()
+    hf_lowprec.cast_model(model, **(cast or {}))
+    model, chosen = made.prepare(model, optimizer(model))
+    change(model, chosen.optimizer)
+    for step in range(steps):
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + RANK))
+        made.backward(model(inputs).float().square().sum())
+        if clip is not None:
+            made.clip_grad_norm_(model.parameters(), clip)
+        chosen.step()
+        chosen.zero_grad()
+
+
+def adamw(**settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: hf_lowprec.AdamW(groups(model), lr=0.1, **settings)
+
+
+def second(**settings: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: hf_lowprec.AdamW(groups(model, **settings), lr=0.1)
+
+
+def reversed_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, second = groups(model)
+    return hf_lowprec.AdamW([first, {"params": second["params"][::-1]}], lr=0.1)
+
+
+def one_group(model: nn.Module) -> torch.optim.Optimizer:
+    return hf_lowprec.AdamW(model.parameters(), lr=0.1)
+
+
+def frozen_norm() -> nn.Module:
+    model = Net()
+    model.norm.requires_grad_(False)
+    return model
+
+
+def another_net() -> nn.Module:
+    """One of each rank's own; without buffers, which accelerate does not load efficiently."""
+    torch.manual_seed(RANK)
+    model = Net()
+    model.batch = nn.Identity()
+    return model
+
+
+def another_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        getattr(model, "module", model).norm.bias.add_(1)
+
+
+def another_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What a checkpoint does that is not the other ranks'."""
+    train_once(model, optimizer)
+    average = optimizer.state[optimizer.param_groups[1]["params"][1]]["exp_avg"]
+    if ODD:
+        average.add_(1)
+
+
+def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make states, as resuming does, before the first step that accelerate takes."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    with optimizer.next_step():
+        pass
+    optimizer.zero_grad()
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # What ranks have, what rank 1 has instead, and what all say.
+    "seed": ({}, {"optimizer": second(seed=1)}, "param_groups[1]['seed'] is 1 on rank 1 and 0 on rank 0"),
+    "rounding": (
+        {},
+        {"optimizer": second(rounding="stochastic")},
+        "param_groups[1]['rounding'] is 'stochastic' on rank 1 and 'kahan' on rank 0",
+    ),
+    "learning rate": ({}, {"optimizer": second(lr=0.2)}, "param_groups[1]['lr'] is 0.2 on rank 1 and 0.1 on rank 0"),
+    "learning rate on the device": (
+        {},
+        {"optimizer": second(lr=torch.tensor(0.25))},
+        "param_groups[1]['lr'] is 0.25 on rank 1 and 0.1 on rank 0",
+    ),
+    "betas": (
+        {},
+        {"optimizer": second(betas=(0.8, 0.9))},
+        "param_groups[1]['betas'] is [0.8, 0.9] on rank 1 and [0.9, 0.999] on rank 0",
+    ),
+    "state_dtype": (
+        {"optimizer": adamw(state_dtype={"exp_avg": BF16, "exp_avg_sq": FP32})},
+        {"optimizer": adamw(state_dtype=FP32)},
+        "param_groups[0]['state_dtype'] is 'torch.float32' on rank 1 and "
+        "{'exp_avg': 'torch.bfloat16', 'exp_avg_sq': 'torch.float32'} on rank 0",
+    ),
+    "class": (
+        {},
+        {"optimizer": lambda model: hf_lowprec.Lion(groups(model), lr=0.1)},
+        "the optimizer is 'hf_lowprec.optim.algorithms.lion.Lion' on rank 1 and "
+        "'hf_lowprec.optim.algorithms.adamw.AdamW' on rank 0",
+    ),
+    "order in the optimizer": (
+        {},
+        {"optimizer": reversed_groups},
+        "param_groups[1]['params'][0] is 'head.bias: bfloat16 (2,)' on rank 1 and "
+        "'head.weight: bfloat16 (2, 8)' on rank 0",
+    ),
+    "groups": ({}, {"optimizer": one_group}, "the number of param_groups is 1 on rank 1 and 2 on rank 0"),
+    "max_grad_norm": ({}, {"optimizer": adamw(max_grad_norm=1.0)}, "max_grad_norm is 1.0 on rank 1 and None on rank 0"),
+    "clipping": ({"clip": 1.0}, {"clip": 2.0}, "max_grad_norm is 2.0 on rank 1 and 1.0 on rank 0"),
+    "no clipping": ({"clip": 1.0}, {"clip": None}, "max_grad_norm is None on rank 1 and 1.0 on rank 0"),
+    "skip_nonfinite": ({}, {"optimizer": adamw(skip_nonfinite=True)}, "skip_nonfinite is True on rank 1 and False"),
+    "accumulation": (
+        {},
+        {"prepare": {"grad_accumulation": "fp32"}},
+        "grad_accumulation is 'fp32' on rank 1 and 'nearest' on rank 0",
+    ),
+    "micro-batches": (
+        {},
+        {"setup": lambda: accelerator(gradient_accumulation_steps=2)},
+        "gradient_accumulation_steps is 2 on rank 1 and 1 on rank 0",
+    ),
+    "keep_fp32": (
+        {},
+        {"cast": {"keep_fp32": ["head"]}},
+        "parameter 6 of Net is 'head.weight: float32 (2, 8)' on rank 1 and 'head.weight: bfloat16 (2, 8)' on rank 0",
+    ),
+    "shapes": (
+        {},
+        {"build": lambda: Net(6)},
+        "parameter 0 of Net is 'first.weight: bfloat16 (6, 4)' on rank 1 and 'first.weight: bfloat16 (8, 4)' on rank 0",
+    ),
+    "order in the model": (
+        {},
+        {"build": lambda: Net(swapped=True)},
+        "parameter 0 of Net is 'norm.weight: float32 (8,)' on rank 1 and 'first.weight: bfloat16 (8, 4)' on rank 0",
+    ),
+    "frozen": (
+        {},
+        {"build": frozen_norm},
+        "parameter 2 of Net is 'norm.weight: float32 (8,), frozen' on rank 1 and 'norm.weight: float32 (8,)' on rank 0",
+    ),
+    "weights": (
+        {},
+        {"change": another_weight},
+        "before the first step, replicas differ: norm.bias on rank 1 is not that of rank 0 (1 of 8 tensors",
+    ),
+    "states": (
+        {"change": another_state},
+        {},
+        "before the first step, replicas differ: head.bias (exp_avg) on rank 1 is not that of rank 0 (1 of",
+    ),
+}
+REPLICATED = ("weights", "states")
+"""What shards do not have in common."""
+
+
+def complaint(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def check_differences(kind: str) -> None:
+    for name, (common, odd, expected) in DIFFERENT.items():
+        found = complaint(lambda common=common, odd=odd: train(**{**common, **(odd if ODD else {})}))
+        unseen = kind == "fsdp2" and name in REPLICATED
+        assert (not found) if unseen else expected in found, (RANK, name, found)
+        print_once(f"{name}: told")
+
+
+def check_many_differences() -> None:
+    """Three are named, and the others counted."""
+    found = complaint(lambda: train(optimizer=adamw(betas=(0.5, 0.6), eps=1e-3, seed=5) if ODD else adamw()))
+    assert len(re.findall(r"on rank 1 and", found)) == 3, found
+    assert "; and 3 more. Replicas would part" in found, found
+
+
+class Heard(logging.Handler):
+    """The warnings of hf_lowprec."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logging.getLogger("hf_lowprec").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def check_equal_ones(kind: str) -> None:
+    """What may differ, and what does not."""
+    heard = Heard()
+    calls, gather = [], dist.all_gather_object
+    dist.all_gather_object = lambda *args, **options: (calls.append(args), gather(*args, **options))
+
+    def buffers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        getattr(model, "module", model).batch.running_mean.add_(RANK)
+
+    train(steps=3)
+    once = len(calls)
+    train(steps=1)
+    assert len(calls) == 2 * once, "later steps compare nothing"
+    train(optimizer=adamw(backend="eager" if ODD else "auto"), clip=1.0, steps=2)
+    train(change=buffers)
+    train(change=train_once)
+    train(optimizer=lambda model: torch.optim.SGD(groups(model), lr=torch.tensor(0.25) if ODD else 0.25))
+    train(optimizer=second(lr=1 if ODD else 1.0))
+    efficient = {} if kind == "ddp" else {"cpu_ram_efficient_loading": True}
+    train(setup=lambda: accelerator(**efficient), build=another_net)  # both start from the weights of rank 0
+    dist.all_gather_object = gather
+    assert not heard.messages, heard.messages
+
+
+def check_different_shards() -> None:
+    """Each is a shard of another model: nothing parts, and it is said."""
+    heard = Heard()
+    train(build=another_net)
+    if RANK == 0:
+        (message,) = heard.messages
+        assert "before sharding, replicas differ: first.weight on rank 1 is not that of rank 0" in message
+        assert "cpu_ram_efficient_loading" in message
+    else:
+        assert not heard.messages
+
+
+def check_replicas_of_shards() -> None:
+    """Ranks 0 and 2 hold the same, and 1 and 3; what 1 and 3 find is told on 0 and 2 as well."""
+    found = complaint(lambda: train(change=another_weight if ODD else lambda model, optimizer: None))
+    assert "before the first step, replicas differ: norm.bias on rank 3 is not that of rank 1" in found, found
+    train(steps=2)
+
+
+def print_once(text: str) -> None:
+    if RANK == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    allow_fsdp_on_cpu()
+    kind = sys.argv[1]
+    if kind == "hsdp":
+        check_replicas_of_shards()
+    else:
+        check_differences(kind)
+        check_many_differences()
+        check_equal_ones(kind)
+    if kind == "fsdp2":
+        check_different_shards()
+    print_once(f"{kind}: compared")
+    leave()
