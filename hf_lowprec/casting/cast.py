@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding, remove_all
+from hf_lowprec.casting.boundaries import install_float32, install_rounding, remove_boundaries
+from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
+from hf_lowprec.casting.inputs import install_narrowing, remove_narrowing
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
-from hf_lowprec.casting.places import input_boundaries, output_heads
+from hf_lowprec.casting.places import input_boundaries, output_heads, root_of
 from hf_lowprec.casting.policy import (
     HALVES,
     Entry,
@@ -163,6 +165,8 @@ def _install_boundaries(
     results = {name: why for name, why in results.items() if why}
     fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
+    if (root := root_of(modules)) in inputs:
+        install_advice(modules[root])
     return {
         "boundaries": bounded,
         "inputs": tuple(inputs),
@@ -180,7 +184,9 @@ def uncast_model(model: nn.Module) -> None:
     was not cast keeps its tensors' values and computes in FP32.
     """
     for module in model.modules():
-        remove_all(module)
+        remove_boundaries(module)
+        remove_narrowing(module)
+        remove_advice(module)
         narrow_loss(module)
         vars(module).pop(_MARK, None)
     owners = _owners(dict(model.named_modules(remove_duplicate=False)))

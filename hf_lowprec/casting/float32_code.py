@@ -24,4 +24,5 @@ FLOAT32_INPUTS = {
     "HieraPatchEmbeddings.projection": "pixels are multiplied with an FP32 mask",
     "SLANetAttentionGRUCell": "starts from FP32 zeros, and its neighbours widen what they give it",
     "TimesFmModel.input_ff_layer": "values are multiplied with a padding of integers",
+    "XLNetRelativeAttention": "encodings of positions are FP32, and the stream of targets does not round them",
 }

@@ -9,11 +9,17 @@ from hf_lowprec.casting.policy import Modules, callable_parts, kind_of, top_of
 
 def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
     """The model, every model inside it, where a call from outside can arrive with FP32 tensors, and known modules."""
-    root = ""
-    while "_orig_mod" in modules[root]._modules:  # the shell of torch.compile, which never sees a tensor
-        root = f"{root}._orig_mod".lstrip(".")
+    root = root_of(modules)
     found = [n for n, module in modules.items() if n == root or is_model(module) or is_given_float32(n, modules)]
     return [name for name in found if narrows(name, modules, dtype)]
+
+
+def root_of(modules: Modules) -> str:
+    """The module whose call is that of the whole: the root, or what is in the shell of torch.compile."""
+    root = ""
+    while "_orig_mod" in modules[root]._modules:  # the shell never sees a tensor
+        root = f"{root}._orig_mod".lstrip(".")
+    return root
 
 
 def output_heads(modules: Modules, kept: dict[str, str], dtype: torch.dtype) -> tuple[set[str], list[str]]:
@@ -82,3 +88,15 @@ def output_embeddings(module: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return found if isinstance(found, nn.Module) and not isinstance(found, nn.Embedding) else None
+
+
+def predictions(model: str, modules: Modules) -> list[str]:
+    """What makes a model's predictions: its output embeddings, and the last child with tensors that is no model itself.
+
+    What is called auxiliary, and written after that child, belongs to it.
+    """
+    heads = [n for n in computing_children(model, modules) if not is_model(modules[n])]
+    main = [k for k, n in enumerate(heads) if "auxiliary" not in n.rpartition(".")[2]]
+    found = [part for n in heads[main[-1] if main else 0 :] for part in callable_parts(n, modules)]
+    embeddings, inside = output_embeddings(modules[model]), dict.fromkeys(found, "")
+    return found + [n for n, module in modules.items() if module is embeddings and top_of(n, inside) is None]
