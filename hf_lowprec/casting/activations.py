@@ -22,15 +22,16 @@ NUMBERS = {
     "past future": "observations in a unit of their own, which a series model scales, reads and predicts",
     "reward rewards return returns advantage advantages": "what actions earn, which weighs them in a loss",
 }
-"""Words of an argument's name that make it a number, whatever its shape, and what they stand for."""
+"""Words of an argument's name that make it numbers, whatever its shape, and what they stand for."""
 
-EMBEDDED = frozenset(
-    ("embed", "embeds", "embedding", "embeddings", "key", "state", "states", "bias", "logits", "reference")
-)
-"""Words that make an activation of it after all, as layers compute it: `time_embeds`, `position_bias`,
-`past_key_values`, and `reference_points`, which a decoder of DETR's kind predicts and refines itself."""
+COMPUTED = {
+    "embed embeds emb embedding embeddings encoding encodings bias": "made of numbers: `time_embeds`, `position_bias`",
+    "state states key logits": "made of hidden states: `past_key_values`",
+    "reference": "`reference_points`: a decoder of DETR's kind predicts and refines them itself",
+}
+"""Words that make an activation of it after all, since layers compute it, and what they stand for."""
 
-_NUMBERS = frozenset(word for words in NUMBERS for word in words.split())
+_NUMBERS, _COMPUTED = (frozenset(" ".join(table).split()) for table in (NUMBERS, COMPUTED))
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 Role = Literal["activation", "mask", "number", "reference"]
@@ -63,7 +64,7 @@ def _role_by_name(name: str) -> Role:
         return "reference"
     if "mask" in name.lower():
         return "mask"
-    return "number" if any(words & _NUMBERS and not words & EMBEDDED for _, words in parts) else "activation"
+    return "number" if any(words & _NUMBERS and not words & _COMPUTED for _, words in parts) else "activation"
 
 
 def words_of(name: str) -> frozenset[str]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.activations import role_of, words_of
+from hf_lowprec.casting.activations import role_of
 from hf_lowprec.casting.boundaries import converted, install_widening, remove_hooks
 from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
 from hf_lowprec.casting.places import computing_children, narrows, predictions
-from hf_lowprec.casting.policy import callable_parts
+from hf_lowprec.casting.policy import Modules, callable_parts
 
 # Their arguments meet their weights directly, so all of them are activations, those of one dimension too.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
@@ -80,29 +80,39 @@ class NarrowInputs:
 def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> None:
     """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
 
-    What it computes with them is FP32, so its children narrow their inputs. Those that are given the numbers
-    themselves leave them wide, and do the same in their turn: only modules on the numbers' path get a hook. torch
-    takes no FP32 weights of classes for a 16-bit prediction, so what predicts returns FP32 copies, in a module that
-    computes a loss with weights.
+    What it computes with them is FP32, so its children narrow their inputs. A child that is given the numbers
+    themselves leaves them wide and does the same in its turn, so that only modules on their path get a hook. torch
+    takes no FP32 weights of classes for 16-bit predictions, so a module that computes a loss and is given weights
+    gets FP32 copies of what makes its predictions.
+
+    Args:
+        module: what is called.
+        dtype: the format that it computes in.
+        names: of its FP32 arguments that are numbers.
     """
-    weights = any("weight" in word for name in names for word in words_of(name))
-    done = getattr(module, _FOLLOWED, 0)
-    if done > weights:
-        return
-    _follow(module, dtype, weights)
+    weights = any("weight" in name.lower() for name in names)
+    if getattr(module, _FOLLOWED, 0) <= weights:
+        _follow_numbers(module, dtype, weights)
+        setattr(module, _FOLLOWED, 1 + weights)
 
 
 @torch.compiler.disable
-def _follow(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
+def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
     modules = dict(module.named_modules(remove_duplicate=False))
-    children = [part for child in computing_children("", modules) for part in callable_parts(child, modules)]
-    ends = set(predictions("", modules)) if weights and not TORCH_LOSSES.isdisjoint(names_in_forward(module)) else ()
-    for name in children:
+    for name in _called_children("", modules):
         if narrows(name, modules, dtype):
             install_narrowing(modules[name], dtype)
-            if name in ends:
+    if weights and not TORCH_LOSSES.isdisjoint(names_in_forward(module)):
+        for name in predictions("", modules):
+            if narrows(name, modules, dtype):
                 install_widening(modules[name])
-    setattr(module, _FOLLOWED, 1 + weights)
+
+
+def _called_children(name: str, modules: Modules) -> list[str]:
+    """Children that compute; those of a container or of `nn.Sequential`, whose parts may take numbers, in its place."""
+    parts = [part for child in computing_children(name, modules) for part in callable_parts(child, modules)]
+    split = [_called_children(p, modules) if isinstance(modules[p], nn.Sequential) else [p] for p in parts]
+    return [part for parts in split for part in parts]
 
 
 def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
