@@ -57,7 +57,7 @@ class TestTokenCounts:
             model(**batch, num_items_in_batch=torch.tensor(count)).loss.backward()
             found.append(torch.cat([p.grad.double().view(-1) for p in model.parameters()]))
         ours, theirs = found
-        # Projected on the other the roundings of some ten thousand elements cancel: 2^-8 / √10,000.
+        # Projected on the other the roundings of tens of thousands of elements cancel: 2^-8 / 100.
         scale = (ours @ theirs / (theirs @ theirs)).item()
         assert abs(scale - 256 / 257) < UNIT / 8
 
