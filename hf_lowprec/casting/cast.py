@@ -52,11 +52,22 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child
     with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module with a
     `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call with
-    FP32 (`float32_code.py`), that hold 16-bit tensors round floating inputs wider than `dtype` to `dtype`, at any depth
-    of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an argument, also a positional one, or
-    of a dict's key, in any case) stay as they are: losses are measured against them (where torch's losses do not mix
-    formats, as in 2.11, they are rounded too). Those with "mask" in it are clamped to `dtype`'s finite range from
-    below, so that FP32's lowest number does not become -inf. Methods other than a module's call pass no boundary.
+    FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments to
+    `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name of
+    an argument, also a positional one, or of a dict's key, these are not:
+
+    - labels and targets, which losses are measured against (where torch's losses do not mix formats, as in 2.11, they
+      are rounded too);
+    - tensors of no or one dimension: counts, temperatures, weights of classes or samples, timesteps, noise levels;
+    - further ones whose name has a word for numbers, weights or positions, as `sample_weight`, `sigmas`, `bbox`.
+
+    Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
+    number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
+    of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
+    if it computes a loss with weights itself. Methods other than a module's call pass no boundary.
+
+    Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
+    a call of `model` also says which module that was, and what to give as `keep_fp32`.
 
     Args:
         model: any module, on any device (meta included), before DDP or FSDP wraps it.

@@ -54,13 +54,13 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
     names = {id(module): name for name, module in model.named_modules()}
     calls = [(module, code) for module, code in _calls(trace) if id(module) in names]
     failed, converts = calls[-1][0], [m for m, code in calls if not _TO_FLOAT32.isdisjoint(code.co_names)]
-    text = f"hf_lowprec: formats met in {_called(failed, names)}"
+    text = f"hf_lowprec: this failed in {_called(failed, names)}"
     converts = [module for module in converts if not type(module).__module__.startswith("torch.")]
     if converts and converts[-1] is not failed:
         text += f", called by {_called(converts[-1], names)}, whose code converts to FP32"
     keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
     if not keep:
-        return f"{text}. Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32`)."
+        return f"{text}. Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
     keep = _pattern(keep, dict(model.named_modules()))
     return f"{text}. Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
 

@@ -67,10 +67,10 @@ class NarrowInputs:
         if tensor.dtype.itemsize <= self.dtype.itemsize:
             return tensor
         role = "activation" if is_layer else role_of(name, tensor.dim())
-        if role == "number":
-            numbers += [name] * bool(tensor.dim())  # one without dimensions makes nothing else FP32
-            return tensor
-        if role == "reference" and self.spares_references:
+        if role == "number" or (role == "reference" and self.spares_references):
+            # One without dimensions makes nothing else FP32, nor do indices and what a loss is measured against.
+            computes = role == "number" and not name.endswith("_ids")
+            numbers += [name] * bool(tensor.dim() and (computes or "weight" in name.lower()))
             return tensor
         # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
         lowest = torch.finfo(self.dtype).min
@@ -117,6 +117,7 @@ def _called_children(name: str, modules: Modules) -> list[str]:
 
 def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
     """Let a module narrow its inputs; whether it did not yet."""
+    vars(module).pop(_FOLLOWED, None)  # it may have grown
     if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
         return False
     module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)

@@ -125,7 +125,7 @@ class TestNames:
         with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype") as caught:
             model(X)
         text = str(caught.value)
-        assert "formats met in 'blocks.0.inner.first' (Linear), called by 'blocks.0.inner' (Head)" in text
+        assert "this failed in 'blocks.0.inner.first' (Linear), called by 'blocks.0.inner' (Head)" in text
         assert "optim_args=\"keep_fp32=blocks.*.inner\"" in text  # fmt: skip
         cast_model(fresh, keep_fp32=advice(caught.value))
         fresh(X).sum().backward()
@@ -176,7 +176,7 @@ class TestNames:
         fresh(X).sum().backward()
         alone = Computes(OPERATIONS["matmul"])
         cast_model(alone)
-        with pytest.raises(RuntimeError, match=r"formats met in the model \(Computes\)\. Convert in its code"):
+        with pytest.raises(RuntimeError, match=r"this failed in the model \(Computes\)\. Convert in its code"):
             alone(X)
 
     def test_what_bf16_cannot(self) -> None:

@@ -150,6 +150,30 @@ def test_weights_of_a_loss_in_forward(name: str) -> None:
     assert gradient_dtypes(model) == {BF16}
 
 
+def test_weights_of_labels_by_name() -> None:
+    """What is called a label and a weight is both: not rounded, and weighed with predictions in FP32."""
+
+    class Labelled(Classifier):
+        def forward(self, x: Tensor, labels: Tensor, label_weights: Tensor) -> Tensor:  # type: ignore[override]
+            return cross_entropy(self.head(self.body(x)), labels, label_weights)
+
+    model, weights = Labelled(), IN_LOSSES["class_weights"]
+    cast_model(model)
+    loss = model(torch.randn(4, 4), LABELS, weights)
+    loss.backward()
+    assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
+
+
+def test_children_added_later_are_found() -> None:
+    model = Classifier()
+    cast_model(model)
+    model(torch.randn(4, 4), LABELS, sample_weight=torch.rand(4))
+    model.body = nn.Linear(4, 8)
+    assert cast_model(model).changed
+    loss, _ = model(torch.randn(4, 4, dtype=torch.float64), LABELS, sample_weight=torch.rand(4))
+    assert loss.dtype == FP32 and len(model.body._forward_pre_hooks) == 1
+
+
 def test_a_temperature() -> None:
     torch.manual_seed(0)
     model, x = Classifier(), torch.randn(4, 4)
@@ -218,7 +242,8 @@ def test_ordinary_models_get_no_further_hooks() -> None:
     model, batch = tiny_models.llama()
     cast_model(model)
     hooks = hook_counts(model)
-    model(**batch, num_items_in_batch=torch.tensor(257.0)).loss.backward()
+    positions = torch.arange(12.0)[None]  # as some models compute them, with seconds
+    model(**batch, position_ids=positions, num_items_in_batch=torch.tensor(257.0)).loss.backward()
     assert hook_counts(model) == hooks
     classifier = Classifier()
     cast_model(classifier)
