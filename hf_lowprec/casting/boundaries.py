@@ -72,13 +72,14 @@ def remove_boundaries(module: nn.Module) -> None:
 
 def remove_hooks(module: nn.Module, ours: Callable[[Any], bool]) -> None:
     """Take hooks of `forward` away from a module; hooks of others stay."""
-    for hooks, *options in (
+    for tables in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
     ):
+        hooks: dict[int, Any] = tables[0]
         for key in [key for key, hook in hooks.items() if ours(hook)]:
-            for entries in (hooks, *options):
-                entries.pop(key, None)
+            for table in tables:
+                table.pop(key, None)  # type: ignore[attr-defined]
 
 
 def _float32(tensor: Tensor, name: str) -> Tensor:
