@@ -1,72 +1,19 @@
 """What passes into and out of a module: hooks that convert the floating tensors among its arguments and outputs.
 
-Every hook is a plain function or a frozen dataclass of this module: they pickle by name, survive a deepcopy and
-are recognised in a later cast.
+Every hook of a cast is a plain function or a frozen dataclass: they pickle by name, survive a deepcopy and are
+recognised in a later cast.
 """
 
 import copy
-import functools
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or key it came under -> tensor
-
-
-def is_reference(name: str) -> bool:
-    """Whether an argument of that name is what a loss is measured against, so that rounding it moves the goal."""
-    return "label" in name.lower() or "target" in name.lower()
-
-
-@functools.cache
-def losses_mix_dtypes() -> bool:
-    """Whether this torch differentiates a loss of 16-bit predictions against FP32 labels; 2.11 does not, 2.13 does."""
-    prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    try:
-        with torch.enable_grad():
-            nn.functional.mse_loss(prediction, torch.zeros(1)).backward()
-    except RuntimeError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class NarrowInputs:
-    """Forward pre-hook: floating arguments wider than `dtype` go to `dtype`.
-
-    What `is_reference` names is spared where `spares_references`. Nothing else changes: an argument without such
-    a tensor stays the same object.
-    """
-
-    dtype: torch.dtype
-    spares_references: bool
-    positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
-
-    @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype) -> "NarrowInputs":
-        try:
-            parameters = inspect.signature(module.forward).parameters.values()
-        except (TypeError, ValueError):
-            parameters = {}.values()
-        skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
-        args = tuple([converted(arg, self._narrow, name) for arg, name in zip(args, names, strict=False)])
-        return args, {name: converted(value, self._narrow, name) for name, value in kwargs.items()}
-
-    def _narrow(self, tensor: Tensor, name: str) -> Tensor:
-        if tensor.dtype.itemsize <= self.dtype.itemsize or (self.spares_references and is_reference(name)):
-            return tensor
-        # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
-        lowest = torch.finfo(self.dtype).min
-        return (tensor.clamp(min=lowest) if "mask" in name.lower() else tensor).to(self.dtype)
 
 
 def enter_float32(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -131,24 +78,21 @@ def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:
     return True
 
 
-def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Let a module narrow its inputs; whether it did not yet."""
-    if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
-        return False
-    module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)
-    return True
+def remove_boundaries(module: nn.Module) -> None:
+    """Take away what a cast installed here on a kept module, or on one whose output it converts."""
+    remove_hooks(module, lambda hook: hook in (enter_float32, *_LEAVING))
 
 
-def remove_all(module: nn.Module) -> None:
-    """Take away what a cast installed on this module; hooks of others stay."""
-    for hooks, with_kwargs in (
+def remove_hooks(module: nn.Module, ours: Callable[[Any], bool]) -> None:
+    """Take hooks of `forward` away from a module; hooks of others stay."""
+    for tables in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
     ):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, NarrowInputs) or hook in (enter_float32, *_LEAVING):
-                del hooks[key]
-                with_kwargs.pop(key, None)
+        hooks: dict[int, Any] = tables[0]
+        for key in [key for key, hook in hooks.items() if ours(hook)]:
+            for table in tables:
+                table.pop(key, None)  # type: ignore[attr-defined]
 
 
 def _float32(tensor: Tensor, name: str) -> Tensor:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.arrival import arrival_warnings
-from hf_lowprec.casting.boundaries import install_float32, install_narrowing, install_rounding, remove_all
+from hf_lowprec.casting.boundaries import install_float32, install_rounding, remove_boundaries
+from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
+from hf_lowprec.casting.inputs import install_narrowing, remove_narrowing
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
-from hf_lowprec.casting.places import input_boundaries, output_heads
+from hf_lowprec.casting.places import compiled_module, input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
     HALVES,
     Entry,
@@ -51,11 +53,22 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child
     with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module with a
     `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call with
-    FP32 (`float32_code.py`), that hold 16-bit tensors round floating inputs wider than `dtype` to `dtype`, at any depth
-    of tuples, lists and dicts. Inputs with "label" or "target" in their name (of an argument, also a positional one, or
-    of a dict's key, in any case) stay as they are: losses are measured against them (where torch's losses do not mix
-    formats, as in 2.11, they are rounded too). Those with "mask" in it are clamped to `dtype`'s finite range from
-    below, so that FP32's lowest number does not become -inf. Methods other than a module's call pass no boundary.
+    FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments to
+    `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name of
+    an argument, also a positional one, or of a dict's key, these are not:
+
+    - labels and targets, which losses are measured against (where torch's losses do not mix formats, as in 2.11, they
+      are rounded too);
+    - tensors of no or one dimension: counts, temperatures, weights of classes or samples, timesteps, noise levels;
+    - further ones whose name has a word for numbers, weights or positions, as `sample_weight`, `sigmas`, `bbox`.
+
+    Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
+    number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
+    of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
+    if it computes a loss with weights itself. Methods other than a module's call pass no boundary.
+
+    Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
+    a call of `model` also says which module that was, and what to give as `keep_fp32`.
 
     Args:
         model: any module, on any device (meta included), before DDP or FSDP wraps it.
@@ -172,6 +185,9 @@ def _install_boundaries(
     results = {name: why for name, why in results.items() if why}
     fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
+    root = compiled_module(modules[""])
+    if any(modules[name] is root for name in inputs):
+        install_advice(root)
     return {
         "boundaries": bounded,
         "inputs": tuple(inputs),
@@ -189,7 +205,9 @@ def uncast_model(model: nn.Module) -> None:
     was not cast keeps its tensors' values and computes in FP32.
     """
     for module in model.modules():
-        remove_all(module)
+        remove_boundaries(module)
+        remove_narrowing(module)
+        remove_advice(module)
         narrow_loss(module)
         vars(module).pop(_MARK, None)
     owners = _owners(dict(model.named_modules(remove_duplicate=False)))

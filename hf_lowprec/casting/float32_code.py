@@ -1,11 +1,16 @@
 """Modules whose own code works in FP32: by class name, and why."""
 
+_SAM = ("Sam", "SamHQ", "Sam2", "Sam2Video", "Sam3Tracker", "Sam3TrackerVideo", "EdgeTam", "EdgeTamVideo")
+
 # What is here gets a boundary like a norm's (inputs widened, outputs rounded), and its tensors, if any, stay FP32.
 FLOAT32_CODE = {
     "FNetBasicFourierTransform": "torch.fft takes no 16-bit numbers on a CPU",
     "AutoformerAttention": "torch.fft takes no BF16, and what it correlates is FP32 up to a linear layer",
     "BrosPositionalEmbedding2D": "returns sines of FP32 boxes to a linear layer",
     "MiniMaxM3VLVisionRotaryEmbedding": "follows the dtype of a norm's weight, and its result that of the queries",
+    **dict.fromkeys(
+        (f"{name}PositionalEmbedding" for name in _SAM), "sines of coordinates, which go through many periods"
+    ),
     "xLSTMBackend": "carries an FP32 state, which torch does not multiply with 16-bit numbers",
 }
 
@@ -24,4 +29,5 @@ FLOAT32_INPUTS = {
     "HieraPatchEmbeddings.projection": "pixels are multiplied with an FP32 mask",
     "SLANetAttentionGRUCell": "starts from FP32 zeros, and its neighbours widen what they give it",
     "TimesFmModel.input_ff_layer": "values are multiplied with a padding of integers",
+    "XLNetRelativeAttention": "encodings of positions are FP32, and the stream of targets does not round them",
 }

@@ -11,6 +11,8 @@ from hf_lowprec.casting.boundaries import enter_float32
 
 _OWN = "_loss_function"
 """Where transformers' property keeps a model's own function."""
+TORCH_LOSSES = {*nn.modules.loss.__all__, *(n for n in dir(nn.functional) if n.endswith(("_loss", "cross_entropy")))}
+"""Names of torch's loss modules and functions."""
 
 
 @dataclass(frozen=True)

@@ -87,3 +87,15 @@ def output_embeddings(module: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return found if isinstance(found, nn.Module) and not isinstance(found, nn.Embedding) else None
+
+
+def predictions(model: str, modules: Modules) -> list[str]:
+    """What makes a model's predictions: its output embeddings, and the last child with tensors that is no model itself.
+
+    What is called auxiliary, and written after that child, belongs to it.
+    """
+    heads = [n for n in computing_children(model, modules) if not is_model(modules[n])]
+    main = [k for k, n in enumerate(heads) if "auxiliary" not in n.rpartition(".")[2]]
+    found = [part for n in heads[main[-1] if main else 0 :] for part in callable_parts(n, modules)]
+    embeddings, inside = output_embeddings(modules[model]), dict.fromkeys(found, "")
+    return found + [n for n, module in modules.items() if module is embeddings and top_of(n, inside) is None]

@@ -3,12 +3,11 @@
 import torch
 from torch import nn
 
-from hf_lowprec.casting.boundaries import install_narrowing, install_widening
-from hf_lowprec.casting.losses import names_in_forward
-from hf_lowprec.casting.places import computing_children, is_model, narrows, output_embeddings
-from hf_lowprec.casting.policy import Modules, callable_parts, top_of
-
-_TORCH_LOSSES = {*nn.modules.loss.__all__, *(n for n in dir(nn.functional) if n.endswith(("_loss", "cross_entropy")))}
+from hf_lowprec.casting.boundaries import install_widening
+from hf_lowprec.casting.inputs import install_narrowing
+from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
+from hf_lowprec.casting.places import computing_children, is_model, narrows, predictions
+from hf_lowprec.casting.policy import callable_parts
 
 
 def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
@@ -32,16 +31,4 @@ def computes_loss_itself(module: nn.Module) -> bool:
     """Whether a model's class is one of transformers, and its `forward` uses torch's losses and no `loss_function`."""
     names = names_in_forward(module)
     ours = is_model(module) and type(module).__module__.startswith("transformers.")
-    return ours and "loss_function" not in names and not _TORCH_LOSSES.isdisjoint(names)
-
-
-def predictions(model: str, modules: Modules) -> list[str]:
-    """What makes a model's predictions: its output embeddings, and the last child with tensors that is no model itself.
-
-    What is called auxiliary, and written after that child, belongs to it.
-    """
-    heads = [n for n in computing_children(model, modules) if not is_model(modules[n])]
-    main = [k for k, n in enumerate(heads) if "auxiliary" not in n.rpartition(".")[2]]
-    found = [part for n in heads[main[-1] if main else 0 :] for part in callable_parts(n, modules)]
-    embeddings, inside = output_embeddings(modules[model]), dict.fromkeys(found, "")
-    return found + [n for n, module in modules.items() if module is embeddings and top_of(n, inside) is None]
+    return ours and "loss_function" not in names and not TORCH_LOSSES.isdisjoint(names)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+_SPARED = "labels and targets, numbers, weights and positions"
+
 
 class DtypeTotal(NamedTuple):
     """Elements and bytes held in one dtype; a tied tensor counts once."""
@@ -24,7 +26,7 @@ class CastReport:
     cast: tuple[str, ...]  # tensors this call converted to `dtype`
     kept: dict[str, str]  # FP32 module (top of the kept subtree) or single tensor -> why
     boundaries: tuple[str, ...]  # FP32 modules whose inputs are widened and, but for `heads`, outputs rounded
-    inputs: tuple[str, ...]  # modules whose wider floating inputs are rounded to `dtype`, labels and targets aside
+    inputs: tuple[str, ...]  # modules that round wider activations among their arguments to `dtype`
     heads: tuple[str, ...]  # FP32 modules that end the model, whose output stays in FP32
     losses: tuple[str, ...]  # loss modules and models with a loss function: they compute it in FP32
     results: dict[str, str]  # 16-bit modules that return FP32, which is rounded for their neighbours -> why
@@ -49,7 +51,7 @@ class CastReport:
             ("upcast to float32", {name: f"was {dtype}" for name, dtype in self.upcast.items()}),
             ("recomputed from the config", dict.fromkeys(self.restored, "had been rounded")),
             ("untouched", self.untouched),
-            ("inputs rounded", dict.fromkeys(self.inputs, f"to {self.dtype}, except labels and targets")),
+            ("inputs rounded", dict.fromkeys(self.inputs, f"to {self.dtype}, except {_SPARED}")),
             ("loss in float32", dict.fromkeys(self.losses, "on exact copies of the predictions")),
             ("outputs rounded", self.results),
             ("output left in float32", dict.fromkeys(self.heads, "ends the model")),

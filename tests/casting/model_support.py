@@ -45,6 +45,9 @@ parameter with a gradient in FP32 has a finite one in its own format.
 - {rest} further classes are not compared: with a tiny config and an invented batch they do not train in FP32 either,
   for the reason beside them. The cast is not that reason.
 
+Activations among the inputs are rounded to BF16; labels, numbers, weights and positions arrive as they are, by the
+[rule for inputs](arithmetic.md#what-enters-a-model).
+
 Notes: *text alone*, the model also takes images or sound, which the batch has not; *without labels*, the loss is the
 mean square of what the model returns.
 """

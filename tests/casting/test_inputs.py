@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.boundaries import losses_mix_dtypes
+from hf_lowprec.casting.inputs import losses_mix_dtypes
 from tests.casting.float_input_models import MODELS
 from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
 
@@ -106,7 +106,7 @@ class TestPlain:
 
     @exact_labels
     def test_names_that_mean_a_reference(self) -> None:
-        model, x = Spy(), torch.randn(3)
+        model, x = Spy(), torch.randn(3, 2)
         cast_model(model)
         model(x, x, x, x, labels=x, start_Labels=[x], pixels=x, options={"target": (x,), "other": (x,)})
         first, boxes, rest, named = model.got
@@ -145,7 +145,7 @@ class TestPlain:
     def test_nested(self, make: Any) -> None:
         model = Spy()
         cast_model(model)
-        given = make(torch.randn(3))
+        given = make(torch.randn(3, 2))
 
         def check(value: Any, like: Any) -> None:
             assert type(value) is type(like)
@@ -218,7 +218,7 @@ class TestComposition:
         assert cast_model(model.conv).inputs == ("",)
         report = cast_model(model)
         assert report.inputs == ("",) and report.changed and not cast_model(model).changed
-        assert hook_counts(model) == [(1, 0), (1, 0), (0, 0)]
+        assert hook_counts(model) == [(1, 1), (1, 0), (0, 0)]
 
     @pytest.mark.parametrize("through", ["deepcopy", "pickle", "torch.save"])
     def test_copies(self, through: str) -> None:

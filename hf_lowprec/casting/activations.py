@@ -1,0 +1,72 @@
+"""Which floating arguments of a `forward` are activations: those alone may be rounded.
+
+A number that is rounded is another number: in BF16, 257 tokens are 256, timestep 999 is 1000, column 1001 is 1000.
+"""
+
+import functools
+import re
+from typing import Literal
+
+import torch
+
+NUMBERS = {
+    "weight weights": "weigh classes, samples or tokens in a loss",
+    "temperature temperatures scale scales rate rates": "multiply or divide what the model computes",
+    "t ts time times timestep timesteps timestamp timestamps step steps second seconds": "points in time",
+    "sigma sigmas alpha alphas beta betas snr noise": "the schedule of a diffusion, and what it mixes in and predicts",
+    "pos position positions coord coords coordinate coordinates": "positions",
+    "box boxes bbox bboxes point points": "positions in an image or on a page, in pixels or as shares of its size",
+    "flattened": "patches of an image, led by their row and column",
+    "num number numbers count counts length lengths size sizes": "counts",
+    "numeric answer answers": "numbers out of a text, which a loss compares",
+    "past future": "observations in a unit of their own, which a series model scales, reads and predicts",
+    "reward rewards return returns advantage advantages": "what actions earn, which weighs them in a loss",
+}
+"""Words of an argument's name that make it numbers, whatever its shape, and what they stand for."""
+
+COMPUTED = {
+    "embed embeds emb embedding embeddings encoding encodings bias": "made of numbers: `time_embeds`, `position_bias`",
+    "state states key logits": "made of hidden states: `past_key_values`",
+    "reference": "`reference_points`: a decoder of DETR's kind predicts and refines them itself",
+}
+"""Words that make an activation of it after all, since layers compute it, and what they stand for."""
+
+_NUMBERS, _COMPUTED = (frozenset(" ".join(table).split()) for table in (NUMBERS, COMPUTED))
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+Role = Literal["activation", "mask", "number", "reference"]
+
+
+@torch.compiler.assume_constant_result
+def role_of(name: str, dims: int) -> Role:
+    """What a floating argument is.
+
+    - a *reference*, by "label" or "target" in its name: a loss is measured against it, so rounding it moves the goal;
+    - a *number* without dimensions or with one, since activations have one for the batch and one for the features;
+    - a *mask*, by its name: it is added to scores or multiplied with activations, and so has their format;
+    - a *number* by a word of its name (`NUMBERS`);
+    - an *activation* otherwise.
+
+    Args:
+        name: the argument's; at any depth of tuples, lists and dicts, a path with the dicts' keys, joined by dots.
+        dims: how many dimensions the tensor has.
+    """
+    role = _role_by_name(name)
+    return "number" if role in ("activation", "mask") and dims < 2 else role
+
+
+@functools.lru_cache(maxsize=4096)
+def _role_by_name(name: str) -> Role:
+    # A key names what is under it, but cannot hide that all of it came in as labels.
+    parts = [(part.lower(), words_of(part)) for part in name.split(".")]
+    # What maps positions to targets (XLNet) is a matrix that activations are multiplied with.
+    if any(("label" in part or "target" in part) and "mapping" not in words for part, words in parts):
+        return "reference"
+    if "mask" in name.lower():
+        return "mask"
+    return "number" if any(words & _NUMBERS and not words & _COMPUTED for _, words in parts) else "activation"
+
+
+def words_of(name: str) -> frozenset[str]:
+    """The words of a name, split at underscores, dots, digits and capitals, in lower case."""
+    return frozenset(word.lower() for word in _WORDS.findall(name))

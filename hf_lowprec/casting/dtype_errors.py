@@ -1,0 +1,86 @@
+"""Errors of torch about mixed dtypes in a cast model: they name the module, and what to keep in FP32."""
+
+import fnmatch
+import re
+import sys
+from collections.abc import Iterator
+from types import CodeType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.boundaries import remove_hooks
+
+# As torch 2.13 words it, for products, convolutions, attention, norms, recurrent layers, losses and indexed writes.
+_MISMATCH = re.compile(
+    r"same (scalar |d)?types?\b|type .* should be the same|[Ee]xpected (scalar type|dtype)\b|Found dtype\b"
+    r"|dtypes? .*\bmatch|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
+    r"|not implemented for '(BFloat16|Half)'|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
+)
+_INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")
+_TO_FLOAT32 = {"float", "float32", "double", "float64"}
+
+
+def install_advice(module: nn.Module) -> None:
+    """Let errors about mixed dtypes in calls of `module` say which module below failed, and how to avoid them."""
+    for part in module.modules():
+        remove_advice(part)  # of an earlier cast of a part, which knows only the end of a name
+    module.register_forward_hook(_advise, always_call=True)
+
+
+def remove_advice(module: nn.Module) -> None:
+    """Take `install_advice` back."""
+    remove_hooks(module, lambda hook: hook is _advise)
+
+
+def _advise(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook that torch calls after an error as well: add the advice to the error's text."""
+    if output is not None or torch.compiler.is_compiling():
+        return
+    error = sys.exc_info()[1]
+    if not isinstance(error, RuntimeError | ValueError) or not error.args or not isinstance(error.args[0], str):
+        return
+    text = error.args[0]
+    # The outermost frame is the call of this module; it is not in code that calls the model to handle another error.
+    trace = error.__traceback__
+    if trace is None or trace.tb_frame.f_locals.get("self") is not module:
+        return
+    if _MISMATCH.search(text) and not _INTEGERS.search(text):
+        error.args = (f"{text}\n{_advice(module, trace)}", *error.args[1:])
+
+
+def _advice(model: nn.Module, trace: TracebackType) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    calls = [(module, code) for module, code in _calls(trace) if id(module) in names]
+    failed, converts = calls[-1][0], [m for m, code in calls if not _TO_FLOAT32.isdisjoint(code.co_names)]
+    text = f"hf_lowprec: this failed in {_called(failed, names)}"
+    converts = [module for module in converts if not type(module).__module__.startswith("torch.")]
+    if converts and converts[-1] is not failed:
+        text += f", called by {_called(converts[-1], names)}, whose code converts to FP32"
+    keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
+    if not keep:
+        return f"{text}. Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
+    keep = _pattern(keep, dict(model.named_modules()))
+    return f"{text}. Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
+
+
+def _calls(trace: TracebackType | None) -> Iterator[tuple[nn.Module, CodeType]]:
+    """The methods of modules that were running, outermost first."""
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield module, trace.tb_frame.f_code
+        trace = trace.tb_next
+
+
+def _called(module: nn.Module, names: dict[int, str]) -> str:
+    name = names[id(module)]
+    return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+def _pattern(name: str, modules: dict[str, nn.Module]) -> str:
+    """`name` for all layers at once, where those are of one class: `layers.*.attention`."""
+    pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+    found = {type(module) for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern)}
+    return pattern if len(found) == 1 else name

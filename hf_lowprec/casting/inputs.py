@@ -1,0 +1,130 @@
+"""What enters a model: activations wider than its format are rounded to it, all else comes in as it is."""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting.activations import role_of
+from hf_lowprec.casting.boundaries import converted, install_widening, remove_hooks
+from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
+from hf_lowprec.casting.places import computing_children, narrows, predictions
+from hf_lowprec.casting.policy import Modules, callable_parts
+
+# Their arguments meet their weights directly, so all of them are activations, those of one dimension too.
+_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
+_FOLLOWED = "_low_precision_numbers_followed"
+
+
+@functools.cache
+def losses_mix_dtypes() -> bool:
+    """Whether this torch differentiates a loss of 16-bit predictions against FP32 labels; 2.11 does not, 2.13 does."""
+    prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            nn.functional.mse_loss(prediction, torch.zeros(1)).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class NarrowInputs:
+    """Forward pre-hook: activations wider than `dtype` go to `dtype` (see `activations.py`).
+
+    Labels are rounded too where `spares_references` is false. Nothing else changes: an argument without an activation
+    stays the same object. Where numbers stay wide, `follow_numbers` prepares the module for what it makes of them.
+    """
+
+    dtype: torch.dtype
+    spares_references: bool
+    positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype) -> "NarrowInputs":
+        try:
+            parameters = inspect.signature(module.forward).parameters.values()
+        except (TypeError, ValueError):
+            parameters = {}.values()
+        skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
+        numbers: list[str] = []
+        narrow = functools.partial(self._narrow, isinstance(module, _LAYERS), numbers)
+        args = tuple([converted(arg, narrow, name) for arg, name in zip(args, names, strict=False)])
+        kwargs = {name: converted(value, narrow, name) for name, value in kwargs.items()}
+        if numbers:
+            follow_numbers(module, self.dtype, numbers)
+        return args, kwargs
+
+    def _narrow(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
+        """`tensor` in the model's format if it is an activation; `numbers` collects the names of what is none."""
+        if tensor.dtype.itemsize <= self.dtype.itemsize:
+            return tensor
+        role = "activation" if is_layer else role_of(name, tensor.dim())
+        if role == "number" or (role == "reference" and self.spares_references):
+            # One without dimensions makes nothing else FP32, nor do indices and what a loss is measured against.
+            computes = role == "number" and not name.endswith("_ids")
+            numbers += [name] * bool(tensor.dim() and (computes or "weight" in name.lower()))
+            return tensor
+        # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
+        lowest = torch.finfo(self.dtype).min
+        return (tensor.clamp(min=lowest) if role == "mask" else tensor).to(self.dtype)
+
+
+def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> None:
+    """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
+
+    What it computes with them is FP32, so its children narrow their inputs. A child that is given the numbers
+    themselves leaves them wide and does the same in its turn, so that only modules on their path get a hook. torch
+    takes no FP32 weights of classes for 16-bit predictions, so a module that computes a loss and is given weights
+    gets FP32 copies of what makes its predictions.
+
+    Args:
+        module: what is called.
+        dtype: the format that it computes in.
+        names: of its FP32 arguments that are numbers.
+    """
+    weights = any("weight" in name.lower() for name in names)
+    if getattr(module, _FOLLOWED, 0) <= weights:
+        _follow_numbers(module, dtype, weights)
+        setattr(module, _FOLLOWED, 1 + weights)
+
+
+@torch.compiler.disable
+def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name in _called_children("", modules):
+        if narrows(name, modules, dtype):
+            install_narrowing(modules[name], dtype)
+    if weights and not TORCH_LOSSES.isdisjoint(names_in_forward(module)):
+        for name in predictions("", modules):
+            if narrows(name, modules, dtype):
+                install_widening(modules[name])
+
+
+def _called_children(name: str, modules: Modules) -> list[str]:
+    """Children that compute; those of a container or of `nn.Sequential`, whose parts may take numbers, in its place."""
+    parts = [part for child in computing_children(name, modules) for part in callable_parts(child, modules)]
+    split = [_called_children(p, modules) if isinstance(modules[p], nn.Sequential) else [p] for p in parts]
+    return [part for parts in split for part in parts]
+
+
+def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let a module narrow its inputs; whether it did not yet."""
+    vars(module).pop(_FOLLOWED, None)  # it may have grown
+    if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
+        return False
+    module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)
+    return True
+
+
+def remove_narrowing(module: nn.Module) -> None:
+    """Take `install_narrowing`, and what followed from it, back."""
+    remove_hooks(module, lambda hook: isinstance(hook, NarrowInputs))
+    vars(module).pop(_FOLLOWED, None)
