@@ -165,7 +165,8 @@ def _clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(param) for param in parameters if param.grad is not None}
     for optimizer in seams.prepared_optimizers(accelerator):
-        if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
+        # More gradients come where this is not the last micro-batch; what is added to must be clipped at once.
+        if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
             groups = optimizer.param_groups
             if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
                 return optimizer.clip_grad_norm_(max_norm)

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation, whole_tensors
+from hf_lowprec.optim.clipping import Found, GradientNorm
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.signature import signature
 from hf_lowprec.optim.step import Formula, Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
+
+GRADIENTS_CHANGED = (
+    "gradients were written to, or others came, after clip_grad_norm_ and before the step: the optimizer clips in the "
+    "step, so it does not know what was there before. Call clip_grad_norm_ last, when gradients are final; "
+    "torch.nn.utils.clip_grad_norm_ rewrites the gradients instead. zero_grad() of the optimizer drops the clipping"
+)
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -102,7 +109,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._plan: Plan | None = None
-        self._norm_ahead: tuple[Tensor, bool] | None = None
+        self._norm_ahead: GradientNorm | None = None
         self._limit_ahead: float | None = None
         self._skipped: Tensor | None = None
 
@@ -141,7 +148,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point; nothing is changed then.
+            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
+                `clip_grad_norm_`; nothing is changed then.
             ValueError: a group was given an unsupported mode or dtype; nothing is changed then.
         """
         loss = None
@@ -170,23 +178,64 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def global_grad_norm(self) -> Tensor:
         """The norm that the coming step clips by: FP32 scalar on the gradients' device, not waited for.
 
-        The step does not compute it again, so gradients must be final; `zero_grad` forgets it.
+        The step does not compute it again, as long as it finds the same gradients.
+
+        Raises:
+            RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        self._norm_ahead = None
         with self.next_step(norm_only=True) as plan:
             assert plan.norm is not None
-            self._norm_ahead = (plan.norm, launch.capturing())
+            self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
             return plan.norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the coming step, and only that, by the global norm of all gradients.
 
-        `max_norm` wins over `max_grad_norm`; infinity does not clip. Returns the norm before, as `global_grad_norm`.
+        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips by the smaller norm. It ends
+        with the gradients: new ones are not clipped, and the step refuses to clip what was written to in between,
+        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
+
+        Returns:
+            The norm before, FP32 scalar on the gradients' device, not waited for.
         """
         if max_norm != math.inf:
             validation.check_execution(self.capturable, max_norm, self.skip_nonfinite)
-        self._limit_ahead = max_norm
-        return self.global_grad_norm()
+        before = None
+        if self._limit_ahead is not None and self._norm_ahead is not None:
+            if self._norm_ahead.compare(self._gradients()) is Found.SAME:
+                before = self._limit_ahead
+        self._norm_ahead = None
+        self._limit_ahead = max_norm if before is None else min(max_norm, before)
+        try:
+            norm = self.global_grad_norm()
+        except BaseException:
+            self._limit_ahead = None
+            raise
+        return norm if before is None else norm * clipping.clip_factor(norm, before)
+
+    def _gradients(self) -> list[Tensor]:
+        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+    def _compare_gradients(self) -> Tensor | None:
+        """Forget a norm, and what it is to be clipped by, that belongs to other gradients.
+
+        Returns:
+            The norm that gradients must still have for a clip to hold, where torch cannot tell whether they changed.
+
+        Raises:
+            RuntimeError: it belongs to these gradients, and they were written to.
+        """
+        ahead = self._norm_ahead
+        found = Found.SAME if ahead is None else ahead.compare(self._gradients())
+        if ahead is None or found is Found.SAME:
+            return None
+        if found is Found.NONE or self._limit_ahead in (None, math.inf):
+            self._norm_ahead = self._limit_ahead = None
+        elif found is Found.SHARED:
+            return ahead.norm
+        elif found is Found.CHANGED:
+            raise RuntimeError(GRADIENTS_CHANGED)
+        return None
 
     @property
     def limit(self) -> float | None:
@@ -207,11 +256,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             norm_only: compute the norm of the gradients, and nothing more of what the step needs.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point, or a backend cannot run.
+            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
+                `clip_grad_norm_`; or a backend cannot run.
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
+        expected_norm = self._compare_gradients()
         plan = self._plan
         try:
             if plan is None or not plan.collect(self):
@@ -224,12 +275,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 batch.prepare(self.scalars)
             plan.norm = None
             if norm_only or self.limit is not None or self.skip_nonfinite:
-                if self._norm_ahead is not None and self._norm_ahead[1] == launch.capturing():
-                    plan.norm = self._norm_ahead[0]
+                ahead = None if norm_only else self._norm_ahead
+                if ahead is not None and expected_norm is None and ahead.captured == launch.capturing():
+                    plan.norm = ahead.norm
                 else:
                     pairs = zip(resolved, plan.batches, strict=True)
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
+                    if expected_norm is not None and not torch.equal(plan.norm, expected_norm):
+                        raise RuntimeError(GRADIENTS_CHANGED)
+                    if expected_norm is not None:
+                        self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
                 plan.limit(self.limit, self.skip_nonfinite)
             if not norm_only:
                 for backend, batch in zip(resolved, plan.batches, strict=True):
