@@ -200,10 +200,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         if max_norm != math.inf:
             validation.check_execution(self.capturable, max_norm, self.skip_nonfinite)
-        before = None
-        if self._limit_ahead is not None and self._norm_ahead is not None:
-            if self._norm_ahead.compare(self._gradients()) is Found.SAME:
-                before = self._limit_ahead
+        ahead, before = self._norm_ahead, None
+        if ahead is not None and ahead.compare(self._gradients()) is Found.SAME:
+            before = self._limit_ahead
         self._norm_ahead = None
         self._limit_ahead = max_norm if before is None else min(max_norm, before)
         try:

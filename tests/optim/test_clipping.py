@@ -359,7 +359,7 @@ def test_gradients_in_a_bucket_of_ddp(mesh, change):
     model = small_model()
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = SGD(model[0].parameters(), lr=0.1)
-    for step in range(2):
+    for _ in range(2):
         backward(wrapped, 7)  # the second one makes DDP's buckets anew
         model.zero_grad()
     for step in range(2):

@@ -44,7 +44,8 @@ class Muon(TwoMoments):
         params: parameters or groups. A group may say `use_muon=True` or `False`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay, per unit of learning rate.
-        momentum: decay rate of the momentum, in [0, 1).
+        momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices take
+            `betas[0]` of their group, since that is what these write to.
         nesterov: look ahead by the momentum.
         ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: how often it is applied.
@@ -142,7 +143,8 @@ class Muon(TwoMoments):
         """Those of the momentum, or AdamW's."""
         if not group["use_muon"]:
             return super().scalars(group, lr, step)
-        beta = group["momentum"]
+        # A scheduler that cycles momentum leaves these bounds in the group, and writes to betas where there are any.
+        beta = group["betas"][0] if "base_momentum" in group else group["momentum"]
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
