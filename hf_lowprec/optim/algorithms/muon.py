@@ -44,8 +44,8 @@ class Muon(TwoMoments):
         params: parameters or groups. A group may say `use_muon=True` or `False`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay, per unit of learning rate.
-        momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices take
-            `betas[0]` of their group, since that is what these write to.
+        momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices
+            take `betas[0]` of their group, since that is what these write to.
         nesterov: look ahead by the momentum.
         ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: how often it is applied.
