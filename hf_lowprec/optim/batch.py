@@ -70,38 +70,39 @@ class Batch:
         fixed = ([work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works)
         self._addresses = array("q", chain.from_iterable(fixed))
         self._pointers = torch.frombuffer(self._addresses, dtype=torch.int64).view(len(works), -1)
-        self._ahead: list[float] = []
-        self._stretches: list[tuple[Group, float, int]] = []
+        self._ahead: list[int] = []
+        self._stretches: list[tuple[Group, int, int]] = []
         self._scalars = array("f", [0.0]) * (len(works) * len(layout.scalars))
         self.scalars = torch.frombuffer(self._scalars, dtype=torch.float32).view(len(works), -1).to(where)
 
     def _take_counts(self, where: torch.device) -> None:
         """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
 
-        Counts that are on the device already are left where they lie: a captured graph may be counting there.
+        Counts that are on the device already are left where they lie: a captured graph may be counting there. Those of
+        an older version are FP32, and so are torch's.
         """
         steps = [work.state["step"] for work in self.works]
         self._packed: Tensor | None = None
-        if self.deferred and all(step.device == where for step in steps):
+        if self.deferred and all(step.device == where and step.dtype == torch.int64 for step in steps):
             self._steps = steps
             return
-        self._counted = array("f", map(float, steps))
-        self._packed = torch.frombuffer(self._counted, dtype=torch.float32).to(where)
+        self._counted = array("q", map(int, steps))
+        self._packed = torch.frombuffer(self._counted, dtype=torch.int64).to(where)
         self._steps = list(self._packed.unbind())
         for work, step in zip(self.works, self._steps, strict=True):
             work.state["step"] = step
 
     @property
     def counts(self) -> Tensor:
-        """The steps taken so far, FP32 of shape (works); on the CPU, or on `device` if deferred."""
+        """The steps taken so far, int64 of shape (works); on the CPU, or on `device` if deferred."""
         return torch.stack(self._steps) if self._packed is None else self._packed
 
     def count(self) -> None:
         """Count the step that was taken."""
         if not self.deferred:
-            self._counted[:] = array("f", [count + 1 for count in self._counted])
+            self._counted[:] = array("q", [count + 1 for count in self._counted])
             return
-        taken = 1.0 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.float32)
+        taken = 1 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.int64)
         if self._packed is None:
             torch._foreach_add_(self._steps, taken)
         else:
@@ -126,7 +127,7 @@ class Batch:
                 self._stretches.append((work.group, by, 1 + len(others)))
         table = array("f")
         for group, by, number in self._stretches:
-            table += array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) * number
+            table += array("f", scalars(group, float(group["lr"]), counts[0] + by + 1).values()) * number
         self._scalars[:] = table
 
     def _prepare_on_device(self, scalars: Scalars) -> None:

@@ -162,7 +162,7 @@ def _initialized_state(
 ) -> dict[str, Any]:
     state = optimizer.state[param]
     if "step" not in state:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
     for place, spec in enumerate(specs):
         if spec.name not in state:
             dtype = validation.state_dtype(spec.name, param.dtype, group)

@@ -304,7 +304,7 @@ def test_a_scheduler_that_cycles_momentum_cycles_that_of_matrices_too(make):
         # A buffer below 4 is rounded three times a step here and three times there, and old errors decay.
         found, expected = optimizer.state[ours[0]]["momentum_buffer"], both[0].state[theirs[0]]["momentum_buffer"]
         assert (found - expected).abs().max().item() <= 9 * 6 * 4 * 2**-24
-    # Nine steps of at most 10 learning rates, some twenty roundings each; a beta that stayed would be off by 0.1 of one.
+    # Nine steps of at most 10 learning rates, some twenty roundings each; a beta that stayed would be off by 0.1.
     assert (ours[1] - theirs[1]).abs().max().item() <= 9 * 20 * 10 * 0.02 * 2**-24 + 9 * 4 * 2**-24
 
 

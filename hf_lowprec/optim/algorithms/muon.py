@@ -37,7 +37,7 @@ class Muon(TwoMoments):
     FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
 
     States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
-    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar. Bytes per element of a matrix: 8 with
+    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. Bytes per element of a matrix: 8 with
     Kahan summation, 6 without, and 2 during the step for its direction.
 
     Args:
