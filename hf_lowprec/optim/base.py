@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation, whole_tensors
+from hf_lowprec.optim import backends, checkpoint, clipping, launch, numbering, validation, whole_tensors
 from hf_lowprec.optim.clipping import Found, GradientNorm
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
@@ -46,6 +46,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation.
         seed: seed of the random bits. Replicas must share it.
+        first_parameter: the number that the first parameter has when random bits are drawn; the others follow. None is
+            0, unless there is only one: optimizers of one parameter each, of the same class and with the same of these
+            options, are numbered in the order in which they are built, until one of them steps. So a list of them draws
+            the bits of one optimizer of all. Where such optimizers shall draw the same bits, give 0.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph; a learning rate
             that is to change between replays must be a tensor there.
@@ -84,6 +88,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         state_rounding: str = "stochastic",
         seed: int = 0,
+        first_parameter: int | None = None,
         backend: str = "auto",
         capturable: bool = False,
         max_grad_norm: float | None = None,
@@ -105,7 +110,12 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             "state_rounding": state_rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
+        if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
+            execution = (backend, capturable, max_grad_norm, skip_nonfinite)
+            kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
+            if number := numbering.next_number((*kind, *execution)):
+                self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
     def _reset(self) -> None:
         self._plan: Plan | None = None
@@ -157,6 +167,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
+        numbering.start_anew()
         with self.next_step() as plan:
             for batch in plan.batches:
                 backends.resolve(self.backend, batch).run(batch)

@@ -55,7 +55,7 @@ def check_state_dict(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any
                 f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
                 f"{len(group['params'])}"
             )
-        if missing := sorted(group_keys(optimizer) - saved.keys()):
+        if missing := sorted(group_keys(optimizer) - saved.keys() - {"first_parameter"}):
             raise ValueError(
                 f"param group {k} of the state dict has no {', '.join(map(repr, missing))}: it was not saved by "
                 f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"

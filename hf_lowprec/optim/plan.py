@@ -91,7 +91,14 @@ class Plan:
                 layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
             names = [spec.name for spec in specs[param.dtype]]
-            work = Work(index, group, state, param, [part.contiguous() for part in parts], names)
+            work = Work(
+                index + group.get("first_parameter", 0),
+                group,
+                state,
+                param,
+                [part.contiguous() for part in parts],
+                names,
+            )
             alike[layouts[dtypes], param.device, spread(param)].append(work)
             self._works.append(work)
             self._tensors += (param, *states)
@@ -182,6 +189,7 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
             group["rounding"],
             group["state_rounding"],
             group["seed"],
+            group.get("first_parameter", 0),
             group["maximize"],
             optimizer.options(group),
         )

@@ -16,6 +16,7 @@ class Shared(TypedDict, total=False):
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
     state_rounding: str
     seed: int
+    first_parameter: int | None
     backend: str
     capturable: bool
     max_grad_norm: float | None

@@ -86,6 +86,9 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
         operator.index(group["seed"])
     except TypeError:
         raise ValueError(f"seed={group['seed']!r} in {where} is not an integer") from None
+    first = group.get("first_parameter", 0)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"first_parameter={first!r} in {where} is invalid; it must be an integer >= 0")
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # no device is asked in a step

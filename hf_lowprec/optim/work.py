@@ -35,7 +35,8 @@ class Work:
     """One parameter's part of a step.
 
     Attributes:
-        parameter: the parameter's position in the optimizer.
+        parameter: the parameter's number, by which random bits are drawn: its position in the optimizer, from the
+            group's `first_parameter` on.
         group: its param group.
         state: its entry in `optimizer.state`.
         param: the parameter.

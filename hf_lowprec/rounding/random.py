@@ -101,7 +101,7 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
     Args:
         seed: any integer.
         step: the parameter's step count, from 1; bits repeat after 2³² steps.
-        parameter: the parameter's position in the optimizer.
+        parameter: the parameter's position in the optimizer, from the `first_parameter` of its group on.
         role: 0 for the weight or its compensation, then one per state (see each algorithm's `states`).
         index: int64 tensor of global element indices.
 
