@@ -14,7 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, clipping, launch, numbering, validation, whole_tensors
+from hf_lowprec.optim import (
+    backends,
+    checkpoint,
+    clipping,
+    interrupts,
+    launch,
+    numbering,
+    validation,
+    whole_tensors,
+)
 from hf_lowprec.optim.clipping import Found, GradientNorm
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
@@ -149,7 +158,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step.
+        """Take one step, as a whole: Ctrl-C and other signals are handled before it or after it.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -159,7 +168,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
-                `clip_grad_norm_`; nothing is changed then.
+                `clip_grad_norm_`; or the memory of a tensor was freed. Nothing is changed then.
             ValueError: a group was given an unsupported mode or dtype; nothing is changed then.
         """
         loss = None
@@ -168,7 +177,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 loss = closure()
 
         numbering.start_anew()
-        with self.next_step() as plan:
+        with self.next_step() as plan, interrupts.deferred():
             for batch in plan.batches:
                 backends.resolve(self.backend, batch).run(batch)
             for batch in plan.batches:

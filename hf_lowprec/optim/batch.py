@@ -173,9 +173,10 @@ class Batch:
     def pointers(self) -> Tensor:
         """Addresses of the works' tensors, int64 of shape (works, tensors), on the host; overwritten by the next."""
         width = len(self.layout.tensors)
-        self._addresses[1::width] = _addresses([work.grad for work in self.works])
+        self._addresses[1::width] = array("q", [work.grad_address for work in self.works])
         if self.layout.directed and self.works[0].direction is not None:
-            self._addresses[2::width] = _addresses([work.direction for work in self.works])
+            directions = [work.direction for work in self.works if work.direction is not None]
+            self._addresses[2::width] = array("q", map(Tensor.data_ptr, directions))
         return self._pointers
 
     def row_keys(self) -> list[dict[int, tuple[int, int]]]:
@@ -206,7 +207,3 @@ class Batch:
         if self.own is not None:
             scalars |= zip(self.layout.own, self.own[work].unbind(), strict=True)
         return Elements(values.pop("param"), values.pop("grad"), values, scalars)
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> array[int]:
-    return array("q", [tensor.data_ptr() for tensor in tensors if tensor is not None])

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _KIND = operator.attrgetter("dtype", "shape", "layout")
 
+_LOW = 1 << 36
+"""No tensor is expected below this address, except empty ones; one whose memory was freed is where its offset says."""
+
 Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
 """What is stepped together: works by layout, device, and how they are spread over ranks."""
 
@@ -80,6 +83,8 @@ class Plan:
             grad = param.grad
             if grad is None:
                 continue
+            validation.check_memory(group, index - first, index, "the parameter itself", local(param))
+            validation.check_memory(group, index - first, index, "its gradient", local(grad))
             state = _initialized_state(optimizer, param, group, specs[param.dtype])
             states = [state[spec.name] for spec in specs[param.dtype]]
             for tensor in (grad, *states):
@@ -91,6 +96,8 @@ class Plan:
                 layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
             names = [spec.name for spec in specs[param.dtype]]
+            for name, part in zip(names, parts[1:], strict=True):
+                validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             work = Work(
                 index + group.get("first_parameter", 0),
                 group,
@@ -108,6 +115,9 @@ class Plan:
     def collect(self, optimizer: LowPrecisionOptimizer) -> bool:
         """Give every work its gradient for the coming step.
 
+        Raises:
+            RuntimeError: the memory of a gradient was freed.
+
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
             dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
@@ -115,12 +125,26 @@ class Plan:
         found, grads = self._look(optimizer)
         if found != self._fingerprint:
             return False
-        parts = map(local, grads) if self._sharded else grads
-        for work, part in zip(self._works, map(Tensor.contiguous, parts), strict=True):
-            work.grad = part
+        parts = list(map(local, grads)) if self._sharded else grads
+        addresses = list(map(Tensor.data_ptr, parts))
+        if min(addresses, default=_LOW) < _LOW:
+            self._check_gradients(optimizer)
+        dense = list(map(Tensor.contiguous, parts))
+        if any(map(operator.is_not, parts, dense)):
+            addresses = list(map(Tensor.data_ptr, dense))
+        for work, part, address in zip(self._works, dense, addresses, strict=True):
+            work.grad, work.grad_address = part, address
         for tensor, dense in self.strided:
             dense.copy_(tensor)
         return True
+
+    def _check_gradients(self, optimizer: LowPrecisionOptimizer) -> None:
+        index = 0
+        for group in optimizer.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    validation.check_memory(group, place, index, "its gradient", local(param.grad))
+                index += 1
 
     def _look(self, optimizer: LowPrecisionOptimizer) -> tuple[tuple, list[Tensor]]:
         """What decides whether the plan still holds, and the gradients; a dozen calls per parameter, all from C."""

@@ -174,6 +174,19 @@ def check_gradient(grad: Tensor) -> None:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
 
 
+def check_memory(group: Group, place: int, index: int, what: str, tensor: Tensor) -> None:
+    """Raise RuntimeError if `tensor`, of a parameter at `place` of `group`, has memory that was freed."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        name = f" ({group['param_names'][place]})" if "param_names" in group else ""
+        raise RuntimeError(
+            f"parameter {index}{name} cannot be stepped: the memory of {what} was freed (its storage has {held} bytes "
+            f"and {needed} are needed), as by untyped_storage().resize_(0); step while it is there"
+        )
+
+
 def refuse_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn:
     """Raise ValueError: the gradient or a state does not have the parameter's shape or device."""
     others = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}

@@ -43,6 +43,7 @@ class Work:
         written: it, then its states in layout order; this rank's parts of them, contiguous.
         states: the names of these.
         grad: its gradient, contiguous; only for the time of a step, so that it is not kept alive.
+        grad_address: where that lies.
         direction: what the algorithm made of it, of a directed layout; as long.
     """
 
@@ -53,6 +54,7 @@ class Work:
     written: list[Tensor]
     states: list[str]
     grad: Tensor | None = None
+    grad_address: int = 0
     direction: Tensor | None = None
 
     @property
