@@ -68,6 +68,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             counts them.
 
     Raises:
+        TypeError: a keyword is unknown; torch's `foreach`, `fused` and `differentiable` are not needed.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
@@ -102,7 +103,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         capturable: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        **unexpected: Any,
     ) -> None:
+        validation.check_keywords_of(type(self), unexpected)
         backends.check(backend)
         validation.check_execution(capturable, max_grad_norm, skip_nonfinite)
         self.backend = backend
@@ -328,10 +331,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             where = f"param group {len(self.param_groups) - 1}"
-            validation.check_keys(self, self.param_groups[-1], where)
-            validation.check_group(self, self.param_groups[-1], where)
-            for param in self.param_groups[-1]["params"]:
-                validation.check_param(param, self.param_groups[-1], where)
+            validation.check_new_group(self, self.param_groups[-1], where)
         except Exception:
             self.param_groups.pop()
             raise

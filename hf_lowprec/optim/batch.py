@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.shards import Spread
 from hf_lowprec.optim.step import CLIP, Layout
+from hf_lowprec.optim.validation import refuse_overflow
 from hf_lowprec.optim.work import Group, Rows, Work
 from hf_lowprec.rounding import step_keys
 
@@ -127,7 +129,11 @@ class Batch:
                 self._stretches.append((work.group, by, 1 + len(others)))
         table = array("f")
         for group, by, number in self._stretches:
-            table += array("f", scalars(group, float(group["lr"]), counts[0] + by + 1).values()) * number
+            values = scalars(group, float(group["lr"]), counts[0] + by + 1)
+            row = array("f", values.values())
+            if not math.isfinite(sum(row)):
+                refuse_overflow(group, values)
+            table += row * number
         self._scalars[:] = table
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
