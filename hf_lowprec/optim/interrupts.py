@@ -5,7 +5,8 @@ Python runs a signal's handler between any two operations of the main thread, an
 
 from __future__ import annotations
 
-import _signal  # what the module signal wraps; turning handlers into enums, as that does, costs ten times as much
+# What the module signal wraps; turning handlers into enums, as that does, costs ten times as much.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -115,12 +115,12 @@ class Plan:
     def collect(self, optimizer: LowPrecisionOptimizer) -> bool:
         """Give every work its gradient for the coming step.
 
-        Raises:
-            RuntimeError: the memory of a gradient was freed.
-
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
             dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
+
+        Raises:
+            RuntimeError: the memory of a gradient was freed.
         """
         found, grads = self._look(optimizer)
         if found != self._fingerprint:
@@ -129,10 +129,10 @@ class Plan:
         addresses = list(map(Tensor.data_ptr, parts))
         if min(addresses, default=_LOW) < _LOW:
             self._check_gradients(optimizer)
-        dense = list(map(Tensor.contiguous, parts))
-        if any(map(operator.is_not, parts, dense)):
-            addresses = list(map(Tensor.data_ptr, dense))
-        for work, part, address in zip(self._works, dense, addresses, strict=True):
+        contiguous = list(map(Tensor.contiguous, parts))
+        if any(map(operator.is_not, parts, contiguous)):
+            addresses = list(map(Tensor.data_ptr, contiguous))
+        for work, part, address in zip(self._works, contiguous, addresses, strict=True):
             work.grad, work.grad_address = part, address
         for tensor, dense in self.strided:
             dense.copy_(tensor)
