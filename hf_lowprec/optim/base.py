@@ -236,7 +236,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return norm if before is None else norm * clipping.clip_factor(norm, before)
 
     def _gradients(self) -> list[Tensor]:
-        return [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        maybe = [param.grad for group in self.param_groups for param in group["params"]]
+        return [grad for grad in maybe if grad is not None]
 
     def _compare_gradients(self) -> Tensor | None:
         """Forget a norm, and what it is to be clipped by, that belongs to other gradients.

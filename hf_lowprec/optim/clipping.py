@@ -28,7 +28,8 @@ def square_sum(batch: Batch) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=batch.device)
     for work in batch.works:
         assert work.grad is not None
-        for piece in work.grad.view(-1).split(PIECE):
+        flat = work.grad.view(-1)
+        for piece in flat.split(PIECE) if flat.numel() > PIECE else (flat,):
             values = piece.double()
             total += torch.dot(values, values)
     return total
@@ -47,6 +48,9 @@ def global_norm(square_sums: Sequence[Tensor]) -> Tensor:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Found(Enum):
@@ -94,6 +98,8 @@ class GradientNorm:
 def _versions(grads: Sequence[Tensor]) -> list[Any]:
     """How often each gradient was written to; FSDP2 adds to the local tensor, which has a count of its own."""
     try:
-        return [grad._version if type(grad) is Tensor else (grad._version, local(grad)._version) for grad in grads]
+        if set(map(type, grads)) <= {Tensor}:
+            return list(map(_VERSION, grads))
+        return [(grad._version, local(grad)._version) for grad in grads]
     except RuntimeError:  # torch does not count the writes to a tensor that was made in inference mode
         return [None if grad.is_inference() else (grad._version, local(grad)._version) for grad in grads]

@@ -145,7 +145,8 @@ def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> No
     """
     known = group_keys(optimizer)
     name = type(optimizer).__name__
-    for key in sorted(map(str, group.keys() - known - {"params"})):
+    given = group.keys() - optimizer.defaults.keys() - known  # torch adds to the defaults of an unpickled one
+    for key in sorted(map(str, given - {"params"})):
         if key in IMPLEMENTATIONS:
             raise ValueError(f"{key!r} in {where} is not an option of {name}: {_NOT_NEEDED}; remove it")
         if key in EXECUTION:
