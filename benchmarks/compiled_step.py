@@ -30,7 +30,7 @@ from hf_lowprec.optim.trace import trace_measure, used
 
 BITS = 128
 TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
-SIGNATURE = TABLES | {"counts": "*fp32", "enabled": "*i32"}
+SIGNATURE = TABLES | {"counts": "*i64", "enabled": "*i32"}
 MEASURE_SIGNATURE = TABLES | {"sums": "*fp64"}
 CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

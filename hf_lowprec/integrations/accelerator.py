@@ -254,6 +254,7 @@ def _clip_grad_norm_(
         groups = optimizer.param_groups
         if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             first_steps.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
-            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2:
+            # More gradients come where this is not the last micro-batch; what is added to must be clipped at once.
+            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
                 return optimizer.clip_grad_norm_(max_norm)
     return original(parameters, max_norm, norm_type)

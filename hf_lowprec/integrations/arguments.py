@@ -81,7 +81,8 @@ def checked_arguments(args: Any) -> dict[str, Any]:
         raise ValueError(
             "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
         )
-    cls([torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)], **kwargs)
+    param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    cls([param], **{"first_parameter": 0, **kwargs})  # with a number, it is not counted among optimizers that train
     return kwargs
 
 
@@ -180,7 +181,7 @@ def _dtypes(word: str) -> torch.dtype | Mapping[str, torch.dtype]:
     return {name: _dtype(dtype) for name, dtype in pairs}
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float}
+_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float, "first_parameter": int}
 _BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _bool: "give True or False",

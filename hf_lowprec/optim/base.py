@@ -14,13 +14,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import backends, checkpoint, clipping, launch, validation, whole_tensors
+from hf_lowprec.optim import (
+    backends,
+    checkpoint,
+    clipping,
+    interrupts,
+    launch,
+    numbering,
+    validation,
+    whole_tensors,
+)
+from hf_lowprec.optim.clipping import Found, GradientNorm
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.signature import signature
 from hf_lowprec.optim.step import Formula, Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
+
+GRADIENTS_CHANGED = (
+    "gradients were written to, or others came, after clip_grad_norm_ and before the step: the optimizer clips in the "
+    "step, so it does not know what was there before. Call clip_grad_norm_ last, when gradients are final; "
+    "torch.nn.utils.clip_grad_norm_ rewrites the gradients instead. zero_grad() of the optimizer drops the clipping"
+)
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -39,6 +55,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation.
         seed: seed of the random bits. Replicas must share it.
+        first_parameter: the number that the first parameter has when random bits are drawn; the others follow. None is
+            0, unless there is only one: optimizers of one parameter each, of the same class and with the same of these
+            options, are numbered in the order in which they are built, until one of them steps. So a list of them draws
+            the bits of one optimizer of all. Where such optimizers shall draw the same bits, give 0.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph; a learning rate
             that is to change between replays must be a tensor there.
@@ -48,6 +68,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             counts them.
 
     Raises:
+        TypeError: a keyword is unknown; torch's `foreach`, `fused` and `differentiable` are not needed.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
@@ -80,11 +101,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         state_rounding: str = "stochastic",
         seed: int = 0,
+        first_parameter: int | None = None,
         backend: str = "auto",
         capturable: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        **unexpected: Any,
     ) -> None:
+        validation.check_keywords_of(type(self), unexpected)
         backends.check(backend)
         validation.check_execution(capturable, max_grad_norm, skip_nonfinite)
         self.backend = backend
@@ -101,11 +125,16 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             "state_rounding": state_rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
+        if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
+            execution = (backend, capturable, max_grad_norm, skip_nonfinite)
+            kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
+            if number := numbering.next_number((*kind, *execution)):
+                self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
     def _reset(self) -> None:
         self._plan: Plan | None = None
-        self._norm_ahead: tuple[Tensor, bool] | None = None
+        self._norm_ahead: GradientNorm | None = None
         self._limit_ahead: float | None = None
         self._skipped: Tensor | None = None
 
@@ -135,7 +164,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step.
+        """Take one step, as a whole: Ctrl-C and other signals are handled before it or after it.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -144,7 +173,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point; nothing is changed then.
+            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
+                `clip_grad_norm_`; or the memory of a tensor was freed. Nothing is changed then.
             ValueError: a group was given an unsupported mode or dtype; nothing is changed then.
         """
         loss = None
@@ -152,7 +182,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        with self.next_step() as plan:
+        numbering.start_anew()
+        with self.next_step() as plan, interrupts.deferred():
             for batch in plan.batches:
                 backends.resolve(self.backend, batch).run(batch)
             for batch in plan.batches:
@@ -173,23 +204,64 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def global_grad_norm(self) -> Tensor:
         """The norm that the coming step clips by: FP32 scalar on the gradients' device, not waited for.
 
-        The step does not compute it again, so gradients must be final; `zero_grad` forgets it.
+        The step does not compute it again, as long as it finds the same gradients.
+
+        Raises:
+            RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        self._norm_ahead = None
         with self.next_step(norm_only=True) as plan:
             assert plan.norm is not None
-            self._norm_ahead = (plan.norm, launch.capturing())
+            self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
             return plan.norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the coming step, and only that, by the global norm of all gradients.
 
-        `max_norm` wins over `max_grad_norm`; infinity does not clip. Returns the norm before, as `global_grad_norm`.
+        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips by the smaller norm. It ends
+        with the gradients: new ones are not clipped, and the step refuses to clip what was written to in between,
+        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
+
+        Returns:
+            The norm before, FP32 scalar on the gradients' device, not waited for.
         """
         if max_norm != math.inf:
             validation.check_execution(self.capturable, max_norm, self.skip_nonfinite)
-        self._limit_ahead = max_norm
-        return self.global_grad_norm()
+        ahead, before = self._norm_ahead, None
+        if ahead is not None and ahead.compare(self._gradients()) is Found.SAME:
+            before = self._limit_ahead
+        self._norm_ahead = None
+        self._limit_ahead = max_norm if before is None else min(max_norm, before)
+        try:
+            norm = self.global_grad_norm()
+        except BaseException:
+            self._limit_ahead = None
+            raise
+        return norm if before is None else norm * clipping.clip_factor(norm, before)
+
+    def _gradients(self) -> list[Tensor]:
+        maybe = [param.grad for group in self.param_groups for param in group["params"]]
+        return [grad for grad in maybe if grad is not None]
+
+    def _compare_gradients(self) -> Tensor | None:
+        """Forget a norm, and what it is to be clipped by, that belongs to other gradients.
+
+        Returns:
+            The norm that gradients must still have for a clip to hold, where torch cannot tell whether they changed.
+
+        Raises:
+            RuntimeError: it belongs to these gradients, and they were written to.
+        """
+        ahead = self._norm_ahead
+        found = Found.SAME if ahead is None else ahead.compare(self._gradients())
+        if ahead is None or found is Found.SAME:
+            return None
+        if found is Found.NONE or self._limit_ahead in (None, math.inf):
+            self._norm_ahead = self._limit_ahead = None
+        elif found is Found.SHARED:
+            return ahead.norm
+        elif found is Found.CHANGED:
+            raise RuntimeError(GRADIENTS_CHANGED)
+        return None
 
     @property
     def limit(self) -> float | None:
@@ -210,11 +282,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             norm_only: compute the norm of the gradients, and nothing more of what the step needs.
 
         Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point, or a backend cannot run.
+            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
+                `clip_grad_norm_`; or a backend cannot run.
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
+        expected_norm = self._compare_gradients()
         plan = self._plan
         try:
             if plan is None or not plan.collect(self):
@@ -229,12 +303,17 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 batch.prepare(self.scalars)
             plan.norm = None
             if norm_only or self.limit is not None or self.skip_nonfinite:
-                if self._norm_ahead is not None and self._norm_ahead[1] == launch.capturing():
-                    plan.norm = self._norm_ahead[0]
+                ahead = None if norm_only else self._norm_ahead
+                if ahead is not None and expected_norm is None and ahead.captured == launch.capturing():
+                    plan.norm = ahead.norm
                 else:
                     pairs = zip(resolved, plan.batches, strict=True)
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
+                    if expected_norm is not None and not torch.equal(plan.norm, expected_norm):
+                        raise RuntimeError(GRADIENTS_CHANGED)
+                    if expected_norm is not None:
+                        self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
                 plan.limit(self.limit, self.skip_nonfinite)
             if not norm_only:
                 for backend, batch in zip(resolved, plan.batches, strict=True):
@@ -258,10 +337,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             where = f"param group {len(self.param_groups) - 1}"
-            validation.check_keys(self, self.param_groups[-1], where)
-            validation.check_group(self, self.param_groups[-1], where)
-            for param in self.param_groups[-1]["params"]:
-                validation.check_param(param, self.param_groups[-1], where)
+            validation.check_new_group(self, self.param_groups[-1], where)
         except Exception:
             self.param_groups.pop()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain, groupby
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.shards import Spread
 from hf_lowprec.optim.step import CLIP, Layout
+from hf_lowprec.optim.validation import refuse_overflow
 from hf_lowprec.optim.work import Group, Rows, Work
 from hf_lowprec.rounding import step_keys
 
@@ -70,38 +72,39 @@ class Batch:
         fixed = ([work.written[0].data_ptr(), *read, *(t.data_ptr() for t in work.written[1:])] for work in works)
         self._addresses = array("q", chain.from_iterable(fixed))
         self._pointers = torch.frombuffer(self._addresses, dtype=torch.int64).view(len(works), -1)
-        self._ahead: list[float] = []
-        self._stretches: list[tuple[Group, float, int]] = []
+        self._ahead: list[int] = []
+        self._stretches: list[tuple[Group, int, int]] = []
         self._scalars = array("f", [0.0]) * (len(works) * len(layout.scalars))
         self.scalars = torch.frombuffer(self._scalars, dtype=torch.float32).view(len(works), -1).to(where)
 
     def _take_counts(self, where: torch.device) -> None:
         """Lay the step counts out in one tensor, of which `state["step"]` of each parameter becomes a view.
 
-        Counts that are on the device already are left where they lie: a captured graph may be counting there.
+        Counts that are on the device already are left where they lie: a captured graph may be counting there. Those of
+        an older version are FP32, and so are torch's.
         """
         steps = [work.state["step"] for work in self.works]
         self._packed: Tensor | None = None
-        if self.deferred and all(step.device == where for step in steps):
+        if self.deferred and all(step.device == where and step.dtype == torch.int64 for step in steps):
             self._steps = steps
             return
-        self._counted = array("f", map(float, steps))
-        self._packed = torch.frombuffer(self._counted, dtype=torch.float32).to(where)
+        self._counted = array("q", map(int, steps))
+        self._packed = torch.frombuffer(self._counted, dtype=torch.int64).to(where)
         self._steps = list(self._packed.unbind())
         for work, step in zip(self.works, self._steps, strict=True):
             work.state["step"] = step
 
     @property
     def counts(self) -> Tensor:
-        """The steps taken so far, FP32 of shape (works); on the CPU, or on `device` if deferred."""
+        """The steps taken so far, int64 of shape (works); on the CPU, or on `device` if deferred."""
         return torch.stack(self._steps) if self._packed is None else self._packed
 
     def count(self) -> None:
         """Count the step that was taken."""
         if not self.deferred:
-            self._counted[:] = array("f", [count + 1 for count in self._counted])
+            self._counted[:] = array("q", [count + 1 for count in self._counted])
             return
-        taken = 1.0 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.float32)
+        taken = 1 if self.enabled is None else self.enabled.to(self._steps[0].device, torch.int64)
         if self._packed is None:
             torch._foreach_add_(self._steps, taken)
         else:
@@ -126,7 +129,11 @@ class Batch:
                 self._stretches.append((work.group, by, 1 + len(others)))
         table = array("f")
         for group, by, number in self._stretches:
-            table += array("f", scalars(group, float(group["lr"]), int(counts[0] + by) + 1).values()) * number
+            values = scalars(group, float(group["lr"]), counts[0] + by + 1)
+            row = array("f", values.values())
+            if not math.isfinite(sum(row)):
+                refuse_overflow(group, values)
+            table += row * number
         self._scalars[:] = table
 
     def _prepare_on_device(self, scalars: Scalars) -> None:
@@ -172,9 +179,10 @@ class Batch:
     def pointers(self) -> Tensor:
         """Addresses of the works' tensors, int64 of shape (works, tensors), on the host; overwritten by the next."""
         width = len(self.layout.tensors)
-        self._addresses[1::width] = _addresses([work.grad for work in self.works])
+        self._addresses[1::width] = array("q", [work.grad_address for work in self.works])
         if self.layout.directed and self.works[0].direction is not None:
-            self._addresses[2::width] = _addresses([work.direction for work in self.works])
+            directions = [work.direction for work in self.works if work.direction is not None]
+            self._addresses[2::width] = array("q", map(Tensor.data_ptr, directions))
         return self._pointers
 
     def row_keys(self) -> list[dict[int, tuple[int, int]]]:
@@ -205,7 +213,3 @@ class Batch:
         if self.own is not None:
             scalars |= zip(self.layout.own, self.own[work].unbind(), strict=True)
         return Elements(values.pop("param"), values.pop("grad"), values, scalars)
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> array[int]:
-    return array("q", [tensor.data_ptr() for tensor in tensors if tensor is not None])

@@ -47,7 +47,7 @@ static inline __attribute__((always_inline)) void element({parameters})
 /* chunks: (row, element to begin with). rows: runs of an owner's elements.
    By owner: pointers[{n_pointers}], scalars[{n_scalars}], and the steps counted so far. */
 void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
-          void *const (*pointers)[{n_pointers}], const float *scalars, const float *counts, int threads)
+          void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
 {{
 #pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{

@@ -230,6 +230,8 @@ def _check_state(
         )
     if torch.as_tensor(state["step"]).numel() != 1:
         raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
+    if not float(state["step"]) >= 0 or float(state["step"]) == float("inf"):
+        raise ValueError(f"step of {where} is {float(state['step'])}; it must be a number of steps")
     for name in expected - {"step"}:
         if not isinstance(state[name], Tensor):
             raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
@@ -247,7 +249,7 @@ def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any])
     for param, identifier, _ in _pairs(optimizer, state_dict):
         if identifier in state_dict["state"]:
             step = state_dict["state"][identifier]["step"]
-            optimizer.state[param]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
         for name, value in state_dict["state"].get(identifier, {}).items():
             if name != "step" and optimizer.state[param][name].dtype != value.dtype:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _KIND = operator.attrgetter("dtype", "shape", "layout")
 
+_LOW = 1 << 36
+"""No tensor is expected below this address, except empty ones; one whose memory was freed is where its offset says."""
+
 Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
 """What is stepped together: works by layout, device, and how they are spread over ranks."""
 
@@ -81,6 +84,8 @@ class Plan:
             if grad is None:
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
+            validation.check_memory(group, index - first, index, "the parameter itself", local(param))
+            validation.check_memory(group, index - first, index, "its gradient", local(grad))
             state = _initialized_state(optimizer, param, group, specs[param.dtype])
             states = [state[spec.name] for spec in specs[param.dtype]]
             for tensor in (grad, *states):
@@ -92,7 +97,16 @@ class Plan:
                 layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
             names = [spec.name for spec in specs[param.dtype]]
-            work = Work(index, group, state, param, [part.contiguous() for part in parts], names)
+            for name, part in zip(names, parts[1:], strict=True):
+                validation.check_memory(group, index - first, index, f"its state {name!r}", part)
+            work = Work(
+                index + group.get("first_parameter", 0),
+                group,
+                state,
+                param,
+                [part.contiguous() for part in parts],
+                names,
+            )
             alike[layouts[dtypes], param.device, spread(param)].append(work)
             self._works.append(work)
             self._tensors += (param, *states)
@@ -105,16 +119,33 @@ class Plan:
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
             dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
+
+        Raises:
+            RuntimeError: the memory of a gradient was freed.
         """
         found, grads = self._look(optimizer)
         if found != self._fingerprint:
             return False
-        parts = map(local, grads) if self._sharded else grads
-        for work, part in zip(self._works, map(Tensor.contiguous, parts), strict=True):
-            work.grad = part
+        parts = list(map(local, grads)) if self._sharded else grads
+        addresses = list(map(Tensor.data_ptr, parts))
+        if min(addresses, default=_LOW) < _LOW:
+            self._check_gradients(optimizer)
+        contiguous = list(map(Tensor.contiguous, parts))
+        if any(map(operator.is_not, parts, contiguous)):
+            addresses = list(map(Tensor.data_ptr, contiguous))
+        for work, part, address in zip(self._works, contiguous, addresses, strict=True):
+            work.grad, work.grad_address = part, address
         for tensor, dense in self.strided:
             dense.copy_(tensor)
         return True
+
+    def _check_gradients(self, optimizer: LowPrecisionOptimizer) -> None:
+        index = 0
+        for group in optimizer.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    validation.check_memory(group, place, index, "its gradient", local(param.grad))
+                index += 1
 
     def _look(self, optimizer: LowPrecisionOptimizer) -> tuple[tuple, list[Tensor]]:
         """What decides whether the plan still holds, and the gradients; a dozen calls per parameter, all from C."""
@@ -167,7 +198,7 @@ def _initialized_state(
 ) -> dict[str, Any]:
     state = optimizer.state[param]
     if "step" not in state:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
     for place, spec in enumerate(specs):
         if spec.name not in state:
             dtype = validation.state_dtype(spec.name, param.dtype, group)
@@ -187,6 +218,7 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
             group["rounding"],
             group["state_rounding"],
             group["seed"],
+            group.get("first_parameter", 0),
             group["maximize"],
             optimizer.options(group),
         )

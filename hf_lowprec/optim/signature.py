@@ -16,6 +16,7 @@ class Shared(TypedDict, total=False):
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
     state_rounding: str
     seed: int
+    first_parameter: int | None
     backend: str
     capturable: bool
     max_grad_norm: float | None
@@ -27,6 +28,6 @@ def signature(algorithm: Any, base: Any) -> inspect.Signature:
     own = inspect.signature(algorithm.__init__).parameters.values()
     shared = inspect.signature(base.__init__).parameters
     parameters = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    if any(p.kind is p.VAR_KEYWORD for p in own):
+    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in own):
         parameters += [shared[name] for name in Shared.__annotations__]
     return inspect.Signature(parameters)

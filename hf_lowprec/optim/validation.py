@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 import operator
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,19 +23,57 @@ if TYPE_CHECKING:
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 STATE_ROUNDINGS = ("stochastic", "nearest")
+LARGEST = torch.finfo(torch.float32).max
+"""The arithmetic is FP32: a larger number would be infinite there."""
+IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
+"""Arguments of torch's optimizers that choose between implementations of one step."""
+_NOT_NEEDED = "every backend steps all parameters at once, and outside of autograd"
 EXECUTION = {"backend", "capturable", "max_grad_norm", "skip_nonfinite"}
 """Arguments of the optimizers that belong to no parameter group."""
 
 
 def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
-    """Raise ValueError unless `value` is a number with `low <= value < high`."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not low <= number < high:
+    """Raise ValueError unless `value` is a number with `low <= value < high` that is finite in FP32."""
+    number = _number(value)
+    if not (low <= number < high and abs(number) <= LARGEST):
+        above = "" if low == float("-inf") else f" >= {low:g}"
         below = "" if high == float("inf") else f" and < {high:g}"
-        raise ValueError(f"{name}={value!r} is invalid; it must be a finite number >= {low:g}{below}")
+        hint = f"; give {float(value)!r} without the quotes" if isinstance(value, str) and _is_float(value) else ""
+        raise ValueError(
+            f"{name}={_shown(value)} is invalid; it must be a finite number{above}{below}, in FP32 (up to 3.4e38){hint}"
+        )
+
+
+def _number(value: Any) -> float:
+    """`value` as a float; NaN if it is no real number, or more than one."""
+    if type(value) is float:
+        return value
+    if hasattr(value, "item"):  # a tensor, or NumPy's
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):
+            return float("nan")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    """`repr` of a value that may be an integer of more digits than Python writes."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<an integer of {value.bit_length()} bits>"
+    return repr(value)
 
 
 def check_betas(betas: Iterable[Any]) -> None:
@@ -70,26 +109,67 @@ def group_keys(optimizer: LowPrecisionOptimizer) -> set[str]:
     return optimizer.defaults.keys() & {*keywords(type(optimizer)), *optimizer.flags}
 
 
+def check_keywords_of(cls: type, unexpected: Iterable[str]) -> None:
+    """Raise TypeError, naming the first of `unexpected` and what to do, if there is one."""
+    for name in unexpected:
+        if name in IMPLEMENTATIONS:
+            raise TypeError(f"{cls.__name__} takes no {name}=: {_NOT_NEEDED}; remove it")
+        near = difflib.get_close_matches(name, keywords(cls), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
+
+
+def check_new_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
+    """Raise ValueError unless `group`, which is being added, is as a group should be when training begins."""
+    check_keys(optimizer, group, where)
+    check_group(optimizer, group, where, least_lr=0.0)
+    if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
+        refuse_overflow(group, optimizer.scalars(group, float(group["lr"]), 1))
+    for param in group["params"]:
+        check_param(param, group, where)
+
+
+def refuse_overflow(group: Group, scalars: Mapping[str, float]) -> None:
+    """Raise ValueError if a factor of a step, made of hyperparameters that are finite in FP32, is not."""
+    for name, value in scalars.items():
+        if not abs(value) <= LARGEST:
+            raise ValueError(
+                f"lr={group['lr']!r} makes the step's factor {name!r} {value:g}, with the other hyperparameters, and "
+                "FP32 ends at 3.4e38; give smaller ones"
+            )
+
+
 def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
-    """Raise ValueError if a key of `group` looks like a misspelt argument; other foreign keys are the user's affair."""
+    """Raise ValueError if a key of `group` asks for something that a group cannot have, or looks like a misspelt
+    argument; other foreign keys are the user's affair.
+    """
     known = group_keys(optimizer)
-    for key in group.keys() - known:
+    name = type(optimizer).__name__
+    given = group.keys() - optimizer.defaults.keys() - known  # torch adds to the defaults of an unpickled one
+    for key in sorted(map(str, given - {"params"})):
+        if key in IMPLEMENTATIONS:
+            raise ValueError(f"{key!r} in {where} is not an option of {name}: {_NOT_NEEDED}; remove it")
+        if key in EXECUTION:
+            raise ValueError(f"{key!r} in {where} belongs to no group; give it to {name}(…), for all of them")
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
 
 
-def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
-    """Raise ValueError if a setting of `group` is not supported; its parameters are not looked at."""
+def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str, least_lr: float = float("-inf")) -> None:
+    """Raise ValueError if a setting of `group` is not supported; its parameters are not looked at.
+
+    In training a scheduler may take the learning rate below zero, as with torch's optimizers.
+    """
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
-    try:
-        operator.index(group["seed"])
-    except TypeError:
-        raise ValueError(f"seed={group['seed']!r} in {where} is not an integer") from None
+    check_integer("seed", group["seed"], where)
+    first = group.get("first_parameter", 0)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise ValueError(f"first_parameter={first!r} in {where} is invalid; it must be an integer >= 0")
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # no device is asked in a step
-        check_range("lr", group["lr"], 0.0)
+        check_range("lr", group["lr"], least_lr)
     for name, default in {**keywords(type(optimizer)), **dict.fromkeys(optimizer.flags, True)}.items():
         if isinstance(default, bool) and name in group and group[name] not in (True, False):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
@@ -97,6 +177,16 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> N
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+
+
+def check_integer(name: str, value: Any, where: str) -> None:
+    """Raise ValueError unless `value` is an integer, of any kind."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} in {where} is not an integer") from None
 
 
 def _check_length(name: str, value: Any, default: tuple[float, ...], where: str) -> None:
@@ -179,6 +269,19 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
         raise ValueError(
             f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. Add what it "
             f"holds to the weight, param.data.add_(optimizer.state[param].pop({name!r})), or build a new optimizer"
+        )
+
+
+def check_memory(group: Group, place: int, index: int, what: str, tensor: Tensor) -> None:
+    """Raise RuntimeError if `tensor`, of a parameter at `place` of `group`, has memory that was freed."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        name = f" ({group['param_names'][place]})" if "param_names" in group else ""
+        raise RuntimeError(
+            f"parameter {index}{name} cannot be stepped: the memory of {what} was freed (its storage has {held} bytes "
+            f"and {needed} are needed), as by untyped_storage().resize_(0); step while it is there"
         )
 
 

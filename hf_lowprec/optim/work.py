@@ -35,13 +35,15 @@ class Work:
     """One parameter's part of a step.
 
     Attributes:
-        parameter: the parameter's position in the optimizer.
+        parameter: the parameter's number, by which random bits are drawn: its position in the optimizer, from the
+            group's `first_parameter` on.
         group: its param group.
         state: its entry in `optimizer.state`.
         param: the parameter.
         written: it, then its states in layout order; this rank's parts of them, contiguous.
         states: the names of these.
         grad: its gradient, contiguous; only for the time of a step, so that it is not kept alive.
+        grad_address: where that lies.
         direction: what the algorithm made of it, of a directed layout; as long.
     """
 
@@ -52,6 +54,7 @@ class Work:
     written: list[Tensor]
     states: list[str]
     grad: Tensor | None = None
+    grad_address: int = 0
     direction: Tensor | None = None
 
     @property

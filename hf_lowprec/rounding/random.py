@@ -85,7 +85,7 @@ def step_keys(stream0: Tensor, stream1: Tensor, step: Tensor, index_high: Tensor
     Args:
         stream0: first halves of `stream_keys`.
         stream1: their second halves.
-        step: counted from 1.
+        step: counted from 1, the low 32 bits of it.
         index_high: the high word of the global element index.
 
     Returns:
@@ -100,8 +100,8 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
 
     Args:
         seed: any integer.
-        step: the parameter's step count, from 1.
-        parameter: the parameter's position in the optimizer.
+        step: the parameter's step count, from 1; bits repeat after 2³² steps.
+        parameter: the parameter's position in the optimizer, from the `first_parameter` of its group on.
         role: 0 for the weight or its compensation, then one per state (see each algorithm's `states`).
         index: int64 tensor of global element indices.
 
@@ -110,5 +110,6 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
     """
     streams = torch.tensor(stream_keys(seed, parameter, word_of(role)), dtype=torch.int32, device=index.device)
     high = (index >> 32).to(torch.int32)
-    keys = step_keys(streams[0], streams[1], torch.tensor(step, dtype=torch.int32, device=index.device), high)
+    low = torch.tensor(_int32(step & 0xFFFFFFFF), dtype=torch.int32, device=index.device)
+    keys = step_keys(streams[0], streams[1], low, high)
     return lane(random_word(index.to(torch.int32), *keys), role)

@@ -328,6 +328,31 @@ def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch)
     assert calls == [{"mesh": None}, ([second], {"mesh": None}), (third, {})]
 
 
+def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop():
+    """Clipping before the last micro-batch scales what is there, to which the next is added."""
+    trained = []
+    for ours in (True, False):
+        built = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        if ours:
+            hf_lowprec.prepare_accelerator(built)
+            optimizer = hf_lowprec.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = built.prepare(model, optimizer)
+        for step in range(4):
+            with built.accumulate(model):
+                built.backward(model(torch.full((2, 8), 1.0 + step)).square().sum())
+                built.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    # Two norms of 72 numbers a step, two factors; weights of up to 1.
+    for mine, other in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
+
+
 def test_the_seams_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp

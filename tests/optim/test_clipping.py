@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -185,3 +186,222 @@ def test_a_limit_that_makes_no_sense_is_refused(value):
 def test_a_switch_is_true_or_false(name):
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         AdamW([nn.Parameter(torch.zeros(3))], **{name: "yes"})
+
+
+# What happens to gradients between clipping and the step: torch, which rewrites them, is the reference.
+
+
+def replaced_by_backward(model, clip):
+    clip(1.0)
+    model.zero_grad()
+    backward(model, 1)
+
+
+def replaced_one_by_one(model, clip):
+    clip(1.0)
+    for param in model.parameters():
+        param.grad = None
+        param.grad = torch.full_like(param, 2.5)
+
+
+def replaced_and_clipped_anew(model, clip):
+    replaced_by_backward(model, clip)
+    clip(3.0)
+
+
+def zeroed_in_place_and_clipped_anew(model, clip):
+    clip(1.0)
+    model.zero_grad(set_to_none=False)
+    backward(model, 1)
+    clip(3.0)
+
+
+def one_is_dropped(model, clip):
+    clip(1.0)
+    model[0].bias.grad = None
+
+
+def all_are_dropped(model, clip):
+    clip(1.0)
+    model.zero_grad()
+
+
+def clipped_tighter(model, clip):
+    clip(1.0)
+    clip(0.25)
+
+
+def clipped_looser(model, clip):
+    clip(0.25)
+    clip(1.0)
+
+
+def clipped_by_infinity(model, clip):
+    clip(0.25)
+    clip(math.inf)
+
+
+def only_asked_for_the_norm(model, clip):
+    clip(math.inf)
+    backward(model, 1)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model(torch.randn(4, 6, generator=generator) * 10).square().sum().backward()
+
+
+HISTORIES = [
+    *(replaced_by_backward, replaced_one_by_one, replaced_and_clipped_anew, zeroed_in_place_and_clipped_anew),
+    *(one_is_dropped, all_are_dropped, clipped_tighter, clipped_looser, clipped_by_infinity, only_asked_for_the_norm),
+]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
+def test_clipping_belongs_to_the_gradients_it_was_asked_for(history):
+    ours, theirs = small_model(), small_model()
+    optimizer, reference = SGD(ours.parameters(), lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    norms: list[list[float]] = [[], []]
+    for step in range(2):  # the second one on a standing plan
+        for model in (ours, theirs):
+            model.zero_grad()
+            backward(model, 10 + step)
+        history(ours, lambda limit: norms[0].append(optimizer.clip_grad_norm_(limit).item()))
+        history(theirs, lambda limit: norms[1].append(nn.utils.clip_grad_norm_(theirs.parameters(), limit).item()))
+        optimizer.step()
+        reference.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            # A norm of 41 numbers in FP32 (torch) and FP64 (here), and six roundings of two factors at most.
+            torch.testing.assert_close(mine, other, rtol=50 * 2**-24, atol=50 * 2**-24)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def added_to_by_backward(model):
+    backward(model, 1)
+
+
+def zeroed_in_place(model):
+    model.zero_grad(set_to_none=False)
+    backward(model, 1)
+
+
+def scaled(model):
+    model[1].bias.grad.mul_(0.5)
+
+
+def joined_by_another(model):
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+@pytest.mark.parametrize("change", [added_to_by_backward, zeroed_in_place, scaled, joined_by_another])
+def test_what_was_written_to_after_clipping_is_refused(change):
+    """What `clip_grad_norm_` of torch would have left is not known any more: a step could only be wrong."""
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model, 0)
+    model[0].weight.grad = model[0].weight.grad if change is not joined_by_another else None
+    optimizer.clip_grad_norm_(0.5)
+    change(model)
+    before = copy.deepcopy(model.state_dict())
+    for refused in (optimizer.step, optimizer.global_grad_norm, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"written to.*Call clip_grad_norm_ last.*torch\.nn\.utils"):
+            refused()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.clip_grad_norm_(0.5)  # the way out
+    optimizer.step()
+    moved = [(value - before[name]).double().square().sum() for name, value in model.state_dict().items()]
+    # Weights of up to 0.5 are rounded to within 2⁻²⁶ where they move by 0.05 in all; there are 41.
+    assert float(sum(moved)) ** 0.5 == pytest.approx(0.1 * 0.5, rel=41 * 2**-26 / 0.05)
+
+
+def test_a_norm_that_was_asked_for_belongs_to_its_gradients():
+    """… of whatever kind the change is: nothing is pending, so there is nothing to refuse."""
+    for change in (added_to_by_backward, zeroed_in_place, scaled, joined_by_another, nn.Module.zero_grad):
+        model = small_model()
+        optimizer = SGD(model.parameters(), lr=0.1, max_grad_norm=0.5)
+        backward(model, 0)
+        optimizer.global_grad_norm()
+        change(model)
+        left = [param for param in model.parameters() if param.grad is not None]
+        expected = exact_norm(left)
+        optimizer.step()
+        assert optimizer.grad_norm.item() == pytest.approx(expected, rel=2**-23)
+
+
+def test_what_is_pending_keeps_no_gradient_alive():
+    model = small_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model, 0)
+    optimizer.clip_grad_norm_(0.5)
+    gone = weakref.ref(model[0].weight.grad.untyped_storage())
+    model.zero_grad()
+    assert gone() is None
+
+
+def test_a_gradient_made_in_inference_mode_is_clipped():
+    param = nn.Parameter(torch.zeros(4))
+    with torch.inference_mode():
+        param.grad = torch.full((4,), 3.0)
+    optimizer = SGD([param], lr=1.0)
+    assert optimizer.clip_grad_norm_(1.0).item() == 6.0
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((4,), -0.5))
+
+
+@pytest.mark.parametrize("change", [None, "the other's clipping", "another backward"])
+def test_gradients_in_a_bucket_of_ddp(mesh, change):
+    """Views of one bucket share their version: a write to one that another optimizer steps is no change of ours."""
+    model = small_model()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = SGD(model[0].parameters(), lr=0.1)
+    for _ in range(2):
+        backward(wrapped, 7)  # the second one makes DDP's buckets anew
+        model.zero_grad()
+    for step in range(2):
+        model.zero_grad()
+        backward(wrapped, step)
+        assert all(param.grad._is_view() for param in model.parameters())
+        grads = [param.grad.clone() for param in model[0].parameters()]
+        norm = optimizer.clip_grad_norm_(0.5)
+        if change == "the other's clipping":
+            nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3)
+        if change == "another backward":
+            backward(wrapped, 7)
+            with pytest.raises(RuntimeError, match="Call clip_grad_norm_ last"):
+                optimizer.step()
+            optimizer.zero_grad()
+            continue
+        before = [param.detach().clone() for param in model[0].parameters()]
+        optimizer.step()
+        for param, old, grad in zip(model[0].parameters(), before, grads, strict=True):
+            torch.testing.assert_close(param.detach(), old - 0.1 * grad * clip_factor(norm, 0.5), rtol=2**-22, atol=0)
+    assert optimizer.limit is None
+
+
+@pytest.mark.parametrize("added_to", [False, True])
+def test_gradients_of_fsdp2(mesh, added_to):
+    """FSDP2 adds the next micro-batch to the local tensor of the distributed gradient."""
+    model, plain = small_model(), small_model()
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer, reference = SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        backward(model, step)
+        optimizer.clip_grad_norm_(0.5)
+        if added_to:
+            backward(model, 7)
+            with pytest.raises(RuntimeError, match="Call clip_grad_norm_ last"):
+                optimizer.step()
+        model.zero_grad()
+        plain.zero_grad()
+        for each in (model, plain):
+            backward(each, 20 + step)
+        optimizer.step()  # of gradients that were never clipped
+        reference.step()
+        model.zero_grad()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=50 * 2**-24, atol=50 * 2**-24)

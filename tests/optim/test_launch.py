@@ -187,7 +187,8 @@ def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
     upload = launch._upload
     monkeypatch.setattr(launch, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
     moving, still = make([(40,)]), make([(40,)])
-    optimizers = [AdamW(params, lr=0.1, backend="triton", capturable=True) for params in (moving, still)]
+    options = {"lr": 0.1, "backend": "triton", "capturable": True, "first_parameter": 0}
+    optimizers = [AdamW(params, **options) for params in (moving, still)]
     held = []
     for step in range(3):
         gradient = torch.full_like(still[0], 1.0 + step)

@@ -265,3 +265,73 @@ def test_a_refused_group_leaves_no_trace():
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": parameters([(3,)]), "use_muon": False})
     assert optimizer.param_groups[1]["use_muon"] is False
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10, base_momentum=0.5)
+
+
+def cyclic(optimizer):
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.001, 0.02, step_size_up=3, base_momentum=0.5)
+
+
+def cycled(optimizer, scheduler, steps) -> None:
+    for step in steps:
+        for k, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+            param.grad = normal(param.shape, 100 * step + k, param.dtype)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic])
+def test_a_scheduler_that_cycles_momentum_cycles_that_of_matrices_too(make):
+    """As in `torch.optim.Muon` and, for the rest, `torch.optim.AdamW`, whose betas it writes to; in FP32."""
+    ours, theirs = parameters([(8, 6), (6,)]), parameters([(8, 6), (6,)])
+    optimizer = Muon(ours, lr=0.02, momentum=0.9, weight_decay=0.0, matrices=ours[:1])
+    both = (
+        torch.optim.Muon(theirs[:1], lr=0.02, momentum=0.9),
+        torch.optim.AdamW(theirs[1:], lr=0.02, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    scheduler, references = make(optimizer), [make(reference) for reference in both]
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(9):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        for each in (optimizer, *both, scheduler, *references):
+            each.step()
+        assert optimizer.param_groups[0]["lr"] == both[0].param_groups[0]["lr"]
+        # A buffer below 4 is rounded three times a step here and three times there, and old errors decay.
+        found, expected = optimizer.state[ours[0]]["momentum_buffer"], both[0].state[theirs[0]]["momentum_buffer"]
+        assert (found - expected).abs().max().item() <= 9 * 6 * 4 * 2**-24
+    # Nine steps of at most 10 learning rates, some twenty roundings each; a beta that stayed would be off by 0.1.
+    assert (ours[1] - theirs[1]).abs().max().item() <= 9 * 20 * 10 * 0.02 * 2**-24 + 9 * 4 * 2**-24
+
+
+@pytest.mark.parametrize("make", [one_cycle, cyclic])
+def test_a_cycle_continues_from_a_checkpoint_bit_for_bit(make):
+    def built():
+        params = parameters([(8, 6), (6,)], BF16)
+        optimizer = Muon(params, lr=0.02, matrices=params[:1])
+        return params, optimizer, make(optimizer)
+
+    params, optimizer, scheduler = built()
+    cycled(optimizer, scheduler, range(4))
+    saved = copy.deepcopy([[p.detach() for p in params], optimizer.state_dict(), scheduler.state_dict()])
+    cycled(optimizer, scheduler, range(4, 9))
+    resumed, other, other_scheduler = built()
+    for param, value in zip(resumed, saved[0], strict=True):
+        param.data.copy_(value)
+    other.load_state_dict(saved[1])
+    other_scheduler.load_state_dict(saved[2])
+    cycled(other, other_scheduler, range(4, 9))
+    assert all(map(torch.equal, params, resumed))
+
+
+def test_a_momentum_that_is_not_cycled_is_the_groups_own():
+    (param,) = parameters([(8, 6)])
+    optimizer = Muon([param], momentum=0.9, betas=(0.5, 0.95))
+    optimizer.param_groups[0]["momentum"] = 0.75
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full_like(param, 0.25))

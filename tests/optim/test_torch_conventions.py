@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam
+from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = math.nan
@@ -135,6 +135,28 @@ def test_step_hooks_run_around_the_update():
     train(optimizer, 1)
     assert len(seen) == 2
     assert seen[0] != seen[1]
+
+
+CYCLES = [
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+    lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+]
+
+
+@pytest.mark.parametrize("make", CYCLES, ids=["onecycle", "cyclic"])
+@pytest.mark.parametrize("cls", [Adam, Adan, Lion, RAdam, StableAdamW])
+def test_a_cycled_momentum_is_the_first_of_the_betas(cls, make):
+    """The same as writing each step's rates into a group by hand."""
+    cycled, by_hand = cls(parameters(FP32)), cls(parameters(FP32))
+    scheduler = make(cycled)
+    for step in range(5):
+        by_hand.param_groups[0].update({key: cycled.param_groups[0][key] for key in ("lr", "betas")})
+        assert by_hand.param_groups[0]["betas"][1:] == by_hand.defaults["betas"][1:]
+        for optimizer in (cycled, by_hand):
+            train(optimizer, 1, seed=step)
+        scheduler.step()
+    assert all(map(torch.equal, params_of(cycled), params_of(by_hand)))
+    assert cycled.param_groups[0]["betas"] != cycled.defaults["betas"]
 
 
 def test_added_groups_train_and_take_the_defaults():

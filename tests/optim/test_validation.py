@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, native
+from hf_lowprec.optim import SGD, AdamW, Lion, Muon, native
 from hf_lowprec.optim.c_compiler import CompilerError, require_compiler
 
 
@@ -27,6 +27,119 @@ def bf16(count: int = 3) -> list[nn.Parameter]:
 def test_a_value_of_the_wrong_kind_is_named(cls, arguments, message):
     with pytest.raises(ValueError, match=message):
         cls(bf16(), **arguments)
+
+
+HUGE = 10**5000  # of more digits than Python writes
+NUMBERS = [
+    *(
+        ({name: word}, rf"{name}='{word}' is invalid.*without the quotes")
+        for name in ("lr", "eps")
+        for word in ("1e-8",)
+    ),
+    ({"betas": ("0.9", "0.99")}, r"betas\[0\]='0.9' is invalid.*give 0.9 without the quotes"),
+    ({"betas": (0.9, "much")}, r"betas\[1\]='much' is invalid; it must be a finite number >= 0 and < 1, in FP32"),
+    ({"max_grad_norm": "1.0"}, r"max_grad_norm='1.0' is invalid"),
+    ({"lr": 10**400}, r"lr=<an integer of 1329 bits> is invalid"),
+    ({"weight_decay": HUGE}, r"weight_decay=<an integer of 16610 bits> is invalid"),
+    ({"lr": 1e39}, r"lr=1e\+39 is invalid; it must be a finite number >= 0, in FP32 \(up to 3.4e38\)"),
+    ({"lr": torch.tensor(1e39, dtype=torch.float64)}, r"lr=tensor\(1.0000e\+39, dtype=torch.float64\) is invalid"),
+    ({"eps": 1e39}, r"eps=1e\+39 is invalid"),
+    ({"weight_decay": 1e39}, r"weight_decay=1e\+39 is invalid"),
+    ({"max_grad_norm": 1e39}, r"max_grad_norm=1e\+39 is invalid"),
+    *(
+        ({name: value}, rf"{name}=.* is invalid")
+        for name in ("lr", "eps", "weight_decay")
+        for value in (1j, True, [1.0])
+    ),
+    ({"betas": (True, 0.9)}, r"betas\[0\]=True is invalid"),
+    ({"lr": torch.tensor(1 + 1j)}, r"lr=tensor\(1.\+1.j\) is invalid"),
+    ({"lr": torch.tensor(True)}, r"lr=tensor\(True\) is invalid"),
+    ({"seed": True}, "seed=True in param group 0 is not an integer"),
+    ({"lr": 1e38}, r"lr=1e\+38 makes the step's factor 'step_size' 1e\+39.*FP32 ends at 3.4e38"),
+    ({"lr": 1e20, "weight_decay": 1e20}, r"lr=1e\+20 makes the step's factor 'decay' 1e\+40"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NUMBERS, ids=[message for _, message in NUMBERS])
+def test_what_is_no_number_that_fp32_has_is_refused_when_the_optimizer_is_built(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(bf16(), **arguments)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, "numpy"], ids=["float", "tensor", "numpy"])
+def test_numbers_of_every_kind_are_taken(kind):
+    import numpy as np
+
+    make = np.float32 if kind == "numpy" else kind
+    found, expected = bf16(), bf16()
+    for params, optimizer in (
+        (found, AdamW(found, lr=make(0.5), eps=make(0.25))),
+        (expected, AdamW(expected, 0.5, eps=0.25)),
+    ):
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+    assert torch.equal(*found, *expected)
+
+
+def test_a_learning_rate_that_outgrows_fp32_stops_the_step_before_it_changes_anything():
+    params = bf16()
+    params[0].grad = torch.ones_like(params[0])
+    optimizer = AdamW(params, lr=0.5)
+    optimizer.step()
+    before = params[0].detach().clone()
+    optimizer.param_groups[0]["lr"] = 1e38
+    with pytest.raises(ValueError, match="'step_size'"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("cls", [AdamW, Muon, Lion])
+@pytest.mark.parametrize("name", ["foreach", "fused", "differentiable"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_torchs_choice_of_an_implementation_is_not_needed(cls, name, value):
+    params = [nn.Parameter(torch.ones(3, 3))]
+    why = "every backend steps all parameters at once.*remove it"
+    with pytest.raises(TypeError, match=f"{cls.__name__} takes no {name}=: {why}"):
+        cls(params, **{name: value})
+    with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an option of {cls.__name__}: {why}"):
+        cls([{"params": params, name: value}])
+
+
+def test_an_unknown_keyword_is_named_with_the_class():
+    with pytest.raises(
+        TypeError, match=r"^AdamW got an unexpected keyword argument 'weight_decoy'; did you mean 'weight_d"
+    ):
+        AdamW(bf16(), weight_decoy=0.1)
+    with pytest.raises(TypeError, match=r"^Lion got an unexpected keyword argument 'nonsense'$"):
+        Lion(bf16(), nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["backend", "capturable", "max_grad_norm", "skip_nonfinite"])
+def test_what_belongs_to_the_whole_optimizer_is_refused_in_a_group(name):
+    with pytest.raises(ValueError, match=rf"'{name}' in param group 0 belongs to no group; give it to AdamW\("):
+        AdamW([{"params": bf16(), name: None}])
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_a_learning_rate_that_a_scheduler_takes_below_zero_goes_on_as_in_torch(backend):
+    ours, theirs = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(3))]
+    optimizers = AdamW(ours, lr=0.1, backend=backend), torch.optim.AdamW(theirs, lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - 0.8 * step) for each in optimizers]
+    for params, optimizer, scheduler in zip((ours, theirs), optimizers, schedulers, strict=True):
+        for step in range(4):
+            params[0].grad = torch.full((3,), 1.0 + step)
+            optimizer.step()
+            scheduler.step()
+    assert optimizers[0].param_groups[0]["lr"] < 0
+    # Four steps of a dozen roundings of numbers below two.
+    torch.testing.assert_close(ours[0], theirs[0], rtol=4 * 12 * 2**-24, atol=0)
+    for bad in (float("nan"), float("-inf")):
+        optimizers[0].param_groups[0]["lr"] = bad
+        with pytest.raises(ValueError, match="lr="):
+            optimizers[0].step()
+    with pytest.raises(ValueError, match=r"lr=-0.1 is invalid; it must be a finite number >= 0"):
+        optimizers[0].add_param_group({"params": bf16(), "lr": -0.1})
 
 
 def test_a_misspelt_group_key_is_named_and_foreign_keys_are_kept():

@@ -18,7 +18,7 @@ class Adam(TwoMoments):
     """`torch.optim.Adam` for weights stored in BF16; to let weights decay, `AdamW` is the usual choice.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar.
+    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`;
     an FP32 parameter 16, or 20.

@@ -20,7 +20,7 @@ class Adan(LowPrecisionOptimizer):
     """Adan for weights stored in BF16: Nesterov momentum from the difference of successive gradients.
 
     States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar. BF16 holds a BF16 gradient exactly, unless
+    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. BF16 holds a BF16 gradient exactly, unless
     it was clipped inside the step.
 
     Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes; an FP32 parameter 24.

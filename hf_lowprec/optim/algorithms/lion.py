@@ -23,7 +23,7 @@ class Lion(LowPrecisionOptimizer):
     The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a decay that many times larger.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
-    `step`, an FP32 scalar.
+    `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes; an FP32 parameter 12.
 

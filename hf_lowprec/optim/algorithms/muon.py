@@ -37,14 +37,15 @@ class Muon(TwoMoments):
     FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
 
     States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
-    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an FP32 scalar. Bytes per element of a matrix: 8 with
+    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. Bytes per element of a matrix: 8 with
     Kahan summation, 6 without, and 2 during the step for its direction.
 
     Args:
         params: parameters or groups. A group may say `use_muon=True` or `False`.
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay, per unit of learning rate.
-        momentum: decay rate of the momentum, in [0, 1).
+        momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices
+            take `betas[0]` of their group, since that is what these write to.
         nesterov: look ahead by the momentum.
         ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: how often it is applied.
@@ -142,7 +143,8 @@ class Muon(TwoMoments):
         """Those of the momentum, or AdamW's."""
         if not group["use_muon"]:
             return super().scalars(group, lr, step)
-        beta = group["momentum"]
+        # A scheduler that cycles momentum leaves these bounds in the group, and writes to betas where there are any.
+        beta = group["betas"][0] if "base_momentum" in group else group["momentum"]
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod

@@ -24,7 +24,7 @@ class RAdam(TwoMoments):
     full size.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`; `step`, an FP32 scalar.
+    `rounding="kahan"`; `step`, an int64 scalar.
 
     Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes; an FP32 parameter 16.
 

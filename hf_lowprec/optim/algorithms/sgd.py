@@ -20,7 +20,7 @@ class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
     States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with
-        `rounding="kahan"`; `step`, an FP32 scalar.
+        `rounding="kahan"`; `step`, an int64 scalar.
 
     Args:
         params: parameters or groups.

@@ -21,7 +21,7 @@ class StableAdamW(LowPrecisionOptimizer):
     """AdamW that steps less where gradients outgrow their second moment, tensor by tensor; needs no gradient clipping.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`; `step`, an FP32 scalar. Bytes per parameter as AdamW: 10 with Kahan summation, 8 without.
+    `rounding="kahan"`; `step`, an int64 scalar. Bytes per parameter as AdamW: 10 with Kahan summation, 8 without.
 
     Args:
         params: parameters or groups.

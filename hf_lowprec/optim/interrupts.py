@@ -1,0 +1,61 @@
+"""Signals wait for the end of a step: an exception between two kernels would leave half of one.
+
+Python runs a signal's handler between any two operations of the main thread, and Ctrl-C's raises there.
+"""
+
+from __future__ import annotations
+
+# What the module signal wraps; turning handlers into enums, as that does, costs ten times as much.
+import _signal  # type: ignore[import-not-found]
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+_DEFERRED = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+"""Signals for whose handlers it is usual to raise: interruption, the end of a job, a time limit."""
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let handlers of signals that are Python functions run after the block.
+
+    In threads other than the main one there is nothing to do, since handlers do not run there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if number not in received:
+            received.append(number)
+
+    handlers = [(number, handler) for number in _DEFERRED if callable(handler := _signal.getsignal(number))]
+    try:
+        for number, _ in handlers:
+            _signal.signal(number, note)
+        yield
+    finally:
+        _restore(handlers)
+        _send(received)
+
+
+def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:
+    try:
+        for number, handler in handlers:
+            _signal.signal(number, handler)
+    except BaseException:  # from a handler that was back already
+        _restore(handlers)
+        raise
+
+
+def _send(numbers: Sequence[int]) -> None:
+    """Send signals to this thread; each is handled even if the handler of one before raises."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _send(numbers[1:])

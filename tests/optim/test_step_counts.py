@@ -1,0 +1,146 @@
+"""Step counts are integers: nothing changes at 2²⁴, where FP32 stops counting; random bits repeat after 2³²."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.rounding import random_bits, round_stochastic
+
+# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+ELEMENTS = 4096
+LAST = 2**24
+"""The first whole number whose successor FP32 does not have."""
+
+
+def stepped_before(
+    steps: int, cls=SGD, count_dtype=torch.int64, **options
+) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    """A weight of ones and its optimizer, which has taken a number of steps."""
+    param = nn.Parameter(torch.ones(ELEMENTS).bfloat16())
+    optimizer = cls([param], **{"lr": 1.0, "rounding": "stochastic", **options})
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.state[param]["step"] = torch.tensor(steps, dtype=count_dtype, device="cpu")
+    return param, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize("before", [LAST - 1, LAST + 5, 2**31 - 1, 2**32 - 1, 2**33 + 3])
+def test_every_step_draws_bits_of_its_own(any_backend, before, options):
+    param, optimizer = stepped_before(before, backend=any_backend, **options)
+    index = torch.arange(ELEMENTS, device=param.device)
+    expected = torch.ones(ELEMENTS)
+    for step in range(before + 1, before + 3):
+        param.grad = torch.full_like(param, 2.0**-12)  # a 16th of an ulp below one
+        optimizer.step()
+        bits = random_bits(seed=0, step=step, parameter=0, role=0, index=index)
+        expected = round_stochastic(expected.to(param.device) - 2.0**-12, bits)
+        assert torch.equal(param.float(), expected)
+        assert optimizer.state[param]["step"] == step
+        assert optimizer.state[param]["step"].dtype == torch.int64
+
+
+def test_sixty_four_steps_scatter_as_independent_ones_do(any_backend):
+    """Were bits to repeat, all steps would round an element alike, and the scatter be eight times as large."""
+    param, optimizer = stepped_before(LAST, backend=any_backend)
+    for _ in range(64):
+        param.grad = torch.full_like(param, -(2.0**-10))  # an eighth of an ulp above one
+        optimizer.step()
+    ulps = (param.float() - 1) * 2**7
+    # Binomial: 64 steps of which each rounds up with probability 1/8. Of 4096 such numbers the mean has a standard
+    # deviation of √7/64, and the standard deviation, √7, one of √7/√8192; four of these are allowed.
+    assert ulps.mean().item() == pytest.approx(8, abs=4 * math.sqrt(7) / 64)
+    assert ulps.std().item() == pytest.approx(math.sqrt(7), rel=4 / math.sqrt(8192))
+
+
+@pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=str)
+def test_an_fp32_count_of_an_older_checkpoint_goes_on_bit_for_bit(any_backend, options):
+    def train(param, optimizer, steps):
+        for step in steps:
+            param.grad = torch.full_like(param, 0.1 + 0.01 * step)
+            optimizer.step()
+
+    param, optimizer = stepped_before(7, AdamW, lr=1e-2, backend=any_backend, **options)
+    train(param, optimizer, range(3))
+    saved = optimizer.state_dict()
+    saved["state"][0]["step"] = saved["state"][0]["step"].float()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    other_param = nn.Parameter(param.detach().clone())
+    other = AdamW([other_param], lr=1e-2, rounding="stochastic", backend=any_backend, **options)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.state[other_param]["step"].dtype == torch.int64
+    train(param, optimizer, range(3, 6))
+    train(other_param, other, range(3, 6))
+    assert torch.equal(param, other_param)
+    assert other.state[other_param]["step"] == 13
+
+
+def test_a_count_in_fp32_that_was_pickled_or_put_there_becomes_an_integer(any_backend):
+    param, optimizer = stepped_before(LAST, count_dtype=torch.float32, backend=any_backend, capturable=True)
+    other = copy.deepcopy(optimizer)
+    for each in (optimizer, other):
+        (stepped,) = each.param_groups[0]["params"]
+        for _ in range(2):
+            stepped.grad = torch.full_like(stepped, 2.0**-12)
+            each.step()
+        assert each.state[stepped]["step"] == LAST + 2
+    assert torch.equal(param, other.param_groups[0]["params"][0])
+
+
+def test_distributed_checkpoints_keep_counts_whole(tmp_path):
+    """Torch's distributed state dicts, and one of FP32 counts loaded into integers."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def built():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).bfloat16()
+        return model, AdamW(model.parameters(), lr=1e-2)
+
+    def train(model, optimizer):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+
+    model, optimizer = built()
+    train(model, optimizer)
+    optimizer.state[model.weight]["step"].fill_(LAST + 1)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert saved["state"]["weight"]["step"].dtype == torch.int64
+    for count in (LAST + 1, 5):
+        if count == 5:
+            saved["state"]["weight"]["step"] = torch.tensor(5.0)
+        dcp.save(saved, checkpoint_id=tmp_path / str(count))
+        other, resumed = built()
+        target = get_optimizer_state_dict(other, resumed)
+        dcp.load(target, checkpoint_id=tmp_path / str(count))
+        set_optimizer_state_dict(other, resumed, target)
+        assert resumed.state[other.weight]["step"] == count
+        train(other, resumed)
+        assert resumed.state[other.weight]["step"] == count + 1
+
+
+@pytest.mark.parametrize("step", [-1, math.nan, math.inf])
+def test_a_state_dict_whose_count_is_none_is_refused(step):
+    param, optimizer = stepped_before(3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = torch.tensor(step)
+    with pytest.raises(ValueError, match=f"step of parameter 0 is {float(step)}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["step"] == 3
+
+
+@pytest.mark.parametrize("steps", [LAST + 7, 2**40])
+def test_bias_corrections_of_huge_steps_are_those_of_the_limit(any_backend, steps):
+    param, optimizer = stepped_before(steps, AdamW, lr=2.0**-6, backend=any_backend, betas=(0.0, 0.0), weight_decay=0.0)
+    param.grad = torch.full_like(param, 3.0)
+    optimizer.step()
+    assert torch.equal(param, torch.full_like(param, 1 - 2.0**-6))
