@@ -12,7 +12,6 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -274,15 +273,16 @@ def broken_convolutions(model: nn.Module) -> list[Probe]:
 
 
 def keep_fp32_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Entries of `keep_fp32` for the modules of these names and for no others; layers' numbers become `*` where they can."""
+    """Entries of `keep_fp32` for the modules of these names and no others; numbers of layers are `*` where they can."""
     chosen, every = set(names), [name for name, _ in model.named_modules()]
     patterns: dict[str, None] = {}
-    for name in every:
-        if name not in chosen:
-            continue
-        starred = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        hits = {other for other in every if fnmatch.fnmatchcase(f".{other}", f"*.{starred}")}
-        patterns[starred if hits <= chosen else name] = None
+    for name in filter(chosen.__contains__, every):
+        parts = name.split(".")
+        for place in [place for place, part in enumerate(parts) if part.isdigit()]:
+            pattern = ".".join([*parts[:place], "*", *parts[place + 1 :]])
+            if all(other in chosen for other in every if fnmatch.fnmatchcase(f".{other}", f"*.{pattern}")):
+                parts = pattern.split(".")
+        patterns[".".join(parts)] = None
     return list(patterns)
 
 
