@@ -178,7 +178,7 @@ def _convolutions(layer: nn.modules.conv._ConvNd, input_shape: tuple[int, ...] |
 
 
 def _sizes(layer: nn.modules.conv._ConvNd) -> Iterator[tuple[int, ...]]:
-    """Extents of an input that holds several positions of the kernel; of a patch, too, where the kernel covers patches."""
+    """Extents of an input that holds several positions of the kernel; and of one patch, where it covers patches."""
     dims = len(layer.kernel_size)
     products = layer.in_channels * layer.out_channels // layer.groups * math.prod(layer.kernel_size)
     several = max(2, min(_POSITIONS[dims], int((_PRODUCTS / products) ** (1 / dims))))

@@ -1,4 +1,4 @@
-"""How many layers of `hf-lowprec doctor` torch can run here, how many it cannot, and the largest error of the former."""
+"""How many of the layers of `hf-lowprec doctor` run here, how many do not, and the largest error of the former."""
 
 import torch
 
