@@ -40,7 +40,7 @@ _BATCH = 2
 _ROWS = 8  # of a matrix product's input, tokens of an embedding
 _POSITIONS = {1: 24, 2: 5, 3: 3}
 """Positions of a convolution's kernel along each dimension, by their number: at most,"""
-_PRODUCTS = 2**24
+_PRODUCTS = 2**22
 """and as long as they take no more multiplications than this."""
 
 
@@ -52,11 +52,14 @@ class Computation:
         compute: a function of the tensors by name, in any floating dtype and on any device.
         shapes: the tensors' names and shapes.
         scales: the standard deviation of a tensor's values, where it is not 1.
+        channels_last: whether to run it a second time with `input`'s channels last in memory, as after a transpose:
+            libraries have other kernels for that.
     """
 
     compute: Callable[..., Tensor]
     shapes: dict[str, tuple[int, ...]]
     scales: dict[str, float] = field(default_factory=dict)
+    channels_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,18 +102,28 @@ def relative_errors(
         for name, shape in computation.shapes.items()
     }
     with torch.inference_mode(False), torch.enable_grad():
-        with torch.autocast("cpu", enabled=False):
-            leaves = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
-            expected = computation.compute(**leaves)
-            upstream = _normal(expected.shape, 1.0, generator, dtype)
-            exact = [expected, *torch.autograd.grad(expected, list(leaves.values()), upstream.double())]
-        device = torch.device(device)
-        with torch.autocast(device.type, enabled=False):
-            leaves = {name: tensor.to(device).requires_grad_() for name, tensor in tensors.items()}
-            result = computation.compute(**leaves)
-            found = [result, *torch.autograd.grad(result, list(leaves.values()), upstream.to(device))]
-    names = ["output", *(f"grad_{name}" for name in tensors)]
-    return {name: _error(one, two) for name, one, two in zip(names, found, exact, strict=True)}
+        exact = _results(computation, {name: tensor.double() for name, tensor in tensors.items()}, dtype)
+        runs = [{name: tensor.to(device) for name, tensor in tensors.items()}]
+        if computation.channels_last:
+            runs.append(runs[0] | {"input": runs[0]["input"].movedim(1, -1).contiguous().movedim(-1, 1)})
+        found = [_results(computation, run, dtype) for run in runs]
+    return {name: _worst(_error(run[name], exact[name]) for run in found) for name in exact}
+
+
+def _results(computation: Computation, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The output and the gradient of every tensor, for an output gradient whose values `dtype` can hold."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    with torch.autocast(next(iter(tensors.values())).device.type, enabled=False):
+        output = computation.compute(**leaves)
+        upstream = _normal(output.shape, 1.0, torch.Generator().manual_seed(_SEED + 1), dtype).to(output)
+        gradients = torch.autograd.grad(output, list(leaves.values()), upstream)
+    return {"output": output, **{f"grad_{name}": grad for name, grad in zip(leaves, gradients, strict=True)}}
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; NaN if there is one."""
+    values = list(errors)
+    return max(values) if not any(map(math.isnan, values)) else math.nan
 
 
 def _normal(shape: tuple[int, ...], scale: float, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -172,6 +185,7 @@ def _convolutions(layer: nn.modules.conv._ConvNd, input_shape: tuple[int, ...] |
             lambda **tensors: function(**tensors, **options),
             {"input": size} | shapes,
             {"weight": math.prod(weight[1:]) ** -0.5},
+            channels_last=True,
         )
         for size in sizes
     ]
@@ -239,11 +253,8 @@ def probe_layer(
     Raises:
         RuntimeError: torch cannot run the layer in that dtype on that device.
     """
-    worst: dict[str, float] = {}
-    for computation in computations(layer, input_shape):
-        for name, error in relative_errors(computation, dtype, device).items():
-            worst[name] = error if not error <= worst.get(name, 0.0) else worst.get(name, 0.0)
-    return Probe(description(layer), worst) if worst else None
+    found = [relative_errors(computation, dtype, device) for computation in computations(layer, input_shape)]
+    return Probe(description(layer), {n: _worst(errors[n] for errors in found) for n in found[0]}) if found else None
 
 
 def broken_convolutions(model: nn.Module) -> list[Probe]:

@@ -71,6 +71,11 @@ def test_patches_are_probed_one_at_a_time_too(monkeypatch):
     assert found(nn.Conv3d(3, 8, 4, stride=4, device="meta"))
 
 
+def test_a_fault_of_one_memory_format_is_found(monkeypatch):
+    break_function(monkeypatch, "conv1d", off_by(1.1), only=lambda values: not values[0].is_contiguous())
+    assert found(positional())
+
+
 @pytest.mark.parametrize(
     ("function", "layer"),
     [
