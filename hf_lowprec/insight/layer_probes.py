@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class Computation:
     """
 
     compute: Callable[..., Tensor]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     scales: dict[str, float] = field(default_factory=dict)
     channels_last: bool = False
 
@@ -170,6 +170,7 @@ def _convolutions(layer: nn.modules.conv._ConvNd, input_shape: tuple[int, ...] |
     dims = len(layer.kernel_size)
     options: dict[str, Any] = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups}
     options["padding"] = layer.padding if layer.padding_mode == "zeros" else 0  # else padded before
+    function: Callable[..., Tensor]
     if layer.transposed:
         options["output_padding"] = layer.output_padding
         function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
@@ -205,6 +206,7 @@ def _sizes(layer: nn.modules.conv._ConvNd) -> Iterator[tuple[int, ...]]:
 
 
 def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Computation]:
+    function: Callable[..., Tensor]
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         shape = tuple(layer.normalized_shape)
         function = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
@@ -228,8 +230,8 @@ def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Comput
     return [Computation(compute, {"input": size} | shapes)]
 
 
-def _batch_norm(input: Tensor, **weights: Tensor) -> Tensor:
-    return F.batch_norm(input, None, None, training=True, **weights)
+def _batch_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.batch_norm(input, None, None, weight, bias, training=True)
 
 
 def _percent(share: float) -> str:
