@@ -206,20 +206,26 @@ def _sizes(layer: nn.modules.conv._ConvNd) -> Iterator[tuple[int, ...]]:
 
 
 def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Computation]:
-    function: Callable[..., Tensor]
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        shape = tuple(layer.normalized_shape)
         function = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
-        settings: tuple[Any, ...] = (shape,)
-        size = input_shape or (_ROWS, *shape)
-    elif isinstance(layer, nn.GroupNorm):
-        shape, function, settings = (layer.num_channels,), F.group_norm, (layer.num_groups,)
+        shape = tuple(layer.normalized_shape)
+        return [_norm(layer, function, (shape,), input_shape or (_ROWS, *shape), shape)]
+    if isinstance(layer, nn.GroupNorm):
         size = input_shape or (_BATCH, layer.num_channels, _ROWS)
-    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        shape, function = (layer.num_features,), _batch_norm
-        settings, size = (), input_shape or (_ROWS, layer.num_features, _ROWS)
-    else:
-        return []
+        return [_norm(layer, F.group_norm, (layer.num_groups,), size, (layer.num_channels,))]
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return [_norm(layer, _batch_norm, (), input_shape or (_ROWS, layer.num_features, _ROWS), (layer.num_features,))]
+    return []
+
+
+def _norm(
+    layer: nn.Module,
+    function: Callable[..., Tensor],
+    settings: tuple[Any, ...],
+    size: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> Computation:
+    """`function(input, *settings, weight=, bias=)` in FP32 or wider, as between the cast's hooks."""
     shapes = {name: shape for name in ("weight", "bias") if getattr(layer, name, None) is not None}
 
     def compute(input: Tensor, **weights: Tensor) -> Tensor:
@@ -227,7 +233,7 @@ def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Comput
         parts = {name: weight.to(wide) for name, weight in weights.items()}
         return function(input.to(wide), *settings, **parts).to(input.dtype)
 
-    return [Computation(compute, {"input": size} | shapes)]
+    return Computation(compute, {"input": size} | shapes)
 
 
 def _batch_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
