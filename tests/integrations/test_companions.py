@@ -152,7 +152,7 @@ def has_compiler() -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor(tmp_path):
-    """Against FP32 as it is: inductor keeps more digits between operations than BF16 has. One layer, compiled as any."""
+    """Against FP32 as it is: inductor keeps more digits between operations than BF16 has. One layer is enough."""
 
     def run(optim, **more):
         model = llama()
