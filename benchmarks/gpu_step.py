@@ -13,6 +13,7 @@ something of ours failed or did not end in time, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 from datetime import date
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     from gpu.device import Device, Gpu, Rehearsal
     from gpu.report import Report
 
+    gc.freeze()  # memory is released before every measurement, and what was imported need not be looked through
     if not options.rehearse and not torch.cuda.is_available():
         print("bench-gpu: torch sees no GPU here; --rehearse runs everything else", file=sys.stderr)
         return 2

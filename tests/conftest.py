@@ -1,8 +1,28 @@
 """Without a GPU, Triton's kernels run in its interpreter; it reads this when it is first imported."""
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Spare garbage collections what is imported by now, a million objects.
+
+    accelerate collects at the end of every training, which took several times as long as a tiny training itself.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+
+
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own kernels instead of oneDNN's, whose faults, if this machine has any, are not the test's."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

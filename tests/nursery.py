@@ -6,6 +6,7 @@ was started, once in each process of pytest.
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -57,6 +58,7 @@ def _nursery() -> subprocess.Popen:
 
 def serve() -> None:
     """Fork a script per line of standard input, and say its process and then how it ended, until there are no more."""
+    gc.freeze()  # the children's collections neither visit nor copy what was imported
     for line in sys.stdin:
         child = os.fork()
         if not child:

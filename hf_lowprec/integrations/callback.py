@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
+from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, ways_out
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
@@ -133,7 +134,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report, once per training.
+        """Print the precision report, and warn of convolutions that torch computes wrongly here, once per training.
 
         Raises:
             RuntimeError: the callback was not there when the Trainer was built.
@@ -153,6 +154,8 @@ class LowPrecisionCallback(TrainerCallback):
                 "or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch', and "
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 all the same"
             )
+        if state.is_local_process_zero:
+            self._warn_of_broken_layers(args.device)
         self._lost = None
         if self.report and state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
@@ -163,6 +166,21 @@ class LowPrecisionCallback(TrainerCallback):
                     "grad_accumulation='kahan' does not, for 2 bytes per parameter"
                 )
             print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
+
+    def _warn_of_broken_layers(self, device: torch.device) -> None:
+        """Libraries have 16-bit convolutions that are wrong for a few shapes, in silence."""
+        model = self._trained
+        if model is None or not (broken := broken_convolutions(model)):
+            return
+        named = [pattern for pattern in self._patterns if isinstance(pattern, str)]
+        named += keep_fp32_patterns(model, [name for probe in broken for name in probe.names])
+        logger.warning(
+            "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. The ways out: %s",
+            str(self.dtype).removeprefix("torch."),
+            device,
+            "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
+            ways_out(device, dict.fromkeys(named)),
+        )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -221,6 +239,11 @@ class LowPrecisionCallback(TrainerCallback):
             for values in optimizer.state.values():
                 if isinstance(values, dict) and "compensation" in values:
                     values["compensation"].zero_()
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first of several names, and how many follow."""
+    return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
 
 
 def _unwrapped(optimizer: Any) -> Any:

@@ -5,7 +5,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import hf_lowprec
 from hf_lowprec.casting.float32_code import FLOAT32_CODE
 from hf_lowprec.casting.predictions import widen_predictions
+from hf_lowprec.insight.layer_probes import Probe
+from tests.casting.broken_layers import broken_layers
 from tests.casting.inspection import BF16, FP32, bits
 from tests.casting.tiny_batches import Batch, offers
 from tests.casting.tiny_configs import tiny_config
@@ -30,14 +32,15 @@ class Outcome:
     kind: str  # TRAINS, FAILS, or NO_REFERENCE: it does not train in FP32 either
     note: str  # the reason, or what the batch lacks
     error: float = 0.0  # of the loss, in tolerances
+    broken: dict[str, Probe] = field(
+        default_factory=dict
+    )  # layers that are wrong on this machine and were kept in FP32
 
 
 def check(model_class: type, model_type: str, attention: str | None = None) -> Outcome:
     """Train a tiny `model_class` for a step in FP32 and, cast, in BF16."""
     try:
-        config = tiny_config(model_class, model_type, attention)
-        torch.manual_seed(0)
-        model = without_chance(model_class(config))
+        model = _built(model_class, model_type, attention)
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
     fresh = copy.deepcopy(model)
@@ -45,15 +48,34 @@ def check(model_class: type, model_type: str, attention: str | None = None) -> O
         batch, note, loss, tolerance = _reference(model)
     except Exception as error:
         return Outcome(NO_REFERENCE, _brief(error))
-    return compare(model, fresh, batch, note, loss, tolerance)
+    outcome = compare(model, fresh, batch, note, loss, tolerance)
+    if outcome.kind == FAILS and (broken := broken_layers(model, batch)):
+        again = _built(model_class, model_type, attention)
+        outcome = compare(model, again, batch, note, loss, tolerance, keep_fp32=tuple(broken))
+        outcome = replace(outcome, broken=broken)
+    return outcome
 
 
-def compare(exact: nn.Module, model: nn.Module, batch: Batch, note: str, loss: float, tolerance: float) -> Outcome:
+def _built(model_class: type, model_type: str, attention: str | None) -> nn.Module:
+    config = tiny_config(model_class, model_type, attention)
+    torch.manual_seed(0)
+    return without_chance(model_class(config))
+
+
+def compare(
+    exact: nn.Module,
+    model: nn.Module,
+    batch: Batch,
+    note: str,
+    loss: float,
+    tolerance: float,
+    keep_fp32: tuple[str, ...] = (),
+) -> Outcome:
     """`exact` has trained on `batch`; `model` is its copy from before, which is cast and does the same."""
     ties, before = tie_pattern(model), bits(model)
     try:
-        report = hf_lowprec.cast_model(model)
-        wrong = dtype_faults(before, model)
+        report = hf_lowprec.cast_model(model, keep_fp32=keep_fp32)
+        wrong = dtype_faults(before, model, keep_fp32)
         if tie_pattern(model) != ties:
             wrong.append("ties were lost")
         with norm_outputs(model) as seen:
@@ -202,9 +224,9 @@ def is_norm_of(parent: nn.Module, norm: nn.Module) -> bool:
     return parent is not norm and same and "norm" in type(parent).__name__.lower()
 
 
-def dtype_faults(before: dict[str, Tensor], model: nn.Module) -> list[str]:
+def dtype_faults(before: dict[str, Tensor], model: nn.Module, kept: tuple[str, ...] = ()) -> list[str]:
     """Tensors that are not in the dtype they should be in, or lost bits they should have."""
-    wide = set[str]()
+    wide = {f"{name}.{leaf}" for name in kept for leaf, _ in model.get_submodule(name).named_parameters()}
     for name, module in model.named_modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         names = {leaf for leaf, _ in own}

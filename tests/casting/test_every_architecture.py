@@ -8,6 +8,7 @@ import transformers
 
 from tests.casting import model_support
 from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS
+from tests.casting.broken_layers import report
 from tests.casting.tiny_exceptions import LONG
 
 TEXT = model_support.PAGE.read_text(encoding="utf-8")
@@ -34,6 +35,7 @@ def test_trains_as_the_page_says(model_type: str) -> None:
     if model_type in LONG or (said is None and not SAME_VERSION):
         return  # walked for the page only; or not there in the version the page was written with
     outcome = model_support.try_class(name, model_type)
+    report(name, outcome.broken)
     found = (
         f"{name} ({model_type}): {outcome.kind}, {outcome.note or 'no note'}; {model_support.PAGE.name} says: {said}"
     )

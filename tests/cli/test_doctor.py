@@ -9,10 +9,18 @@ from typer.testing import CliRunner
 
 from hf_lowprec import AdamW
 from hf_lowprec.cli import app
+from hf_lowprec.cli.doctor.layers import probes
 from hf_lowprec.optim import native
+from tests.broken_kernels import break_function, off_by
 from tests.ranks import run_ranks
 
-CHECKS = ["packages", "names", "steps", "reduction", "training"]
+CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def broken_here() -> int:
+    """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX: there the doctor has to say so."""
+    return int(any(probe.broken for probe in probes(torch.device("cpu"))[0]))
 
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:
@@ -35,23 +43,25 @@ def compiled_anew(monkeypatch, tmp_path):
     native._load.cache_clear()
 
 
-def test_all_is_well_here():
+def test_all_is_well_here(broken_here):
     status, found = doctor()
     assert list(found) == CHECKS
     assert {name: word for name, (word, _) in found.items()} == {
         **dict.fromkeys(CHECKS, "ok"),
         "reduction": "-",  # one process
+        "layers": "FAILED" if broken_here else "ok",
     }
-    assert status == 0
+    assert status == broken_here
     assert f"torch {torch.__version__}" in found["packages"][1]
     assert "cpu: backend 'native' gives the bits of 'eager'" in found["steps"][1]
     assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
+    assert "cpu: wrong" in found["layers"][1] or "cpu: 30 convolutions, matmuls, norms … within" in found["layers"][1]
 
 
-def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch):
+def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch, broken_here):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     status, found = doctor()
-    assert (status, found["training"][0]) == (0, "-")
+    assert (status, found["training"][0]) == (broken_here, "-")
     assert "CUDA_VISIBLE_DEVICES=0" in found["training"][1]
 
 
@@ -85,10 +95,33 @@ def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
     )
 
 
-def test_without_a_compiler_all_works(monkeypatch, compiled_anew):
+def test_a_layer_that_is_wrong_here_is_named_with_the_way_out(monkeypatch, own_kernels):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    only_grouped = {"only": lambda values: values[1].shape == (96, 6, 128)}
+    break_function(monkeypatch, "conv1d", off_by(1.1), **only_grouped)
+    break_function(monkeypatch, "scaled_dot_product_attention", off_by(0.05), "input")
+    status, found = doctor()
+    assert (status, found["layers"][0]) == (1, "FAILED")
+    broken, _, advice = found["layers"][1].partition(". ")
+    assert "cpu: wrong in BF16: Conv1d(96, 96, kernel_size=(128,), stride=(1,), padding=(64,), groups=16)" in broken
+    assert broken.count("Conv") == 1 and "output off by 1" in broken
+    assert "; attention: grad_query off by" in broken and "; causal attention: grad_query off by" in broken
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in advice and "keep_fp32" in advice and "another version" in advice
+    assert found["training"][0] == "ok"
+
+
+def test_a_layer_that_cannot_run_here_is_named(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "conv3d", lambda **tensors: torch.zeros(1) @ torch.zeros(2, 2))
+    status, found = doctor()
+    assert (status, found["layers"][0]) == (1, "FAILED")
+    assert "video, patches: " in found["layers"][1]
+
+
+def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here):
     monkeypatch.setenv("CC", "no-such-compiler")
     status, found = doctor()
-    assert (status, found["steps"][0]) == (0, "-")
+    assert (status, found["steps"][0]) == (broken_here, "-")
     assert "cpu takes the slower 'eager' backend" in found["steps"][1]
     assert "no-such-compiler" in found["steps"][1]
     assert found["training"][0] == "ok"
@@ -102,10 +135,12 @@ def test_a_training_that_stands_still_is_found(monkeypatch):
 
 
 @pytest.mark.distributed
-def test_two_ranks_check_their_reduction():
-    output = run_ranks("doctor_on_ranks.py", 2)
+def test_two_ranks_check_their_reduction(broken_here):
+    output = run_ranks("doctor_on_ranks.py", 2, fails=bool(broken_here))
     found = _findings(output)
-    assert [word for word, _ in found.values()] == ["ok"] * len(CHECKS), output
+    assert {name: word for name, (word, _) in found.items() if name != "layers"} == dict.fromkeys(
+        set(CHECKS) - {"layers"}, "ok"
+    ), output
     assert found["reduction"][1] == "2 ranks over gloo: FP32 means of BF16 gradients, the same on all"
     assert output.count("12 steps") == 1  # one rank speaks
 

@@ -126,9 +126,7 @@ def test_state_dicts_keep_them_and_older_ones_have_none():
     train(params, optimizers)
     saved = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
     groups = [state["param_groups"][0] for state in saved]
-    assert not any(
-        "first_parameter" in group for group in groups
-    )  # distributed checkpoints load key by key
+    assert not any("first_parameter" in group for group in groups)  # distributed checkpoints load key by key
     resumed = [nn.Parameter(param.detach().clone()) for param in params]
     others = [AdamW([param], lr=1e-2) for param in reversed(resumed)][::-1]
     for other, state in zip(others, saved, strict=True):

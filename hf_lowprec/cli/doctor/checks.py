@@ -13,7 +13,9 @@ from packaging.requirements import Requirement
 from torch import Tensor
 from transformers import Trainer
 
+from hf_lowprec.cli.doctor.layers import probes
 from hf_lowprec.cli.doctor.training import STEPS, arguments, trained
+from hf_lowprec.insight.layer_probes import ways_out
 from hf_lowprec.integrations.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.c_compiler import CompilerError
@@ -133,6 +135,21 @@ def _stepped(device: torch.device, mode: str, backend: str) -> list[Tensor]:
     return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
 
 
+def layers() -> str:
+    """That layers of every kind compute in BF16, forward and backward, what they compute in FP64, but for rounding."""
+    return "; ".join(map(_device_layers, _devices()))
+
+
+def _device_layers(device: torch.device) -> str:
+    found, unsupported = probes(device)
+    broken = [probe for probe in found if probe.broken]
+    if broken or unsupported:
+        names = "; ".join([*map(str, broken), *unsupported])
+        raise Broken(f"{device}: wrong in BF16: {names}. Not a fault of your model; the ways out: {ways_out(device)}")
+    worst = max(error for probe in found for error in probe.errors.values())
+    return f"{device}: {len(found)} convolutions, matmuls, norms … within {worst:.1%} of FP64, forward and backward"
+
+
 def reduction() -> str:
     """That a gradient's mean over ranks is the FP32 one, and the same on all."""
     group = dist.group.WORLD
@@ -191,6 +208,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "packages": packages,
     "names": names,
     "steps": steps,
+    "layers": layers,
     "reduction": reduction,
     "training": training,
 }
