@@ -3,6 +3,7 @@
 `HF_LOWPREC_KILLS=20 HF_LOWPREC_SEED=7 pytest -s tests/distributed/test_chaos.py` kills more often.
 """
 
+import json
 import os
 import random
 import re
@@ -17,20 +18,27 @@ from tests.ranks import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-KILLS = int(os.environ.get("HF_LOWPREC_KILLS", "2"))
+KILLS = int(os.environ.get("HF_LOWPREC_KILLS", "1"))
 SEED = int(os.environ.get("HF_LOWPREC_SEED", "1"))
 NEVER = (0, 99, 0.0)
 RANKS, SAVING = 2, 0.15
 """How many seconds a save takes at most, on a machine with other things to do."""
 
 
-def train(out: Path, killed: tuple[int, int, float]) -> nursery.Done:
+def fsdp2(state_dict_type: str) -> list[str]:
+    return ["fsdp2", "--fsdp_config", json.dumps({"version": 2, "state_dict_type": state_dict_type})]
+
+
+WRAPPED = {"ddp": ["ddp"], "sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
+
+
+def train(out: Path, wrapped: str, killed: tuple[int, int, float]) -> nursery.Done:
     """Train in `out`, from the last good checkpoint if there is one."""
-    words = "ddp --max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim adamw_bf16_kahan"
+    words = "--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim adamw_bf16_kahan"
     words += f" --per_device_train_batch_size 2 --output_dir {out}"
     if last_complete(out) is not None:
         words += " --resume_from_checkpoint True"
-    arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *words.split()]
+    arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED[wrapped], *words.split()]
     return nursery.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120)
 
 
@@ -38,15 +46,16 @@ def digest(done: nursery.Done) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("digest="))
 
 
-def test_nothing_is_lost_by_kills(tmp_path):
-    whole = train(tmp_path / "whole", NEVER)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_nothing_is_lost_by_kills(wrapped, tmp_path):
+    whole = train(tmp_path / "whole", wrapped, NEVER)
     assert whole.returncode == 0, whole.stderr[-4000:]
     out, moments = tmp_path / "killed", random.Random(SEED)
     kills = 0
     while kills < KILLS:
         save = moments.choice([0, 1, 1, 2, 2, 3])
         at = (moments.randrange(RANKS), save, moments.uniform(0, SAVING if save else 1))
-        done = train(out, at)
+        done = train(out, wrapped, at)
         found = {path.name: is_good(path) for path in sorted(out.glob("checkpoint-*"))}
         print(f"kill {kills + 1} at {at}: {'died' if done.returncode else 'ended'}, {found}")
         if done.returncode == 0:  # it had saved less often than that, or was faster
@@ -57,7 +66,7 @@ def test_nothing_is_lost_by_kills(tmp_path):
         (end,) = re.findall(rf"rank {at[0]} of {RANKS} failed\n(\w*)", story)
         assert end in ("", "rank"), story[-6000:]  # by the kill, not by an exception of its own
         kills += 1
-    last = train(out, NEVER)
+    last = train(out, wrapped, NEVER)
     assert last.returncode == 0, last.stderr[-4000:]
     assert digest(last) == digest(whole)
 

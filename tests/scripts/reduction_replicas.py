@@ -47,7 +47,7 @@ def complaint(model: nn.Module, optimizer: object = None) -> str:
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
     """Change one bit of this rank's part of the tensor; the same call changes it back."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    pattern = {2: torch.int16, 4: torch.int32}[local.element_size()]
+    pattern = {2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     flat = local.detach().view(-1).view(pattern)
     flat[element] ^= torch.tensor(1 << bit).to(pattern)
 
