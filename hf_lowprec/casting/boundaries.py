@@ -35,14 +35,20 @@ def leave_float32(module: nn.Module, args: Any, output: Any) -> Any:
     return converted(output, _float32)
 
 
-def return_float32(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a whole model: what it returns to code outside of it."""
-    if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
-        return output
+def upcast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a whole model: it returns FP32 to code outside of it."""
     return converted(output, _float32_if_16_bit)
 
 
-_LEAVING = (leave_bfloat16, leave_float16, leave_float32, return_float32)
+def upcast_outputs_without_loss(module: nn.Module, args: Any, output: Any) -> Any:
+    """The same, but for calls that return a loss to be differentiated."""
+    if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
+        return output
+    return upcast_outputs(module, args, output)
+
+
+_UPCASTS = (upcast_outputs, upcast_outputs_without_loss)
+_LEAVING = (leave_bfloat16, leave_float16, leave_float32, *_UPCASTS)
 
 
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
@@ -64,10 +70,12 @@ def install_widening(module: nn.Module) -> bool:
     return _install_output(module, leave_float32)
 
 
-def install_float32_outputs(model: nn.Module) -> None:
-    """Let a model return FP32 to code outside of it, unless it returns a loss to be differentiated; once."""
-    if return_float32 not in model._forward_hooks.values():
-        model.register_forward_hook(return_float32)  # last, after what rounds outputs
+def install_upcast_outputs(model: nn.Module, next_to_loss: bool) -> None:
+    """Let a model return FP32 to code outside of it; with `next_to_loss` also where it returns a loss."""
+    if any(hook in _UPCASTS for hook in model._forward_hooks.values()):
+        return
+    # Last, after what rounds outputs.
+    model.register_forward_hook(upcast_outputs if next_to_loss else upcast_outputs_without_loss)
 
 
 def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:

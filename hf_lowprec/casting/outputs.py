@@ -2,24 +2,25 @@
 
 from torch import nn
 
-from hf_lowprec.casting.boundaries import install_float32_outputs
+from hf_lowprec.casting.boundaries import install_upcast_outputs
 from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.casting.places import compiled_module
 from hf_lowprec.casting.predictions import widen_predictions
 
 
-def return_float32(model: nn.Module) -> None:
+def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     """Let calls of a cast model return 16-bit tensors as exact FP32 copies, as accelerate's mixed precision does.
 
-    Copied are the tensors in tuples, lists and dicts (a `ModelOutput`); caches are not. A call that returns a loss
-    while gradients are recorded is left alone: transformers' models have computed that loss in FP32 (see `cast_model`;
-    those that do so in `forward` themselves get FP32 predictions for it here), and nothing else needs their logits.
+    Copied are the tensors in tuples, lists and dicts (a `ModelOutput`); caches are not. The loss is FP32 as well: see
+    `cast_model` for models with a `loss_function`; those that compute it in `forward` get FP32 predictions for it.
 
     Trainer (with one of our `optim=` names) and `prepare_accelerator` do so by themselves. A second call changes
     nothing.
 
     Args:
         model: a model that `cast_model` has cast, as a whole or a part of it; in place.
+        next_to_loss: copy the outputs of a call that returns a loss while gradients are recorded, too: 4 bytes per
+            logit. Trainer does not where its own `compute_loss` takes the loss alone.
 
     Raises:
         ValueError: the model was not cast.
@@ -29,4 +30,4 @@ def return_float32(model: nn.Module) -> None:
         raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
     for dtype in sorted(dtypes, key=str):
         widen_predictions(model, dtype)
-    install_float32_outputs(compiled_module(model))
+    install_upcast_outputs(compiled_module(model), next_to_loss)

@@ -1,4 +1,4 @@
-"""Models of transformers that compute their loss themselves: FP32 copies of what makes their predictions."""
+"""Models that compute their loss in `forward`: FP32 copies of what makes their predictions."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from hf_lowprec.casting.boundaries import install_widening
 from hf_lowprec.casting.inputs import install_narrowing
 from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
-from hf_lowprec.casting.places import computing_children, is_model, narrows, predictions
+from hf_lowprec.casting.places import compiled_module, computing_children, is_model, narrows, predictions
 from hf_lowprec.casting.policy import callable_parts
 
 
@@ -14,11 +14,12 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     """Let what makes 16-bit predictions return exact FP32 copies, in models that compute their loss themselves.
 
     The loss is FP32 then, as that of models which have a `loss_function` (see `losses.py`). The children of such a
-    model narrow their inputs, so that what takes a copy costs no crash. Only classes of transformers, which follow its
-    conventions: another's code may go on computing with a prediction and its own 16-bit parameters.
+    model narrow their inputs, so that what takes a copy costs no crash.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in [name for name, module in modules.items() if computes_loss_itself(module)]:
+    root = compiled_module(model)
+    models = [name for name, module in modules.items() if module is root or is_model(module)]
+    for name in [name for name in models if computes_loss_itself(modules[name])]:
         wide = [part for part in predictions(name, modules) if narrows(part, modules, dtype)]
         for part in wide:
             install_widening(modules[part])
@@ -27,8 +28,15 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
                 install_narrowing(modules[part], dtype)
 
 
-def computes_loss_itself(module: nn.Module) -> bool:
-    """Whether a model's class is one of transformers, and its `forward` uses torch's losses and no `loss_function`."""
-    names = names_in_forward(module)
-    ours = is_model(module) and type(module).__module__.startswith("transformers.")
-    return ours and "loss_function" not in names and not TORCH_LOSSES.isdisjoint(names)
+def computes_loss_itself(model: nn.Module) -> bool:
+    """Whether a model's `forward` uses torch's losses and no `loss_function`.
+
+    Of classes outside of transformers only those whose `forward` does not multiply with weights itself, as far as can
+    be seen: it could go on computing with an FP32 prediction and 16-bit weights.
+    """
+    names = names_in_forward(model)
+    if "loss_function" in names or TORCH_LOSSES.isdisjoint(names):
+        return False
+    if type(model).__module__.startswith("transformers."):
+        return is_model(model)
+    return "weight" not in names and all(param.dim() < 2 for param in model.parameters(recurse=False))

@@ -100,12 +100,17 @@ class LowPrecisionCallback(TrainerCallback):
         self._trained: nn.Module | None = None
         self._lost: float | None = None
 
-    def cast(self, model: nn.Module) -> nn.Module:
-        """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped."""
+    def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
+        """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
+
+        Args:
+            model: what is trained.
+            outputs_next_to_loss: see `return_float32`.
+        """
         refuse_quantized_training(model)
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
-        return_float32(model)
+        return_float32(model, outputs_next_to_loss)
         logger.info("hf_lowprec: %s", self.cast_report)
         return model
 

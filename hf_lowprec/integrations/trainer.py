@@ -109,10 +109,11 @@ def _build(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
     _check_precision(training_args)
     callback.begin(**(callback_arguments(training_args) if ours else {}))
     setattr(trainer, _CALLBACK, callback)
+    cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
     if given.get("model") is not None:
-        callback.cast(given["model"])
+        cast(given["model"])
     if given.get("model_init") is not None:
-        given["model_init"] = _casting(given["model_init"], callback)
+        given["model_init"] = _casting(given["model_init"], cast)
     given["callbacks"] = [*(cb for cb in callbacks if not _is_ours(cb)), callback]
     original(*bound.args, **bound.kwargs)
     if trainer.args.n_gpu > 1:  # not before: Trainer sets it to 1 for a model that is spread over the GPUs
@@ -183,10 +184,19 @@ def _create_accelerator(original: Callable, trainer: Trainer, args: tuple, kwarg
     callback.prepare(trainer.accelerator, autocast_off=mixed_precision == "bf16")
 
 
-def _casting(model_init: Callable, callback: LowPrecisionCallback) -> Callable:
+def _needs_outputs(trainer: Trainer) -> bool:
+    """Whether its loss may be computed from outputs next to which the model has returned a loss already.
+
+    That of transformers' and TRL's own trainers is not: they leave labels out, or take the model's loss.
+    """
+    library = type(trainer).compute_loss.__module__.partition(".")[0]
+    return library not in ("transformers", "trl")
+
+
+def _casting(model_init: Callable, cast: Callable[[Any], Any]) -> Callable:
     @functools.wraps(model_init)
     def build(*args: Any) -> Any:
-        return callback.cast(model_init(*args))
+        return cast(model_init(*args))
 
     return build
 

@@ -12,7 +12,7 @@ from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForQuestionAnswering, Trainer
+from transformers import BertConfig, BertForQuestionAnswering, BertModel, BertPreTrainedModel, Trainer
 
 import hf_lowprec
 from tests import tiny_models
@@ -95,14 +95,109 @@ def test_an_evaluation_in_numpy():
     assert {str(part.dtype) for part in starts} == {"float32"}
 
 
-def test_next_to_a_loss_that_is_differentiated_nothing_is_copied():
-    model, batch = tiny_models.llama()
+def test_outputs_next_to_a_loss_are_fp32_in_a_loop():
+    """As under accelerate's mixed precision: training accuracy and losses of the loop's own are made of them."""
+    model, batch = tiny_models.ARCHITECTURES["llama"].build()
     _, model = prepared(model)
-    assert model(**batch).logits.dtype == BF16
-    with torch.no_grad():
-        assert model(**batch).logits.dtype == FP32
-    with torch.inference_mode():
-        assert model(**batch).logits.dtype == FP32
+    outputs = model(**batch)
+    assert outputs.loss.requires_grad and outputs.logits.dtype == FP32
+    assert outputs.logits.detach().numpy().dtype == "float32"
+
+
+class OwnLoss(Trainer):
+    """As code that weighs classes has it, with the labels left in the inputs."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        weight = torch.linspace(0.3, 2.7, outputs.logits.shape[-1])
+        loss = cross_entropy(outputs.logits.flatten(0, -2), inputs["labels"].flatten(), weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("given", ["model", "model_init"])
+def test_a_compute_loss_of_ones_own_gets_fp32(tmp_path, given):
+    build = tiny_models.ARCHITECTURES["llama"].build
+    model = {"model": build()[0]} if given == "model" else {"model_init": lambda: build()[0]}
+    trainer = OwnLoss(**model, args=arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
+    loss, outputs = trainer.compute_loss(trainer.model, build()[1], return_outputs=True)
+    assert loss.dtype == outputs.logits.dtype == FP32
+    loss.backward()
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, type("Mine", (Trainer,), {})])
+def test_trainers_own_compute_loss_has_no_copies(tmp_path, trainer_class):
+    model, batch = tiny_models.ARCHITECTURES["llama"].build()
+    trainer = trainer_class(model, arguments(tmp_path, optim="adamw_bf16_kahan"), train_dataset=[{}])
+    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert (loss.dtype, outputs.logits.dtype) == (FP32, BF16)
+
+
+class OwnHead(BertPreTrainedModel):
+    """A head whose class is the user's, with the loss in `forward`."""
+
+    def __init__(self, config, weight=None):
+        super().__init__(config)
+        self.bert, self.classifier, self.class_weight = BertModel(config), nn.Linear(32, 3), weight
+        self.post_init()
+
+    def forward(self, input_ids, labels):
+        logits = self.classifier(self.bert(input_ids)[1])
+        return {"loss": cross_entropy(logits, labels, self.class_weight), "logits": logits}
+
+
+class PlainHead(nn.Module):
+    """The same without transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Embedding(64, 32), nn.Linear(32, 3)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.body(input_ids).mean(1))
+        return {"loss": nn.CrossEntropyLoss()(logits, labels), "logits": logits}
+
+
+class Multiplied(nn.Module):
+    """Goes on computing with what its last child returns and a 16-bit weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Embedding(64, 32), nn.Linear(32, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.norm(self.body(input_ids).mean(1)) @ self.body.weight.T
+        return {"loss": nn.CrossEntropyLoss()(logits, labels), "logits": logits}
+
+
+BERT = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+HEADS = {
+    "of transformers' base class": lambda: OwnHead(BERT),
+    "with weights of classes": lambda: OwnHead(BERT, torch.tensor([1.0, 2.7, 0.3])),
+    "a plain module": PlainHead,
+}
+
+
+@pytest.mark.parametrize("made", HEADS)
+def test_a_model_of_ones_own_that_computes_its_loss_computes_it_in_fp32(made):
+    torch.manual_seed(0)
+    model = HEADS[made]().eval()
+    batch = {"input_ids": torch.arange(32).view(4, 8), "labels": torch.tensor([0, 1, 2, 0])}
+    _, model = prepared(model)
+    outputs = model(**batch)
+    weight = getattr(model, "class_weight", None)
+    logits = outputs["logits"].detach()
+    assert torch.equal(logits, logits.to(BF16).float())
+    exact = cross_entropy(logits.double(), batch["labels"], None if weight is None else weight.double())
+    # A sum of four logarithms in FP32, a few roundings of 2^-24 each; one in BF16 is off by up to 2^-9.
+    assert outputs["loss"].item() == pytest.approx(exact.item(), rel=1e-6)
+    outputs["loss"].backward()
+
+
+def test_a_model_that_multiplies_with_weights_itself_is_left_alone():
+    _, model = prepared(Multiplied())
+    outputs = model(torch.arange(32).view(4, 8), labels=torch.tensor([0, 1, 2, 0]))
+    outputs["loss"].backward()
+    assert outputs["logits"].dtype == FP32
 
 
 def test_caches_stay_and_generation_gives_the_same_tokens():
@@ -120,7 +215,8 @@ def test_caches_stay_and_generation_gives_the_same_tokens():
 
 
 def outputs_hooks(model):
-    return [hook for hook in model._forward_hooks.values() if getattr(hook, "__name__", "") == "return_float32"]
+    names = ("upcast_outputs", "upcast_outputs_without_loss")
+    return [hook for hook in model._forward_hooks.values() if getattr(hook, "__name__", "") in names]
 
 
 def test_given_twice_and_unwrapped_saved_and_copied(tmp_path):
