@@ -1,4 +1,4 @@
-"""What passes into and out of a module: hooks that convert the floating tensors among its arguments and outputs.
+"""Hooks that convert the floating tensors among a module's inputs and outputs.
 
 Every hook of a cast is a plain function or a frozen dataclass: they pickle by name, survive a deepcopy and are
 recognised in a later cast.
@@ -35,14 +35,14 @@ def leave_float32(module: nn.Module, args: Any, output: Any) -> Any:
     return converted(output, _float32)
 
 
-def return_float32(module: nn.Module, args: Any, output: Any) -> Any:
+def upcast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a whole model: what it returns to code outside of it."""
     if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
         return output
     return converted(output, _float32_if_16_bit)
 
 
-_LEAVING = (leave_bfloat16, leave_float16, leave_float32, return_float32)
+_LEAVING = (leave_bfloat16, leave_float16, leave_float32, upcast_outputs)
 
 
 def install_float32(module: nn.Module, dtype: torch.dtype, rounds_output: bool) -> bool:
@@ -64,10 +64,17 @@ def install_widening(module: nn.Module) -> bool:
     return _install_output(module, leave_float32)
 
 
-def install_float32_outputs(model: nn.Module) -> None:
+def install_upcast_outputs(model: nn.Module) -> None:
     """Let a model return FP32 to code outside of it, unless it returns a loss to be differentiated; once."""
-    if return_float32 not in model._forward_hooks.values():
-        model.register_forward_hook(return_float32)  # last, after what rounds outputs
+    if upcast_outputs not in model._forward_hooks.values():
+        model.register_forward_hook(upcast_outputs)  # last, after what rounds outputs
+
+
+def remove_upcast_outputs(module: nn.Module) -> bool:
+    """Take `install_upcast_outputs` back; whether it was installed."""
+    installed = upcast_outputs in module._forward_hooks.values()
+    remove_hooks(module, lambda hook: hook is upcast_outputs)
+    return installed
 
 
 def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:
@@ -121,7 +128,6 @@ def converted(value: Any, convert: Convert, name: str = "") -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        # A key names what is under it, but cannot hide that all of it came in as labels.
         entries = {key: converted(item, convert, f"{name}.{key}") for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from hf_lowprec.casting.boundaries import install_float32_outputs
+from hf_lowprec.casting.boundaries import install_upcast_outputs
 from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.casting.places import compiled_module
 from hf_lowprec.casting.predictions import widen_predictions
@@ -19,14 +19,15 @@ def return_float32(model: nn.Module) -> None:
     nothing.
 
     Args:
-        model: a model that `cast_model` has cast, as a whole or a part of it; in place.
+        model: a model that `cast_model` has cast, or that contains one, or a part of one, which then returns FP32 to
+            the rest of the model as well; in place.
 
     Raises:
-        ValueError: the model was not cast.
+        ValueError: neither the model nor anything in it was cast.
     """
     dtypes = cast_dtypes(model)
     if not dtypes:
         raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
     for dtype in sorted(dtypes, key=str):
         widen_predictions(model, dtype)
-    install_float32_outputs(compiled_module(model))
+    install_upcast_outputs(compiled_module(model))

@@ -234,6 +234,11 @@ def test_compiled() -> None:
     assert torch.equal(compiled(**batch), model(**batch))
     assert torch.equal(compiled(**batch), model(**batch))
     torch.compiler.reset()
+    fresh, _ = built("EDM")
+    cast_model(fresh)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling it with fullgraph"):
+        torch.compile(fresh, backend="eager", fullgraph=True)(**batch)
+    torch.compiler.reset()
     whole: Any = torch.compile(model, backend="eager", fullgraph=True)  # after a call without it
     assert torch.equal(whole(**batch), model(**batch))
 

@@ -120,7 +120,7 @@ def test_caches_stay_and_generation_gives_the_same_tokens():
 
 
 def outputs_hooks(model):
-    return [hook for hook in model._forward_hooks.values() if getattr(hook, "__name__", "") == "return_float32"]
+    return [hook for hook in model._forward_hooks.values() if getattr(hook, "__name__", "") == "upcast_outputs"]
 
 
 def test_given_twice_and_unwrapped_saved_and_copied(tmp_path):
@@ -202,6 +202,15 @@ def test_a_model_inside_another_and_several_at_once():
     assert [found["scores"].dtype, *(part.dtype for part in found["parts"])] == [FP32] * 3
     assert not outputs_hooks(judge.model), "inside, one format"
     assert model(**tokens).logits.dtype == FP32
+
+
+def test_a_part_of_a_cast_model():
+    model, batch = tiny_models.bert()
+    hf_lowprec.cast_model(model)
+    accelerator = Accelerator(cpu=True)
+    hf_lowprec.prepare_accelerator(accelerator)
+    encoder = accelerator.prepare(model.bert)
+    assert encoder(batch["input_ids"]).last_hidden_state.dtype == FP32
 
 
 def test_models_to_evaluate_and_models_that_nobody_has_cast():
