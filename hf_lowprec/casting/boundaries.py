@@ -71,9 +71,10 @@ def install_upcast_outputs(model: nn.Module) -> None:
 
 
 def remove_upcast_outputs(module: nn.Module) -> bool:
-    """Take `install_upcast_outputs` back; whether it was installed."""
+    """Take `install_upcast_outputs` and the FP32 copies of predictions below it back; whether it was installed."""
     installed = upcast_outputs in module._forward_hooks.values()
-    remove_hooks(module, lambda hook: hook is upcast_outputs)
+    for part in module.modules() if installed else ():
+        remove_hooks(part, lambda hook: hook in (upcast_outputs, leave_float32))
     return installed
 
 

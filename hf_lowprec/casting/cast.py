@@ -15,7 +15,7 @@ from hf_lowprec.casting.boundaries import (
 )
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
-from hf_lowprec.casting.inputs import install_narrowing, remove_narrowing
+from hf_lowprec.casting.inputs import forget_numbers, install_narrowing, remove_narrowing
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
 from hf_lowprec.casting.places import compiled_module, input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
@@ -183,6 +183,8 @@ def _install_boundaries(
     root = compiled_module(modules[""])
     # What returned FP32 to code outside returns 16 bits to the model that it has become a part of.
     fresh = [remove_upcast_outputs(module) for module in modules.values() if module is not root]
+    for module in modules.values() if any(fresh) else ():
+        forget_numbers(module)
     tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
     bounded = tuple(name for name in tops if is_bounded(modules[name]))
     inputs = input_boundaries(modules, dtype)

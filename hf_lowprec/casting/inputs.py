@@ -102,6 +102,11 @@ def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> N
         setattr(module, _NUMBERS, followed + new)
 
 
+def forget_numbers(module: nn.Module) -> None:
+    """Let `follow_numbers` prepare a module again."""
+    vars(module).pop(_NUMBERS, None)
+
+
 def numbers_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the FP32 numbers that `module` has been called with so far."""
     return tuple(vars(module).get(_NUMBERS, ()))
@@ -131,7 +136,7 @@ def _called_children(name: str, modules: Modules) -> list[str]:
 
 def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
     """Let a module narrow its inputs; whether it did not yet."""
-    vars(module).pop(_NUMBERS, None)  # it may have grown
+    forget_numbers(module)  # it may have grown
     if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
         return False
     module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)
@@ -141,4 +146,4 @@ def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
 def remove_narrowing(module: nn.Module) -> None:
     """Take `install_narrowing`, and what followed from it, back."""
     remove_hooks(module, lambda hook: isinstance(hook, NarrowInputs))
-    vars(module).pop(_NUMBERS, None)
+    forget_numbers(module)

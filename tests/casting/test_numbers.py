@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting import cast_model, return_float32, uncast_model
 from tests import tiny_models
 from tests.casting.diffusion_models import DiT, Preconditioned, UNet
 from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
@@ -160,6 +160,27 @@ def test_weights_of_labels_by_name() -> None:
     model, weights = Labelled(), IN_LOSSES["class_weights"]
     cast_model(model)
     loss = model(torch.randn(4, 4), LABELS, weights)
+    loss.backward()
+    assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
+
+
+def test_weights_of_a_loss_in_a_part_that_returned_float32_on_its_own() -> None:
+    class Around(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part, self.head = part, nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, labels: Tensor, class_weights: Tensor) -> Tensor:
+            loss, logits = self.part(x, labels, class_weights)
+            return loss + self.head(logits).mean()
+
+    part, batch = Classifier(), (torch.randn(4, 4), LABELS, IN_LOSSES["class_weights"])
+    cast_model(part)
+    return_float32(part)
+    part(*batch)
+    model = Around(part)
+    cast_model(model)
+    loss = model(*batch)
     loss.backward()
     assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
 
