@@ -102,8 +102,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     tensors = _convert_tensors(modules, owners, kept, kept_tensors, dtype)
     boundaries = _install_boundaries(modules, kept, tensors["kept"], dtype)
     for module in modules.values():
-        vars(module).setdefault(_MARK, (dtype, ()))  # a part is recognised without the whole
-    vars(model)[_MARK] = (dtype, tuple(dict.fromkeys(inherited + keep)))
+        setattr(module, _MARK, vars(module).get(_MARK, (dtype, ())))  # a part is recognised without the whole
+    setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     fresh = boundaries.pop("fresh")
     return CastReport(
         dtype=dtype,
