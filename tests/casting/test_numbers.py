@@ -168,19 +168,19 @@ def test_weights_of_a_loss_in_a_part_that_returned_float32_on_its_own() -> None:
     class Around(nn.Module):
         def __init__(self, part: nn.Module) -> None:
             super().__init__()
-            self.part, self.head = part, nn.Linear(3, 1)
+            self.part, self.head = part, nn.Linear(4, 1)
 
-        def forward(self, x: Tensor, labels: Tensor, class_weights: Tensor) -> Tensor:
-            loss, logits = self.part(x, labels, class_weights)
-            return loss + self.head(logits).mean()
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            loss, _ = self.part(x, labels, IN_LOSSES["class_weights"])
+            return loss + self.head(x).mean()
 
-    part, batch = Classifier(), (torch.randn(4, 4), LABELS, IN_LOSSES["class_weights"])
+    part, x = Classifier(), torch.randn(4, 4)
     cast_model(part)
     return_float32(part)
-    part(*batch)
+    part(x, LABELS, IN_LOSSES["class_weights"])
     model = Around(part)
     cast_model(model)
-    loss = model(*batch)
+    loss = model(x, LABELS)
     loss.backward()
     assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
 
