@@ -1,6 +1,6 @@
 """Which floating arguments of a `forward` are activations: those alone may be rounded.
 
-A number that is rounded is another number: in BF16, 257 tokens are 256, timestep 999 is 1000, column 1001 is 1000.
+Rounding changes numbers: in BF16, 257 tokens are 256, timestep 999 is 1000, column 1001 is 1000.
 """
 
 import functools
@@ -27,9 +27,10 @@ NUMBERS = {
 COMPUTED = {
     "embed embeds emb embedding embeddings encoding encodings bias": "made of numbers: `time_embeds`, `position_bias`",
     "state states key logits": "made of hidden states: `past_key_values`",
+    "feature features feats hidden": "made of inputs by layers: `point_features`, `past_hidden`",
     "reference": "`reference_points`: a decoder of DETR's kind predicts and refines them itself",
 }
-"""Words that make an activation of it after all, since layers compute it, and what they stand for."""
+"""Words that mark an argument as an activation even if it contains a word of `NUMBERS`."""
 
 _NUMBERS, _COMPUTED = (frozenset(" ".join(table).split()) for table in (NUMBERS, COMPUTED))
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -64,9 +65,18 @@ def _role_by_name(name: str) -> Role:
         return "reference"
     if "mask" in name.lower():
         return "mask"
-    return "number" if any(words & _NUMBERS and not words & _COMPUTED for _, words in parts) else "activation"
+    return "number" if any(_names_numbers(words) for _, words in parts) else "activation"
 
 
-def words_of(name: str) -> frozenset[str]:
-    """The words of a name, split at underscores, dots, digits and capitals, in lower case."""
-    return frozenset(word.lower() for word in _WORDS.findall(name))
+def _names_numbers(words: list[str]) -> bool:
+    if _NUMBERS.isdisjoint(words):
+        return False
+    if _COMPUTED.isdisjoint(words) or {"time", "features"} <= set(words):  # `past_time_features`: times of a series
+        return True
+    # The last word is the noun: `feature_weights` are weights.
+    return words[-1] in _NUMBERS and "reference" not in words
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in their order, split at underscores, dots, digits and capitals, in lower case."""
+    return [word.lower() for word in _WORDS.findall(name)]

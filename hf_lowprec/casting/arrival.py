@@ -1,4 +1,4 @@
-"""Tensors that a cast keeps in FP32 and that had been rounded to 16 bits before it, most often by `from_pretrained`.
+"""Warns of tensors kept in FP32 that were already rounded to 16 bits when they were loaded.
 
 `save_pretrained` writes each tensor in its own dtype, and `from_pretrained` gives all of them the one dtype of the
 config, which is that of the first parameter: FP32 norms of a saved BF16 model come back in BF16.
@@ -68,7 +68,7 @@ def _stored_dtypes(modules: Modules) -> Iterator[tuple[str, str]]:
                 size = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(size)) if size <= _LONGEST_HEADER else {}
             yield from ((key, value["dtype"]) for key, value in header.items() if key != "__metadata__")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what is no checkpoint says nothing
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not a readable checkpoint: skip it
             continue
 
 

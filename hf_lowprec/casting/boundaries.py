@@ -1,4 +1,4 @@
-"""What passes into and out of a module: hooks that convert the floating tensors among its arguments and outputs.
+"""Hooks that convert the floating tensors among a module's inputs and outputs.
 
 Every hook of a cast is a plain function or a frozen dataclass: they pickle by name, survive a deepcopy and are
 recognised in a later cast.
@@ -78,6 +78,14 @@ def install_upcast_outputs(model: nn.Module, next_to_loss: bool) -> None:
     model.register_forward_hook(upcast_outputs if next_to_loss else upcast_outputs_without_loss)
 
 
+def remove_upcast_outputs(module: nn.Module) -> bool:
+    """Take `install_upcast_outputs` and the FP32 copies of predictions below it back; whether it was installed."""
+    installed = any(hook in _UPCASTS for hook in module._forward_hooks.values())
+    for part in module.modules() if installed else ():
+        remove_hooks(part, lambda hook: hook in (*_UPCASTS, leave_float32))
+    return installed
+
+
 def _install_output(module: nn.Module, leave: Callable[..., Any]) -> bool:
     if leave in module._forward_hooks.values():
         return False
@@ -129,7 +137,6 @@ def converted(value: Any, convert: Convert, name: str = "") -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        # A key names what is under it, but cannot hide that all of it came in as labels.
         entries = {key: converted(item, convert, f"{name}.{key}") for key, item in value.items()}
         if all(entries[key] is item for key, item in value.items()):
             return value

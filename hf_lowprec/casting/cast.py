@@ -7,10 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.arrival import arrival_warnings
-from hf_lowprec.casting.boundaries import install_float32, install_rounding, remove_boundaries
+from hf_lowprec.casting.boundaries import (
+    install_float32,
+    install_rounding,
+    remove_boundaries,
+    remove_upcast_outputs,
+)
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
-from hf_lowprec.casting.inputs import install_narrowing, remove_narrowing
+from hf_lowprec.casting.inputs import forget_numbers, install_narrowing, remove_narrowing
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
 from hf_lowprec.casting.places import compiled_module, input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
@@ -43,19 +48,19 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     (`float32_code.py`), in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions searched
     in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties survive,
     gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing, unless the model
-    grew. Quantized weights stay as they are, with the scales beside them in their modules; a module whose quantized
+    grew. Quantized weights stay as they are, and so do the scales in the same modules; a module whose quantized
     weights present themselves as FP32 is kept.
 
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
     `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters but single numbers (a
     temperature), and the `loss_function` of models as transformers has it, get exact FP32 copies of what is handed to
-    them, and their result stays FP32. Beside those only a kept output head leaves its output in FP32: a kept module
-    that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child
-    with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module with a
-    `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call with
-    FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments to
-    `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name of
-    an argument, also a positional one, or of a dict's key, these are not:
+    them, and their result stays FP32. Apart from these, only a kept output head leaves its output in FP32: a kept
+    module that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last
+    child with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module
+    with a `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call
+    with FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments
+    to `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name
+    of an argument, also a positional one, or of a dict's key, these are not:
 
     - labels and targets, which losses are measured against (where torch's losses do not mix formats, as in 2.11, they
       are rounded too);
@@ -65,10 +70,12 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
     number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
     of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
-    if it computes a loss with weights itself. Methods other than a module's call pass no boundary.
+    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Where a
+    module multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they
+    are activations. Methods other than a module's call pass no boundary.
 
     Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
-    a call of `model` also says which module that was, and what to give as `keep_fp32`.
+    a call of `model` also says which module that was, what to give as `keep_fp32`, and which FP32 numbers came in.
 
     Args:
         model: any module, on any device (meta included), before DDP or FSDP wraps it.
@@ -94,6 +101,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     before = _totals(owners)
     tensors = _convert_tensors(modules, owners, kept, kept_tensors, dtype)
     boundaries = _install_boundaries(modules, kept, tensors["kept"], dtype)
+    for module in modules.values():
+        setattr(module, _MARK, vars(module).get(_MARK, (dtype, ())))  # a part is recognised without the whole
     setattr(model, _MARK, (dtype, tuple(dict.fromkeys(inherited + keep))))
     fresh = boundaries.pop("fresh")
     return CastReport(
@@ -108,7 +117,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
 
 def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """What `model`, or parts of it, were cast to; empty if nothing was."""
+    """What `model`, as a whole, in parts or as a part, was cast to; empty if nothing was."""
     return {mark[0] for module in model.modules() if (mark := vars(module).get(_MARK))}
 
 
@@ -171,6 +180,11 @@ def _install_boundaries(
     modules: Modules, kept: dict[str, str], reported: dict[str, str], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Let every module give its neighbours what they expect; the report's fields about it, and `fresh`: was any new?"""
+    root = compiled_module(modules[""])
+    # What returned FP32 to code outside returns 16 bits to the model that it has become a part of.
+    fresh = [remove_upcast_outputs(module) for module in modules.values() if module is not root]
+    for module in modules.values() if any(fresh) else ():
+        forget_numbers(module)
     tops = [top for name in reported if name in modules for top in callable_parts(name, modules)]
     bounded = tuple(name for name in tops if is_bounded(modules[name]))
     inputs = input_boundaries(modules, dtype)
@@ -178,14 +192,13 @@ def _install_boundaries(
     inputs += [name for name in before_head if name not in inputs]
     losses = [name for name in bounded if kind_of(modules[name]) == "loss"]
     exact = heads.union(losses)
-    fresh = [install_float32(modules[name], dtype, name not in exact) for name in bounded]
+    fresh += [install_float32(modules[name], dtype, name not in exact) for name in bounded]
     widened = {name: new for name, module in modules.items() if (new := widen_loss(module)) is not None}
     fresh += widened.values()
     results = {n: FLOAT32_RESULTS.get(type(m).__name__, "") for n, m in modules.items() if top_of(n, kept) is None}
     results = {name: why for name, why in results.items() if why}
     fresh += [install_rounding(modules[name], dtype) for name in results]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
-    root = compiled_module(modules[""])
     if any(modules[name] is root for name in inputs):
         install_advice(root)
     return {
@@ -245,7 +258,9 @@ def _check_plan(owners: Owners, kept: dict[str, str], kept_tensors: dict[int, st
     for path, name, tensor in (owners[key][0] for key in kept_tensors):
         why = kept.get(top_of(path, kept) or "", kept_tensors[id(tensor)])
         if why.startswith("keep_fp32") and is_quantized(tensor):
-            raise ValueError(f"{why} covers {name}, which is quantized and has no FP32 form; name what is beside it")
+            raise ValueError(
+                f"{why} covers {name}, which is quantized and has no FP32 form; name modules without quantized weights"
+            )
     late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
     if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
         raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.boundaries import remove_hooks
+from hf_lowprec.casting.inputs import numbers_of
 
-# As torch 2.13 words it, for products, convolutions, attention, norms, recurrent layers, losses and indexed writes.
+# Phrases of torch 2.13's messages about products, convolutions, attention, norms, recurrent layers, losses and
+# indexed writes.
 _MISMATCH = re.compile(
     r"same (scalar |d)?types?\b|type .* should be the same|[Ee]xpected (scalar type|dtype)\b|Found dtype\b"
-    r"|dtypes? .*\bmatch|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
+    r"|dtypes? .*\bmatch|dtypes must be the same|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
     r"|not implemented for '(BFloat16|Half)'|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
 )
 _INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")
@@ -59,10 +61,16 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
     if converts and converts[-1] is not failed:
         text += f", called by {_called(converts[-1], names)}, whose code converts to FP32"
     keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
-    if not keep:
-        return f"{text}. Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
-    keep = _pattern(keep, dict(model.named_modules()))
-    return f"{text}. Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
+    if keep:
+        keep = _pattern(keep, dict(model.named_modules()))
+        text += f". Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
+    else:
+        text += ". Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
+    numbers = next((found for module, _ in reversed(calls) if (found := numbers_of(module))), ())
+    if numbers:
+        given = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
+        text += f" {given} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
+    return text
 
 
 def _calls(trace: TracebackType | None) -> Iterator[tuple[nn.Module, CodeType]]:

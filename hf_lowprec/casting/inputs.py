@@ -1,4 +1,4 @@
-"""What enters a model: activations wider than its format are rounded to it, all else comes in as it is."""
+"""Rounds a model's activations to its dtype at its inputs; everything else passes unchanged."""
 
 import functools
 import inspect
@@ -14,9 +14,9 @@ from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
 from hf_lowprec.casting.places import computing_children, narrows, predictions
 from hf_lowprec.casting.policy import Modules, callable_parts
 
-# Their arguments meet their weights directly, so all of them are activations, those of one dimension too.
+# They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
-_FOLLOWED = "_low_precision_numbers_followed"
+_NUMBERS = "_low_precision_numbers"
 
 
 @functools.cache
@@ -35,12 +35,12 @@ def losses_mix_dtypes() -> bool:
 class NarrowInputs:
     """Forward pre-hook: activations wider than `dtype` go to `dtype` (see `activations.py`).
 
-    Labels are rounded too where `spares_references` is false. Nothing else changes: an argument without an activation
+    Labels are rounded too where `keeps_labels` is false. Nothing else changes: an argument without an activation
     stays the same object. Where numbers stay wide, `follow_numbers` prepares the module for what it makes of them.
     """
 
     dtype: torch.dtype
-    spares_references: bool
+    keeps_labels: bool
     positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
 
     @classmethod
@@ -63,14 +63,19 @@ class NarrowInputs:
         return args, kwargs
 
     def _narrow(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
-        """`tensor` in the model's format if it is an activation; `numbers` collects the names of what is none."""
+        """`tensor` in the model's format if it is an activation.
+
+        `numbers` collects the names of tensors that make FP32 what is computed with them. One without dimensions does
+        not, nor do indices, nor labels that are no weights.
+        """
         if tensor.dtype.itemsize <= self.dtype.itemsize:
             return tensor
         role = "activation" if is_layer else role_of(name, tensor.dim())
-        if role == "number" or (role == "reference" and self.spares_references):
-            # One without dimensions makes nothing else FP32, nor do indices and what a loss is measured against.
-            computes = role == "number" and not name.endswith("_ids")
-            numbers += [name] * bool(tensor.dim() and (computes or "weight" in name.lower()))
+        if role == "reference" and not self.keeps_labels:
+            role = "activation"
+        if role in ("number", "reference"):
+            if tensor.dim() and ("weight" in name.lower() or (role == "number" and not name.endswith("_ids"))):
+                numbers.append(name)
             return tensor
         # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
         lowest = torch.finfo(self.dtype).min
@@ -80,23 +85,37 @@ class NarrowInputs:
 def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> None:
     """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
 
-    What it computes with them is FP32, so its children narrow their inputs. A child that is given the numbers
-    themselves leaves them wide and does the same in its turn, so that only modules on their path get a hook. torch
-    takes no FP32 weights of classes for 16-bit predictions, so a module that computes a loss and is given weights
-    gets FP32 copies of what makes its predictions.
+    What it computes with them is FP32, so its children narrow their inputs. A child that receives the numbers keeps
+    them in FP32 and prepares its own children, so that only modules on their path get a hook. torch takes no FP32
+    weights of classes for 16-bit predictions, so a module that computes a loss and is given weights gets FP32 copies of
+    what makes its predictions.
 
     Args:
         module: what is called.
         dtype: the format that it computes in.
         names: of its FP32 arguments that are numbers.
     """
-    weights = any("weight" in name.lower() for name in names)
-    if getattr(module, _FOLLOWED, 0) <= weights:
-        _follow_numbers(module, dtype, weights)
-        setattr(module, _FOLLOWED, 1 + weights)
+    followed: tuple[str, ...] = getattr(module, _NUMBERS, ())
+    new = tuple([name for name in names if name not in followed])
+    if new:
+        _follow_numbers(module, dtype, weights=any("weight" in name.lower() for name in new))
+        setattr(module, _NUMBERS, followed + new)
 
 
-@torch.compiler.disable
+def forget_numbers(module: nn.Module) -> None:
+    """Let `follow_numbers` prepare a module again."""
+    vars(module).pop(_NUMBERS, None)
+
+
+def numbers_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the FP32 numbers that `module` has been called with so far."""
+    return tuple(vars(module).get(_NUMBERS, ()))
+
+
+@torch.compiler.disable(
+    reason="hf_lowprec installs hooks at the first call with FP32 numbers: "
+    "call the model once before compiling it with fullgraph=True"
+)
 def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
     modules = dict(module.named_modules(remove_duplicate=False))
     for name in _called_children("", modules):
@@ -117,7 +136,7 @@ def _called_children(name: str, modules: Modules) -> list[str]:
 
 def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
     """Let a module narrow its inputs; whether it did not yet."""
-    vars(module).pop(_FOLLOWED, None)  # it may have grown
+    forget_numbers(module)  # it may have grown
     if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
         return False
     module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)
@@ -127,4 +146,4 @@ def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
 def remove_narrowing(module: nn.Module) -> None:
     """Take `install_narrowing`, and what followed from it, back."""
     remove_hooks(module, lambda hook: isinstance(hook, NarrowInputs))
-    vars(module).pop(_FOLLOWED, None)
+    forget_numbers(module)

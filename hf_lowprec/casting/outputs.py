@@ -18,12 +18,13 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     nothing.
 
     Args:
-        model: a model that `cast_model` has cast, as a whole or a part of it; in place.
+        model: a model that `cast_model` has cast, or that contains one, or a part of one, which then returns FP32 to
+            the rest of the model as well; in place.
         next_to_loss: copy the outputs of a call that returns a loss while gradients are recorded, too: 4 bytes per
             logit. Trainer does not where its own `compute_loss` takes the loss alone.
 
     Raises:
-        ValueError: the model was not cast.
+        ValueError: neither the model nor anything in it was cast.
     """
     dtypes = cast_dtypes(model)
     if not dtypes:

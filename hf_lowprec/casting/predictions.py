@@ -14,7 +14,7 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     """Let what makes 16-bit predictions return exact FP32 copies, in models that compute their loss themselves.
 
     The loss is FP32 then, as that of models which have a `loss_function` (see `losses.py`). The children of such a
-    model narrow their inputs, so that what takes a copy costs no crash.
+    model, and of the modules around it, narrow their inputs, so that what takes a copy costs no crash.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     root = compiled_module(model)
@@ -23,8 +23,11 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
         wide = [part for part in predictions(name, modules) if narrows(part, modules, dtype)]
         for part in wide:
             install_widening(modules[part])
-        for part in (part for child in computing_children(name, modules) for part in callable_parts(child, modules)):
-            if wide and narrows(part, modules, dtype):
+        names = name.split(".") if name else []
+        around = [".".join(names[:depth]) for depth in range(len(names) + 1)] if wide else []
+        children = [child for module in around for child in computing_children(module, modules)]
+        for part in (part for child in children for part in callable_parts(child, modules)):
+            if narrows(part, modules, dtype):
                 install_narrowing(modules[part], dtype)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-_SPARED = "labels and targets, numbers, weights and positions"
+_NOT_ROUNDED = "labels and targets, numbers, weights and positions"
 
 
 class DtypeTotal(NamedTuple):
@@ -51,7 +51,7 @@ class CastReport:
             ("upcast to float32", {name: f"was {dtype}" for name, dtype in self.upcast.items()}),
             ("recomputed from the config", dict.fromkeys(self.restored, "had been rounded")),
             ("untouched", self.untouched),
-            ("inputs rounded", dict.fromkeys(self.inputs, f"to {self.dtype}, except {_SPARED}")),
+            ("inputs rounded", dict.fromkeys(self.inputs, f"to {self.dtype}, except {_NOT_ROUNDED}")),
             ("loss in float32", dict.fromkeys(self.losses, "on exact copies of the predictions")),
             ("outputs rounded", self.results),
             ("output left in float32", dict.fromkeys(self.heads, "ends the model")),

@@ -42,6 +42,13 @@ def test_activations_have_two_dimensions(name: str) -> None:
         ("position_bias", "activation"),
         ("target_mapping", "activation"),
         ("past_key_values", "activation"),
+        ("point_features", "activation"),
+        ("time_feats", "activation"),
+        ("past_hidden", "activation"),
+        ("num_feature", "activation"),
+        ("feature_weights", "number"),  # the last word is the noun
+        ("hidden_sizes", "number"),
+        ("reference_points", "activation"),
         ("bottleneck", "activation"),  # words, not letters: "t", "ts"
         ("weighted", "activation"),
         ("attention_mask", "mask"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_dot_product_attention
 
 from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting.inputs import numbers_of
 from tests.casting.inspection import BF16, FP16, hook_counts
 
 
@@ -193,6 +194,70 @@ class TestNames:
         with pytest.raises(RuntimeError) as caught:
             model(X)
         assert str(caught.value).count("hf_lowprec") == 1 and "'blocks.0.inner.first'" in str(caught.value)
+
+
+class Projects(nn.Module):
+    """Multiplies numbers with its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, points: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is not None:
+            h = self.linear(points) * scale[:, None]
+            return torch.baddbmm(self.weight[None].expand(3, 4, 4), h[:, :, None], h[:, None, :])
+        return self.linear(points @ self.weight)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Projects()
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.inner(points)
+
+
+class TestNumbers:
+    """They come in as FP32, so the error names them, and to pass them in 16 bits helps."""
+
+    def test_are_named(self) -> None:
+        model = Projects()
+        cast_model(model)
+        with pytest.raises(RuntimeError, match="`points` came in as FP32 numbers, which are not rounded: pass in 16"):
+            model(X)
+        model(X.to(BF16)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_in_a_product_of_batches(self) -> None:
+        model = Projects()
+        cast_model(model)
+        with pytest.raises(RuntimeError, match="`scale` came in as FP32 numbers"):
+            model(X.to(BF16), torch.rand(3))
+        model(X.to(BF16), torch.rand(3).to(BF16)).sum().backward()
+
+    def test_of_the_module_that_failed(self) -> None:
+        model = Outer()
+        cast_model(model)
+        with pytest.raises(RuntimeError, match=r"keep_fp32='inner'.*`points` came in as FP32 numbers"):
+            model(X)
+
+    def test_that_did_not_come_in_are_not_named(self) -> None:
+        model = Net(Head)
+        cast_model(model)
+        with pytest.raises(RuntimeError) as caught:
+            model(X)
+        assert "came in as FP32 numbers" not in str(caught.value)
+
+    def test_are_forgotten_with_the_cast(self) -> None:
+        model = Projects()
+        cast_model(model)
+        with pytest.raises(RuntimeError, match="`points`"):
+            model(X)
+        uncast_model(model)
+        assert not numbers_of(model) and not any("_low_precision" in key for key in vars(model))
 
 
 class TestOtherErrors:

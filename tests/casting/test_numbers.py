@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting import cast_model, return_float32, uncast_model
 from tests import tiny_models
 from tests.casting.diffusion_models import DiT, Preconditioned, UNet
 from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
@@ -164,6 +164,27 @@ def test_weights_of_labels_by_name() -> None:
     assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
 
 
+def test_weights_of_a_loss_in_a_part_that_returned_float32_on_its_own() -> None:
+    class Around(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part, self.head = part, nn.Linear(4, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            loss, _ = self.part(x, labels, IN_LOSSES["class_weights"])
+            return loss + self.head(x).mean()
+
+    part, x = Classifier(), torch.randn(4, 4)
+    cast_model(part)
+    return_float32(part)
+    part(x, LABELS, IN_LOSSES["class_weights"])
+    model = Around(part)
+    cast_model(model)
+    loss = model(x, LABELS)
+    loss.backward()
+    assert loss.dtype == FP32 and gradient_dtypes(model) == {BF16}
+
+
 def test_children_added_later_are_found() -> None:
     model = Classifier()
     cast_model(model)
@@ -233,6 +254,11 @@ def test_compiled() -> None:
     compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
     assert torch.equal(compiled(**batch), model(**batch))
     assert torch.equal(compiled(**batch), model(**batch))
+    torch.compiler.reset()
+    fresh, _ = built("EDM")
+    cast_model(fresh)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling it with fullgraph"):
+        torch.compile(fresh, backend="eager", fullgraph=True)(**batch)
     torch.compiler.reset()
     whole: Any = torch.compile(model, backend="eager", fullgraph=True)  # after a call without it
     assert torch.equal(whole(**batch), model(**batch))
