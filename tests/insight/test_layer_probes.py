@@ -9,7 +9,7 @@ from torch import nn
 from hf_lowprec.casting import cast_model
 from hf_lowprec.cli.doctor import layers as doctor
 from hf_lowprec.insight import layer_probes
-from hf_lowprec.insight.layer_probes import TOLERANCE, broken_convolutions, keep_fp32_patterns, probe_layer, ways_out
+from hf_lowprec.insight.layer_probes import TOLERANCE, broken_convolutions, keep_fp32_patterns, probe_layer, workarounds
 from tests import nursery
 from tests.broken_kernels import break_function, fill, off_by
 
@@ -196,7 +196,7 @@ def test_the_variable_is_named_where_there_is_amx(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in ways_out(cpu)
-    assert "ONEDNN" not in ways_out(torch.device("cuda"))
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in workarounds(cpu)
+    assert "ONEDNN" not in workarounds(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False})
-    assert "ONEDNN" not in ways_out(cpu)
+    assert "ONEDNN" not in workarounds(cpu)
