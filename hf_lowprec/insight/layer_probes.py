@@ -45,8 +45,8 @@ _PRODUCTS = 2**22
 """Most multiplications of a probed convolution; fewer positions above it."""
 _PER_WEIGHT = 256
 """Multiplications that take the time of drawing a weight and comparing its gradient; measured on a CPU."""
-MAX_WORK = 2**32
-"""Most multiplications of the probes of a model, those included: less than a second of a CPU core."""
+MAX_WORK = 5 * 2**29
+"""Most multiplications of all probes of a model, with `_PER_WEIGHT`: about 0.3 seconds of a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -298,9 +298,9 @@ def broken_convolutions(model: nn.Module) -> list[Probe]:
     Convolutions of equal configuration are probed once. Those that are sharded, uninitialized, on the meta device or in
     another format are left out, and so are those that torch cannot run: they will say so themselves.
 
-    The probes of a model take a bounded number of multiplications, whatever its size. Convolutions of unusual form come
-    first: grouped, of large kernels or large steps, in one dimension. Of the others the smallest come first. Those that
-    exceed the bound are not probed, and nothing is said of them; `probe_layer` probes one of any size.
+    The probes of a model take at most `MAX_WORK` multiplications. Convolutions with more unusual traits come first
+    (groups, a large kernel, a stride beyond the kernel, one dimension), then smaller ones. Those that do not fit are
+    not probed, and nothing is said of them; `probe_layer` probes one of any size.
     """
     found: dict[tuple[str, torch.dtype, torch.device], list[str]] = {}
     layers: dict[tuple[str, torch.dtype, torch.device], nn.modules.conv._ConvNd] = {}
@@ -310,7 +310,7 @@ def broken_convolutions(model: nn.Module) -> list[Probe]:
             found.setdefault(key, []).append(name)
             layers.setdefault(key, layer)
     chosen, work = set(), 0
-    for key, layer in sorted(layers.items(), key=lambda item: (not _is_unusual(item[1]), _work(item[1]))):
+    for key, layer in sorted(layers.items(), key=lambda item: (-_unusual_traits(item[1]), _work(item[1]))):
         if work + _work(layer) <= MAX_WORK:
             chosen.add(key)
             work += _work(layer)
@@ -333,19 +333,19 @@ def _probed_weight(layer: nn.Module) -> Tensor | None:
     return weight if weight.numel() and weight.dtype in LOW_PRECISION_DTYPES else None
 
 
-def _is_unusual(layer: nn.modules.conv._ConvNd) -> bool:
-    """Whether libraries are likely to have a kernel of its own for a convolution, which few models run."""
-    steep = any(step > size for step, size in zip(layer.stride, layer.kernel_size, strict=True))
-    return layer.groups > 1 or max(layer.kernel_size) > 7 or steep or len(layer.kernel_size) == 1
+def _unusual_traits(layer: nn.modules.conv._ConvNd) -> int:
+    """How many traits a convolution has that few models use, so that libraries test its kernels least."""
+    skips = any(step > size for step, size in zip(layer.stride, layer.kernel_size, strict=True))
+    return sum((layer.groups > 1, max(layer.kernel_size) > 7, skips, len(layer.kernel_size) == 1))
 
 
 def _work(layer: nn.modules.conv._ConvNd) -> int:
-    """Multiplications of a convolution's probe forward, and what its weights cost besides, counted as such."""
+    """Multiplications of a convolution's probe, forward, with `_PER_WEIGHT`."""
     return sum(_weights(layer) * (_PER_WEIGHT + _columns(layer, size)) for size in _sizes(layer))
 
 
 def _columns(layer: nn.modules.conv._ConvNd, size: tuple[int, ...]) -> int:
-    """By how many numbers each weight is multiplied."""
+    """Multiplications by each weight."""
     if layer.transposed:
         return _BATCH * math.prod(size)
     places = zip(size, _spans(layer), _padding(layer), layer.stride, strict=True)
