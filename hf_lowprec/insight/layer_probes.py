@@ -167,12 +167,12 @@ def computations(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -
         return [Computation(F.linear, shapes, {"weight": layer.in_features**-0.5})]
     if isinstance(layer, nn.Embedding):
         count = layer.num_embeddings
-        tokens = torch.arange(_ROWS, device="cpu").remainder(min(count, _ROWS - 2))  # two of them twice
-        return [
-            Computation(
-                lambda weight: F.embedding(tokens.to(weight.device), weight), {"weight": (count, layer.embedding_dim)}
-            )
-        ]
+
+        def embed(weight: Tensor) -> Tensor:
+            tokens = torch.arange(_ROWS, device=weight.device).remainder(min(count, _ROWS - 2))  # two of them twice
+            return F.embedding(tokens, weight)
+
+        return [Computation(embed, {"weight": (count, layer.embedding_dim)})]
     return _norms(layer, input_shape)
 
 
@@ -327,8 +327,8 @@ def broken_convolutions(model: nn.Module) -> list[Probe]:
 
 def _probed_weight(layer: nn.Module) -> Tensor | None:
     """A parameter in whose format and on whose device to probe a layer, if it can be probed there."""
-    weight = next(layer.parameters(recurse=True), None)
-    if weight is None or is_lazy(weight) or is_sharded(weight) or weight.is_meta:
+    weight = next(layer.parameters(), None)
+    if weight is None or any(map(is_lazy, layer.parameters())) or is_sharded(weight) or weight.is_meta:
         return None
     return weight if weight.numel() and weight.dtype in LOW_PRECISION_DTYPES else None
 

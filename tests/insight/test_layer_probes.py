@@ -166,7 +166,8 @@ def test_what_has_no_16_bit_storage_is_not_probed(monkeypatch, cast):
 
 def test_a_layer_without_its_shapes_is_not_probed():
     """Torch initializes it at the first forward."""
-    assert broken_convolutions(nn.Sequential(nn.LazyConv1d(4, 3), nn.LazyConvTranspose2d(4, 3)).bfloat16()) == []
+    layers = nn.LazyConv1d(4, 3, dtype=torch.bfloat16), nn.LazyConvTranspose2d(4, 3, bias=False, dtype=torch.bfloat16)
+    assert broken_convolutions(nn.Sequential(*layers)) == []
 
 
 def test_a_layer_is_probed_under_inference_mode():
