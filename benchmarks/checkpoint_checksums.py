@@ -1,4 +1,4 @@
-"""What checksums add to saving a checkpoint and to resuming from it, and what other hashes would.
+"""Time that checksums add to saving and resuming a checkpoint, compared with other hashes.
 
 Writes what Trainer does for BF16 weights and a Kahan AdamW: a quarter of the bytes are weights, the rest is optimizer
 state. Then the manifest, and its check. Files come from memory (the page cache), as they do right after saving.

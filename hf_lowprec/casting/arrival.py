@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_lowprec.casting.policy import HALVES, Modules
+from hf_lowprec.casting.policy import Modules
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
-_STORED_HALVES = ("BF16", "F16")  # as safetensors spells them
+_STORED_16_BIT = ("BF16", "F16")  # as safetensors spells them
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -29,18 +30,18 @@ def arrival_warnings(modules: Modules, upcast: Mapping[str, tuple[Tensor, torch.
         modules: of the model, by name.
         upcast: name -> tensor, FP32 again, and the dtype that it came in.
     """
-    arrived = {name: (tensor, old) for name, (tensor, old) in upcast.items() if old in HALVES}
+    arrived = {name: (tensor, old) for name, (tensor, old) in upcast.items() if old in LOW_PRECISION_DTYPES}
     stored = dict(_stored_dtypes(modules)) if arrived else {}
     stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
     rounded = {}
     for name, (tensor, old) in arrived.items():
         dtype = _dtype_of(name, stored)
-        if dtype not in _STORED_HALVES and (dtype is not None or not _is_initial(tensor)):
+        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(tensor)):
             rounded[name] = old
     if rounded:
         first, old = next(iter(rounded.items()))
         yield (
-            f"{len(rounded)} tensors that are kept in FP32 ({first}, …) arrived in {str(old).removeprefix('torch.')}. "
+            f"{len(rounded)} tensors that are kept in FP32 ({first}, …) arrived in {dtype_name(old)}. "
             "If their checkpoint has them in FP32, as one that is saved after training here does, "
             "from_pretrained(…, dtype=torch.float32) loads them without rounding; hf_lowprec casts the rest"
         )

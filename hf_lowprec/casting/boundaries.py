@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
 Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or key it came under -> tensor
 
 
@@ -116,7 +118,7 @@ def _float32(tensor: Tensor, name: str) -> Tensor:
 
 
 def _float32_if_16_bit(tensor: Tensor, name: str) -> Tensor:
-    return tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.to(torch.float32) if tensor.dtype in LOW_PRECISION_DTYPES else tensor
 
 
 def _bfloat16(tensor: Tensor, name: str) -> Tensor:

@@ -19,7 +19,6 @@ from hf_lowprec.casting.inputs import forget_numbers, install_narrowing, remove_
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
 from hf_lowprec.casting.places import compiled_module, input_boundaries, output_heads
 from hf_lowprec.casting.policy import (
-    HALVES,
     Entry,
     Modules,
     Owners,
@@ -33,6 +32,7 @@ from hf_lowprec.casting.policy import (
 from hf_lowprec.casting.quantized import is_quantized, presents_float32, untouchable
 from hf_lowprec.casting.report import CastReport, DtypeTotal
 from hf_lowprec.casting.rotary import restore
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
 _MARK = "_low_precision_cast"
@@ -226,12 +226,12 @@ def uncast_model(model: nn.Module) -> None:
     owners = _owners(dict(model.named_modules(remove_duplicate=False)))
     for key in owners.keys() - untouchable(owners).keys():
         tensor = owners[key][0][2]
-        if tensor.dtype in HALVES:
+        if tensor.dtype in LOW_PRECISION_DTYPES:
             _to(tensor, torch.float32)
 
 
 def _check(model: nn.Module, dtype: torch.dtype, keep: tuple[Entry, ...]) -> list[tuple[torch.dtype, Any]]:
-    if dtype not in HALVES:
+    if dtype not in LOW_PRECISION_DTYPES:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
     for entry in keep:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
@@ -262,7 +262,7 @@ def _check_plan(owners: Owners, kept: dict[str, str], kept_tensors: dict[int, st
                 f"{why} covers {name}, which is quantized and has no FP32 form; name modules without quantized weights"
             )
     late = [owners[key][0] for key in kept_tensors.keys() - known.keys()]
-    if rounded := [name for _, name, tensor in late if tensor.dtype in HALVES]:
+    if rounded := [name for _, name, tensor in late if tensor.dtype in LOW_PRECISION_DTYPES]:
         raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")
 
 

@@ -4,13 +4,11 @@ import difflib
 import fnmatch
 import re
 
-import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.float32_code import FLOAT32_CODE
 from hf_lowprec.casting.quantized import presents_float32
 
-HALVES = (torch.bfloat16, torch.float16)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 _NORM_NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead|Layer)*$", re.IGNORECASE)
 _ROTARY_NAME = re.compile(r"Rotary|Rope\w*Embedding", re.IGNORECASE)

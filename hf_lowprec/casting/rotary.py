@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.policy import HALVES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
 def restore(module: nn.Module, name: str, tensor: Tensor, restored: list[str], warnings: list[str]) -> None:
     """Recompute a rotary table, already FP32 again, whose values all fit 16 bits; warn where impossible."""
-    halves = [] if tensor.is_meta else [h for h in HALVES if torch.equal(tensor, tensor.to(h).float())]
+    halves = [] if tensor.is_meta else [h for h in LOW_PRECISION_DTYPES if torch.equal(tensor, tensor.to(h).float())]
     if not halves:
         return
     exact = _table(module, name.rpartition(".")[2])

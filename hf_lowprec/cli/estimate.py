@@ -26,7 +26,7 @@ class Row(NamedTuple):
     Attributes:
         way: what it is called.
         memory: of weights, gradients and state.
-        residuals: bytes of what adds up micro-batches beside the gradients, on every GPU.
+        residuals: bytes of what adds up micro-batches in addition to the gradients, on every GPU.
         kept: how many parameters stay in FP32.
     """
 
@@ -57,7 +57,7 @@ def estimate(
     ] = 1,
     gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each; shows what is left of it.")] = None,
 ) -> None:
-    """Estimate the memory of full fine-tuning, beside activations.
+    """Estimate the memory of full fine-tuning, excluding activations.
 
     Counted on the model's own modules, built without weights, cast as they
     will be: norms in FP32, tied weights once. Not counted: activations, the

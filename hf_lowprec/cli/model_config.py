@@ -1,4 +1,7 @@
-"""A model built without weights from its config.json alone, which may be anybody's: nothing that it names is loaded."""
+"""A model built without weights from its config.json alone, which may be anybody's.
+
+No code and no weights that it names are loaded.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ MAX_MODULES = 200_000
 """A mixture of 2048 experts in every second of 30 layers has half as many. They take 20 seconds to build."""
 
 _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
+"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
+_TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
+"""What timm loads a model's definition from, given as the model's name."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
@@ -62,7 +69,7 @@ def empty_model(config: Any, kind: Any) -> nn.Module:
     import torch
 
     with (
-        input_errors(f"{kind.__name__} cannot be built with the numbers in its configuration"),
+        input_errors(f"{kind.__name__} cannot be built from its configuration"),
         torch.device("meta"),
         _limited_modules(),
     ):
@@ -77,25 +84,37 @@ def empty_model(config: Any, kind: Any) -> nn.Module:
 
 
 def _check(content: dict[str, Any], name: str) -> None:
-    """Raise InputError for what would be built for ever, or not at all."""
+    """Raise InputError for a configuration too large to build, with negative counts, or that has files loaded."""
     for key, value in _items(content):
         if key == "quantization_config" and value is not None:
             raise InputError(
                 f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of"
             )
-        limit = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
-        for number in value if isinstance(value, list) else [value]:
-            if limit is not None and isinstance(number, int | float) and not 0 <= number <= limit:
-                raise InputError(f"{key}={number} in the configuration of {name!r} is not between 0 and {limit:,}")
+        # urlsplit, with which timm reads the name, leaves tabs and line breaks out.
+        if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
+            raise InputError(
+                f"{key}={value!r} in the configuration of {name!r} has timm load files, which estimate does not; give "
+                "the name of an architecture of timm"
+            )
+        highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
+        if highest is None or not isinstance(value, int | float):
+            continue
+        lowest = 0 if _COUNT.search(key) else -highest
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"{key}={value} in the configuration of {name!r} is not between {lowest:,} and {highest:,}"
+            )
 
 
-def _items(content: Any) -> Iterator[tuple[str, Any]]:
-    """Every key with its value, at any depth."""
+def _items(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth. The elements of a list have the list's key."""
+    yield key, content
     if isinstance(content, dict):
-        yield from content.items()
-    if isinstance(content, dict | list):
-        for value in content.values() if isinstance(content, dict) else content:
-            yield from _items(value)
+        for name, value in content.items():
+            yield from _items(value, name)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _items(value, key)
 
 
 def _without_implementations(content: Any) -> Any:
@@ -120,7 +139,7 @@ def _limited_modules() -> Iterator[None]:
         nonlocal count
         count += 1
         if count > MAX_MODULES:
-            raise InputError(f"more than {MAX_MODULES:,} modules are not estimated")
+            raise InputError(f"the model has more than {MAX_MODULES:,} modules, the most that estimate supports")
 
     hook = register_module_module_registration_hook(counted)
     try:

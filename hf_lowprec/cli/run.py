@@ -25,8 +25,9 @@ def run(
     """Run a training script as `python SCRIPT ARGS…` would, with our optimizer names registered."""
     if command := working_command(script, arguments or [], module):
         typer.echo(
-            f"Error: {script} trains in processes that it starts, and they do not know our optimizer names. Let it "
-            f"start hf_lowprec there; options of the launcher, also those in a file, go before -m:\n\n  {command}\n",
+            f"Error: {script} starts training in new processes, where the optimizer names are not registered. Run "
+            "hf_lowprec inside the launcher; launcher options, including those from a config file, go before -m:"
+            f"\n\n  {command}\n",
             err=True,
         )
         raise typer.Exit(2)

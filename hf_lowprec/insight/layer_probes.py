@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from hf_lowprec.optim.shards import is_sharded
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 TOLERANCE = 2.0**-5
 """The largest relative error of a correct layer.
@@ -33,15 +35,18 @@ so k independent roundings come to at most u·√((k+1)/2) of it: 8u covers 127.
 oneDNN's BF16 kernels, 4.1u without (instruction sets below AVX-512), where each of 128 taps is rounded.
 """
 
-_HALVES = (torch.bfloat16, torch.float16)
 _ISA = "ONEDNN_MAX_CPU_ISA"
 _SEED = 0x5EED
 _BATCH = 2
 _ROWS = 8  # of a matrix product's input, tokens of an embedding
 _POSITIONS = {1: 24, 2: 5, 3: 3}
-"""Positions of a convolution's kernel along each dimension, by their number: at most,"""
+"""Most kernel positions per dimension, by number of dimensions."""
 _PRODUCTS = 2**22
-"""and as long as they take no more multiplications than this."""
+"""Most multiplications of a probed convolution; fewer positions above it."""
+_PER_WEIGHT = 256
+"""Multiplications that take the time of drawing a weight and comparing its gradient; measured on a CPU."""
+MAX_WORK = 5 * 2**29
+"""Most multiplications of all probes of a model, with `_PER_WEIGHT`: about 0.3 seconds of a CPU core."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,17 @@ def relative_errors(
         one wrong channel, sample or position among many counts as much as if all were wrong.
     """
     generator = torch.Generator().manual_seed(_SEED)
-    tensors = {
-        name: _normal(shape, computation.scales.get(name, 1.0), generator, dtype)
-        for name, shape in computation.shapes.items()
-    }
     with torch.inference_mode(False), torch.enable_grad():
+        tensors = {
+            name: _normal(shape, computation.scales.get(name, 1.0), generator, dtype)
+            for name, shape in computation.shapes.items()
+        }
         exact = _results(computation, {name: tensor.double() for name, tensor in tensors.items()}, dtype)
         runs = [{name: tensor.to(device) for name, tensor in tensors.items()}]
         if computation.channels_last:
             runs.append(runs[0] | {"input": runs[0]["input"].movedim(1, -1).contiguous().movedim(-1, 1)})
         found = [_results(computation, run, dtype) for run in runs]
-    return {name: _worst(_error(run[name], exact[name]) for run in found) for name in exact}
+    return {name: _error([run[name] for run in found], exact[name]) for name in exact}
 
 
 def _results(computation: Computation, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -130,19 +135,25 @@ def _normal(shape: tuple[int, ...], scale: float, generator: torch.Generator, dt
     return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale).to(dtype)
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _error(found: Iterable[Tensor], exact: Tensor) -> float:
+    """The largest error of any slice in any run; NaN if there is one."""
     exact = exact.detach().float()
-    squares, wrong = exact.square(), (found.detach().cpu().float() - exact).square()
-    worst = (wrong.mean() / squares.mean()).reshape(1)
-    for dim in range(exact.dim()):
-        others = [k for k in range(exact.dim()) if k != dim]
-        own, off = (t.mean(others) if others else t for t in (squares, wrong))
-        worst = torch.cat((worst, off / own.clamp(min=squares.mean())))
-    return math.sqrt(worst.max().item())
+    squares = exact.square()
+    sizes = _slice_means(squares).clamp(min=squares.mean())
+    errors = [_slice_means((run.detach().cpu().float() - exact).square()) / sizes for run in found]
+    return math.sqrt(torch.stack(errors).max().item())
+
+
+def _slice_means(values: Tensor) -> Tensor:
+    """Means of the slices along each dimension, one after the other."""
+    if values.dim() < 2:
+        return values.reshape(-1)
+    half = values.dim() // 2
+    return torch.cat((_slice_means(values.flatten(half).mean(-1)), _slice_means(values.flatten(0, half - 1).mean(0))))
 
 
 def computations(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -> list[Computation]:
-    """What a layer computes, on an input of a shape or, without one, on small ones of its choice.
+    """What a layer computes, on an input of a shape or, without one, on a small default input.
 
     Supported are convolutions, transposed ones as well, `Linear`, `Embedding`, and the norms of torch as `cast_model`
     leaves them, FP32 inside; for other modules the list is empty. Of the layer only its configuration is read, so that
@@ -156,12 +167,12 @@ def computations(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -
         return [Computation(F.linear, shapes, {"weight": layer.in_features**-0.5})]
     if isinstance(layer, nn.Embedding):
         count = layer.num_embeddings
-        tokens = torch.arange(_ROWS, device="cpu").remainder(min(count, _ROWS - 2))  # two of them twice
-        return [
-            Computation(
-                lambda weight: F.embedding(tokens.to(weight.device), weight), {"weight": (count, layer.embedding_dim)}
-            )
-        ]
+
+        def embed(weight: Tensor) -> Tensor:
+            tokens = torch.arange(_ROWS, device=weight.device).remainder(min(count, _ROWS - 2))  # two of them twice
+            return F.embedding(tokens, weight)
+
+        return [Computation(embed, {"weight": (count, layer.embedding_dim)})]
     return _norms(layer, input_shape)
 
 
@@ -195,14 +206,30 @@ def _convolutions(layer: nn.modules.conv._ConvNd, input_shape: tuple[int, ...] |
 def _sizes(layer: nn.modules.conv._ConvNd) -> Iterator[tuple[int, ...]]:
     """Extents of an input that holds several positions of the kernel; and of one patch, where it covers patches."""
     dims = len(layer.kernel_size)
-    products = layer.in_channels * layer.out_channels // layer.groups * math.prod(layer.kernel_size)
-    several = max(2, min(_POSITIONS[dims], int((_PRODUCTS / products) ** (1 / dims))))
+    several = max(2, min(_POSITIONS[dims], int((_PRODUCTS / _weights(layer)) ** (1 / dims))))
     for positions in (several, 1) if tuple(layer.kernel_size) == tuple(layer.stride) else (several,):
         if layer.transposed:
             yield (positions,) * dims
         else:
-            spans = zip(layer.stride, layer.kernel_size, layer.dilation, strict=True)
-            yield tuple([(positions - 1) * step + gap * (size - 1) + 1 for step, size, gap in spans])
+            # Padding adds positions. The smallest extents leave it some, so that each weight meets the input.
+            spans = zip(_spans(layer), _padding(layer), layer.stride, strict=True)
+            yield tuple([max((positions - 1) * step + span - 2 * pad, span - pad, 1) for span, pad, step in spans])
+
+
+def _weights(layer: nn.modules.conv._ConvNd) -> int:
+    return layer.in_channels * layer.out_channels // layer.groups * math.prod(layer.kernel_size)
+
+
+def _spans(layer: nn.modules.conv._ConvNd) -> list[int]:
+    """Extents of the kernel with its dilation."""
+    return [gap * (size - 1) + 1 for size, gap in zip(layer.kernel_size, layer.dilation, strict=True)]
+
+
+def _padding(layer: nn.modules.conv._ConvNd) -> list[int]:
+    """Zeros that the convolution itself adds on each side."""
+    if layer.padding_mode != "zeros" or layer.padding == "valid":
+        return [0] * len(layer.kernel_size)
+    return [span // 2 for span in _spans(layer)] if isinstance(layer.padding, str) else list(layer.padding)
 
 
 def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Computation]:
@@ -268,31 +295,68 @@ def probe_layer(
 def broken_convolutions(model: nn.Module) -> list[Probe]:
     """The convolutions of a model that are wrong where they are, in their own 16-bit format.
 
-    Convolutions of equal configuration are probed once. Those that are sharded, on the meta device or in another format
-    are left out, and so are those that torch cannot run: they will say so themselves.
+    Convolutions of equal configuration are probed once. Those that are sharded, uninitialized, on the meta device or in
+    another format are left out, and so are those that torch cannot run: they will say so themselves.
+
+    The probes of a model take at most `MAX_WORK` multiplications. Convolutions with more unusual traits come first
+    (groups, a large kernel, a stride beyond the kernel, one dimension), then smaller ones. Those that do not fit are
+    not probed, and nothing is said of them; `probe_layer` probes one of any size.
     """
     found: dict[tuple[str, torch.dtype, torch.device], list[str]] = {}
-    layers: dict[tuple[str, torch.dtype, torch.device], nn.Module] = {}
+    layers: dict[tuple[str, torch.dtype, torch.device], nn.modules.conv._ConvNd] = {}
     for name, layer in model.named_modules():
-        weight = next(layer.parameters(recurse=True), None) if isinstance(layer, nn.modules.conv._ConvNd) else None
-        if weight is None or is_sharded(weight) or weight.is_meta or not weight.numel() or weight.dtype not in _HALVES:
-            continue
-        key = (description(layer), weight.dtype, weight.device)
-        found.setdefault(key, []).append(name)
-        layers.setdefault(key, layer)
+        if isinstance(layer, nn.modules.conv._ConvNd) and (weight := _probed_weight(layer)) is not None:
+            key = (description(layer), weight.dtype, weight.device)
+            found.setdefault(key, []).append(name)
+            layers.setdefault(key, layer)
+    chosen, work = set(), 0
+    for key, layer in sorted(layers.items(), key=lambda item: (-_unusual_traits(item[1]), _work(item[1]))):
+        if work + _work(layer) <= MAX_WORK:
+            chosen.add(key)
+            work += _work(layer)
     broken = []
-    for (_, dtype, device), layer in layers.items():
+    for key in filter(chosen.__contains__, layers):
         try:
-            probe = probe_layer(layer, dtype, device)
+            probe = probe_layer(layers[key], *key[1:])
         except RuntimeError:
             continue
         if probe is not None and probe.broken:
-            broken.append(replace(probe, names=tuple(found[description(layer), dtype, device])))
+            broken.append(replace(probe, names=tuple(found[key])))
     return broken
 
 
+def _probed_weight(layer: nn.Module) -> Tensor | None:
+    """A parameter in whose format and on whose device to probe a layer, if it can be probed there."""
+    weight = next(layer.parameters(), None)
+    if weight is None or any(map(is_lazy, layer.parameters())) or is_sharded(weight) or weight.is_meta:
+        return None
+    return weight if weight.numel() and weight.dtype in LOW_PRECISION_DTYPES else None
+
+
+def _unusual_traits(layer: nn.modules.conv._ConvNd) -> int:
+    """How many traits a convolution has that few models use, so that libraries test its kernels least."""
+    skips = any(step > size for step, size in zip(layer.stride, layer.kernel_size, strict=True))
+    return sum((layer.groups > 1, max(layer.kernel_size) > 7, skips, len(layer.kernel_size) == 1))
+
+
+def _work(layer: nn.modules.conv._ConvNd) -> int:
+    """Multiplications of a convolution's probe, forward, with `_PER_WEIGHT`."""
+    return sum(_weights(layer) * (_PER_WEIGHT + _columns(layer, size)) for size in _sizes(layer))
+
+
+def _columns(layer: nn.modules.conv._ConvNd, size: tuple[int, ...]) -> int:
+    """Multiplications by each weight."""
+    if layer.transposed:
+        return _BATCH * math.prod(size)
+    places = zip(size, _spans(layer), _padding(layer), layer.stride, strict=True)
+    return _BATCH * math.prod((extent + 2 * pad - span) // step + 1 for extent, span, pad, step in places)
+
+
 def keep_fp32_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Entries of `keep_fp32` for the modules of these names and no others; numbers of layers are `*` where they can."""
+    """Entries of `keep_fp32` for the modules of these names and no others.
+
+    Layer indices become `*` where no other module matches.
+    """
     chosen, every = set(names), [name for name, _ in model.named_modules()]
     patterns: dict[str, None] = {}
     for name in filter(chosen.__contains__, every):
@@ -305,8 +369,8 @@ def keep_fp32_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
     return list(patterns)
 
 
-def ways_out(device: torch.device, patterns: Iterable[str] = ()) -> str:
-    """What to do about layers that are wrong on a device."""
+def workarounds(device: torch.device, patterns: Iterable[str] = ()) -> str:
+    """Workarounds for layers that are wrong on a device."""
     named = "|".join(patterns)
     options = [f'optim_args="keep_fp32={named}"' if named else "keep such layers in FP32 (keep_fp32=)"]
     if device.type == "cpu" and _has_amx() and _ISA not in os.environ:

@@ -13,6 +13,7 @@ from hf_lowprec.casting.quantized import holds_codes
 from hf_lowprec.insight.memory import expected_states, stored
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends import expected
+from hf_lowprec.rounding import dtype_name
 
 
 def precision_report(
@@ -28,7 +29,7 @@ def precision_report(
     """
     trainable = _by_dtype(p for p in model.parameters() if p.requires_grad)
     frozen = _by_dtype(_frozen(model))
-    lines = [f"hf_lowprec: {_name(cast.dtype)} training of {type(model).__name__}"]
+    lines = [f"hf_lowprec: {dtype_name(cast.dtype)} training of {type(model).__name__}"]
     lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
     lines.append(_row("gradients", trainable))
     if isinstance(optimizer, LowPrecisionOptimizer):
@@ -77,9 +78,5 @@ def _row(title: str, count: Counter[torch.dtype]) -> str:
     # An element of a quantizer's storage may be several weights, or a part of one.
     floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
-    shares = ", ".join(f"{_name(dtype)} {n:,}" for dtype, n in count.most_common())
+    shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
     return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 from hf_lowprec.casting import uncast_model
 from hf_lowprec.optim.fp32 import fp32_estimates
 from hf_lowprec.optim.shards import is_sharded
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
 class AveragedModel(swa_utils.AveragedModel):
@@ -66,7 +67,7 @@ class AveragedModel(swa_utils.AveragedModel):
         """
         already = int(self.n_averaged)
         estimate = _float32 if optimizer is None else fp32_estimates(model, optimizer)
-        if optimizer is None and any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters()):
+        if optimizer is None and any(param.dtype in LOW_PRECISION_DTYPES for param in model.parameters()):
             raise TypeError(
                 "update_parameters(model) needs optimizer= for a model in 16 bits, whose FP32 weights are weight + "
                 "compensation; call update_parameters(model, optimizer)"

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
-from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, ways_out
+from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
@@ -26,6 +26,7 @@ from hf_lowprec.optim.shards import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.micro_batches import check_mode
 from hf_lowprec.reduction.status import Reduction
+from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
 SKIPPED_STEPS = "skipped_steps"
@@ -180,11 +181,11 @@ class LowPrecisionCallback(TrainerCallback):
         named = [pattern for pattern in self._patterns if isinstance(pattern, str)]
         named += keep_fp32_patterns(model, [name for probe in broken for name in probe.names])
         logger.warning(
-            "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. The ways out: %s",
-            str(self.dtype).removeprefix("torch."),
+            "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. Workarounds: %s",
+            dtype_name(self.dtype),
             device,
             "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
-            ways_out(device, dict.fromkeys(named)),
+            workarounds(device, dict.fromkeys(named)),
         )
 
     def on_pre_optimizer_step(

@@ -36,6 +36,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _CALLBACK = "_hf_lowprec_callback"
 """Where a Trainer keeps the callback it is built with."""
@@ -68,7 +69,7 @@ def _optimizer(context: Any) -> tuple[Any, dict[str, Any]]:
     if context.model is not None:
         refuse_frozen(context.model)
         plain = (param for param in context.model.parameters() if not is_quantized(param))
-        halves = {param.dtype for param in plain} & {torch.bfloat16, torch.float16}
+        halves = {param.dtype for param in plain} & set(LOW_PRECISION_DTYPES)
         if not halves:
             raise ValueError(
                 f"optim={optimizer_name(context.args)!r} finds a model without any 16-bit parameter: `optim` must be "

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_lowprec.reduction.lost_ranks import exchanging
 from hf_lowprec.reduction.mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.rounding import dtype_name
 
 
 class FP32ReduceScatter:
@@ -134,7 +135,7 @@ def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
             names = {param: n for n, param in module.named_parameters()}
             raise ValueError(
                 f"FSDP2 needs one dtype per module, and {name or type(model).__name__} has "
-                + ", ".join(f"{names[p]} in {str(dtype).removeprefix('torch.')}" for p, dtype in params.items())
+                + ", ".join(f"{names[p]} in {dtype_name(dtype)}" for p, dtype in params.items())
                 + "; use DDP for this model"
             )
         found[name] = module

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
 MODES = ("nearest", "kahan", "fp32")
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_mode(grad_accumulation: str) -> str:
@@ -32,7 +33,7 @@ def residual_bytes(params: Iterable[Tensor], mode: str) -> int:
 
 
 def _is_summed(param: Tensor, mode: str) -> bool:
-    summed = {"nearest": (), "kahan": _HALVES, "fp32": (*_HALVES, torch.float32)}[mode]
+    summed = {"nearest": (), "kahan": LOW_PRECISION_DTYPES, "fp32": (*LOW_PRECISION_DTYPES, torch.float32)}[mode]
     return param.requires_grad and param.dtype in summed
 
 
@@ -40,7 +41,7 @@ def _residual_dtype(gradient: Tensor, mode: str) -> torch.dtype:
     """What is kept beside a gradient: the residual in its dtype, or the whole sum in a wider one."""
     if mode == "kahan":
         return gradient.dtype
-    return torch.float32 if gradient.dtype in _HALVES else torch.float64
+    return torch.float32 if gradient.dtype in LOW_PRECISION_DTYPES else torch.float64
 
 
 @dataclass

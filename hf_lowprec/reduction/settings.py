@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_lowprec.reduction.lost_ranks import exchanging
+from hf_lowprec.rounding import dtype_name
 
 _SHOWN = 3
 """How many differences, and how many ranks of one value, a message names."""
@@ -108,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def _described(name: str, param: Tensor) -> str:
-    return f"{name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)}"
+    return f"{name}: {dtype_name(param.dtype)} {tuple(param.shape)}"
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> Any:

@@ -5,14 +5,17 @@ Everything here is written once, in torch. The functions use only operators, `Te
 code.
 """
 
+from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import MODES, Mode, State
 from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
 from hf_lowprec.rounding.reference import kahan_add, quiet_nan, round_nearest, round_stochastic, sqrt_rn
 
 __all__ = [
+    "LOW_PRECISION_DTYPES",
     "MODES",
     "Mode",
     "State",
+    "dtype_name",
     "kahan_add",
     "quiet_nan",
     "random_bits",

@@ -111,11 +111,20 @@ def test_a_layer_that_is_wrong_here_is_named_with_the_way_out(monkeypatch, own_k
     assert found["training"][0] == "ok"
 
 
-def test_a_layer_that_cannot_run_here_is_named(monkeypatch):
+def test_a_layer_that_cannot_run_here_is_named_and_is_no_fault(monkeypatch, own_kernels):
     monkeypatch.setattr(torch.nn.functional, "conv3d", lambda **tensors: torch.zeros(1) @ torch.zeros(2, 2))
     status, found = doctor()
+    assert (status, found["layers"][0]) == (0, "ok")
+    assert "cpu: 29 convolutions" in found["layers"][1] and "; not supported in BF16: video, pat" in found["layers"][1]
+
+
+def test_next_to_a_wrong_layer_one_that_cannot_run_is_told_apart(monkeypatch, own_kernels):
+    monkeypatch.setattr(torch.nn.functional, "conv3d", lambda **tensors: torch.zeros(1) @ torch.zeros(2, 2))
+    break_function(monkeypatch, "scaled_dot_product_attention", off_by(0.05), "input")
+    status, found = doctor()
     assert (status, found["layers"][0]) == (1, "FAILED")
-    assert "video, patches: " in found["layers"][1]
+    wrong, _, missing = found["layers"][1].partition("; not supported in BF16: ")
+    assert "wrong in BF16: attention" in wrong and "video" not in wrong and missing.startswith("video, patches: ")
 
 
 def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here):

@@ -1,12 +1,14 @@
 """`hf-lowprec estimate`: the bytes it foretells are those that training then holds."""
 
 import json
+import re
 import time
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app, estimate, model_config
@@ -230,13 +232,16 @@ def test_nor_is_that_of_a_part(tmp_path, monkeypatch):
         ({"hidden_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (64, 0)"),
         ({"vocab_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (0, 32)"),
         ({"num_attention_heads": 0}, "cannot be"),
-        ({"hidden_size": -32}, "cannot be built with the numbers in its configuration: Trying to create tensor with"),
-        ({"hidden_size": 10**30}, "cannot be built with the numbers in its configuration"),
+        ({"hidden_size": -32}, "cannot be built from its configuration: Trying to create tensor with"),
+        ({"hidden_size": 10**30}, "cannot be built from its configuration"),
         ({"hidden_size": 10**400}, "cannot be"),
-        ({"vocab_size": 2**62}, "cannot be built with the numbers in its configuration"),
+        ({"vocab_size": 2**62}, "cannot be built from its configuration"),
         ({"hidden_size": "many"}, "cannot be loaded: Validation error for field 'hidden_size'"),
         ({"hidden_size": None}, "cannot be"),
         ({"num_hidden_layers": -1}, "num_hidden_layers=-1 in the configuration"),
+        ({"text_config": {"n_layer": -1}}, "n_layer=-1 in the configuration"),
+        ({"depths": [2, -1]}, "depths=-1 in the configuration"),
+        ({"vision_feature_layer": -20_000}, "vision_feature_layer=-20000 in the configuration"),
         ({"num_hidden_layers": 10_000_000}, "num_hidden_layers=10000000 in the configuration"),
         ({"num_hidden_layers": float("inf")}, "num_hidden_layers=inf in the configuration"),
         ({"num_labels": 100_000_000}, "is not between 0 and 1,000,000"),
@@ -254,10 +259,41 @@ def test_numbers_that_cannot_be_right_are_said_at_once(tmp_path, changes, messag
     assert time.monotonic() - start < 10  # a hundredth of that, on an idle machine
 
 
+NO_DEFAULTS = {"gemma4_assistant": StrictDataclassClassValidationError, "nougat": ValueError}
+"""Configurations that cannot be built without arguments, and what transformers raises."""
+
+
+def test_the_defaults_of_every_configuration_pass():
+    names = set(CONFIG_MAPPING)
+    for name in names - set(NO_DEFAULTS):
+        model_config._check(json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False)), name)
+    for name in names & set(NO_DEFAULTS):
+        with pytest.raises(NO_DEFAULTS[name]):
+            CONFIG_MAPPING[name]()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backbone": "hf_hub:somebody/model"},
+        {"architecture": "hf-hub:somebody/model@main"},
+        {"vision_config": {"architecture": "local-dir:/somewhere"}},
+        {"parts": [[{"backbone": ["HF-HUB:somebody/model"]}]]},
+        {"architecture": "hf-\thub:somebody/model"},
+        {"model_args": {"checkpoint_path": "weights.bin"}},
+    ],
+    ids=str,
+)
+def test_files_that_timm_would_load_are_refused(tmp_path, changes):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY, **changes}
+    said = refused(write_config(tmp_path / "model", LlamaConfig(), **config))
+    assert "has timm load files" in said and re.search(r"(backbone|architecture|checkpoint_path)='", said)
+
+
 def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(model_config, "MAX_MODULES", 1000)
     config = {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
     config |= {"d_model": 8, "num_experts": 10**9, "expert_capacity": 1}
     folder = write_config(tmp_path / "model", LlamaConfig(), **config)
-    assert "more than 1,000 modules are not estimated" in refused(folder)
+    assert "more than 1,000 modules, the most that estimate supports" in refused(folder)
     assert run(write_config(tmp_path / "next", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"])).exit_code == 0

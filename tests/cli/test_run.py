@@ -135,7 +135,7 @@ def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkey
 def test_a_launcher_is_told_to_start_us_and_not_the_other_way_round(words, command):
     said = refused(*words.split())
     assert said.endswith(command)
-    assert f"{words.removeprefix('-m ').split()[0]} trains in processes that it starts" in said
+    assert f"{words.removeprefix('-m ').split()[0]} starts training in new processes, where the optimizer" in said
 
 
 @pytest.mark.parametrize("words", ["trl env", "trl", "accelerate config", "trl.py sft", "train.py torchrun"])

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.cli.doctor import layers as doctor
 from hf_lowprec.insight import layer_probes
-from hf_lowprec.insight.layer_probes import TOLERANCE, broken_convolutions, keep_fp32_patterns, probe_layer, ways_out
+from hf_lowprec.insight.layer_probes import TOLERANCE, broken_convolutions, keep_fp32_patterns, probe_layer, workarounds
 from tests import nursery
 from tests.broken_kernels import break_function, fill, off_by
 
@@ -163,6 +164,68 @@ def test_what_has_no_16_bit_storage_is_not_probed(monkeypatch, cast):
     assert broken_convolutions(cast(Speech())) == []
 
 
+def test_a_layer_without_its_shapes_is_not_probed():
+    """Torch initializes it at the first forward."""
+    layers = nn.LazyConv1d(4, 3, dtype=torch.bfloat16), nn.LazyConvTranspose2d(4, 3, bias=False, dtype=torch.bfloat16)
+    assert broken_convolutions(nn.Sequential(*layers)) == []
+
+
+def test_a_layer_is_probed_under_inference_mode():
+    layer = nn.Conv1d(4, 2, 3)
+    expected = probe_layer(layer).errors
+    with torch.inference_mode():
+        assert probe_layer(layer).errors == expected
+        assert probe_layer(nn.LayerNorm(4)) and probe_layer(nn.Embedding(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "multiplications"),
+    [
+        (nn.Conv1d(8, 6, 5, padding=4, dilation=2, groups=2, bias=False, device="meta"), 2 * 24),
+        (nn.Conv2d(4, 6, 3, stride=2, padding=1, device="meta"), 2 * 5 * 5),
+        (nn.Conv2d(4, 6, 3, padding="same", device="meta"), 2 * 5 * 5),
+        (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect", device="meta"), 2 * 5 * 5),
+        (nn.Conv3d(4, 6, 2, stride=2, device="meta"), 2 * 3**3 + 2),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, device="meta"), 2 * 5 * 5),
+        (positional(), 2 * 65),  # the smallest input that each weight meets
+    ],
+    ids=str,
+)
+def test_the_multiplications_of_a_probe_are_counted(layer, multiplications):
+    """Against torch's own count, which is two operations for each."""
+    computations = layer_probes.computations(layer)
+    with FlopCounterMode(display=False) as counter:
+        for computation in computations:
+            computation.compute(**{name: torch.zeros(shape) for name, shape in computation.shapes.items()})
+    weights = layer.weight.numel()
+    assert counter.get_total_flops() == 2 * weights * multiplications
+    assert layer_probes._work(layer) == weights * (multiplications + len(computations) * layer_probes._PER_WEIGHT)
+
+
+def test_every_weight_of_a_padded_convolution_is_probed():
+    (computation,) = layer_probes.computations(positional())
+    tensors = {name: torch.ones(shape) for name, shape in computation.shapes.items()}
+    weight = tensors["weight"].requires_grad_()
+    (gradient,) = torch.autograd.grad(computation.compute(**tensors).sum(), weight)
+    assert (gradient > 0).all()
+
+
+def test_the_probes_of_a_model_are_bounded_and_begin_with_unusual_convolutions(monkeypatch):
+    with torch.device("meta"):
+        stem, grouped = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(96, 96, 64, padding=32, groups=16)
+        skipping, large = nn.Conv2d(16, 16, 1, stride=2), [nn.Conv2d(2560, size, 3) for size in (1280, 1281, 1282)]
+    model = nn.Sequential(*large, stem, skipping, grouped).bfloat16()
+    monkeypatch.setattr(layer_probes, "_probed_weight", lambda layer: layer.weight)  # without storage, as they are
+    probed = []
+    monkeypatch.setattr(layer_probes, "probe_layer", lambda layer, *args: probed.append(layer))
+    assert broken_convolutions(model) == []
+    assert probed == [stem, skipping, grouped]  # each of the large ones exceeds the bound
+    probed.clear()
+    monkeypatch.setattr(layer_probes, "MAX_WORK", layer_probes._work(grouped) + layer_probes._work(skipping))
+    broken_convolutions(model)
+    assert probed == [skipping, grouped]
+
+
 def test_nothing_of_the_callers_changes(monkeypatch):
     model = Speech()
     cast_model(model)
@@ -196,7 +259,7 @@ def test_the_variable_is_named_where_there_is_amx(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in ways_out(cpu)
-    assert "ONEDNN" not in ways_out(torch.device("cuda"))
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in workarounds(cpu)
+    assert "ONEDNN" not in workarounds(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False})
-    assert "ONEDNN" not in ways_out(cpu)
+    assert "ONEDNN" not in workarounds(cpu)

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from hf_lowprec.cli.doctor.layers import probes
 from hf_lowprec.cli.doctor.training import STEPS, arguments, trained
-from hf_lowprec.insight.layer_probes import ways_out
+from hf_lowprec.insight.layer_probes import workarounds
 from hf_lowprec.integrations.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.c_compiler import CompilerError
@@ -136,18 +136,24 @@ def _stepped(device: torch.device, mode: str, backend: str) -> list[Tensor]:
 
 
 def layers() -> str:
-    """That layers of every kind compute in BF16, forward and backward, what they compute in FP64, but for rounding."""
+    """Every kind of layer matches FP64 in BF16, forward and backward, up to rounding."""
     return "; ".join(map(_device_layers, _devices()))
 
 
 def _device_layers(device: torch.device) -> str:
     found, unsupported = probes(device)
     broken = [probe for probe in found if probe.broken]
-    if broken or unsupported:
-        names = "; ".join([*map(str, broken), *unsupported])
-        raise Broken(f"{device}: wrong in BF16: {names}. Not a fault of your model; the ways out: {ways_out(device)}")
+    missing = f"; not supported in BF16: {'; '.join(unsupported)}" if unsupported else ""
+    if broken:
+        raise Broken(
+            f"{device}: wrong in BF16: {'; '.join(map(str, broken))}. Not a fault of your model. "
+            f"Workarounds: {workarounds(device)}{missing}"
+        )
+    if not found:
+        raise Missing(f"{device}{missing.removeprefix(';')}")
     worst = max(error for probe in found for error in probe.errors.values())
-    return f"{device}: {len(found)} convolutions, matmuls, norms … within {worst:.1%} of FP64, forward and backward"
+    checked = f"{len(found)} convolutions, matmuls, norms … within {worst:.1%} of FP64, forward and backward"
+    return f"{device}: {checked}{missing}"
 
 
 def reduction() -> str:

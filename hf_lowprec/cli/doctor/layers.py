@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def layers() -> dict[str, nn.Module]:
 
 
 def computations() -> dict[str, Computation]:
-    """The same of what is no module."""
+    """Functions without a module, to be probed likewise."""
     heads = dict.fromkeys(("query", "key", "value"), (2, 4, 40, 64))
     return {
         "batched matmul": Computation(_product, {"left": (8, 16, 64), "right": (8, 64, 24)}),
@@ -63,16 +64,17 @@ def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+def _probe(name: str, computation: Computation, dtype: torch.dtype, device: torch.device) -> Probe:
+    return Probe(name, relative_errors(computation, dtype, device))
+
+
 def probes(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Probe], list[str]]:
-    """What was found, and what torch cannot run there."""
+    """The probes' results, and the layers that torch cannot run on `device`."""
     runs: dict[str, Callable[[], Probe | None]] = {
-        name: lambda layer=layer: probe_layer(layer, dtype, device)  # type: ignore[misc]
-        for name, layer in layers().items()
+        name: partial(probe_layer, layer, dtype, device) for name, layer in layers().items()
     }
     for name, computation in computations().items():
-        runs[name] = lambda name=name, computation=computation: Probe(  # type: ignore[misc]
-            name, relative_errors(computation, dtype, device)
-        )
+        runs[name] = partial(_probe, name, computation, dtype, device)
     found, unsupported = [], []
     for name, run in runs.items():
         try:
