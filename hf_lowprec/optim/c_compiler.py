@@ -71,7 +71,7 @@ def _find_compiler(wanted: str) -> tuple[str, ...] | None:
 
 @functools.cache
 def compiler_identity(compiler: str) -> str:
-    """The path of the program `compiler` and what it says of its version, which may be lines.
+    """The path of the program `compiler` and its `--version` output (may span several lines).
 
     Raises:
         CompilerError: it cannot be started, or hangs.

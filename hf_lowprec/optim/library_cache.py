@@ -27,7 +27,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 SCRATCH = "hf_lowprec-build-"
-"""How the names of a build's temporary files and folders begin."""
+"""Prefix of a build's temporary files and folders."""
 ABANDONED_AFTER = 3600.0
 """Seconds after which a temporary file is left over from a build that was killed; a build takes minutes at most."""
 
@@ -214,7 +214,7 @@ def _checksum(name: str, library: bytes) -> bytes:
 
 
 def _publish(file: Path, library: bytes) -> None:
-    """Write `library`, and its checksum after it, which the loader of programs passes over."""
+    """Write `library`, and its checksum after it."""
     _remove_abandoned(file.parent)
     descriptor, temporary = tempfile.mkstemp(prefix=SCRATCH, dir=file.parent)
     try:
