@@ -233,8 +233,8 @@ def _check_state(
             f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "
             f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
         )
-    if torch.as_tensor(state["step"]).numel() != 1:
-        raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
+    if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
+        raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
     if not _is_count(state["step"]):
         raise ValueError(f"step of {where} is {state['step']!r}; it must be a whole number >= 0 and < 2**63")
     for name in expected - {"step"}:
