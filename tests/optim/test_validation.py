@@ -57,7 +57,10 @@ NUMBERS = [
     ({"lr": torch.tensor(1 + 1j)}, r"lr=tensor\(1.\+1.j\) is invalid"),
     ({"lr": torch.tensor(True)}, r"lr=tensor\(True\) is invalid"),
     ({"seed": True}, "seed=True in param group 0 is not an integer"),
-    ({"lr": 1e38}, r"lr=1e\+38 and the other hyperparameters give step_size=1e\+39, which FP32 cannot hold \(up to 3.4e38\)"),
+    (
+        {"lr": 1e38},
+        r"lr=1e\+38 and the other hyperparameters give step_size=1e\+39, which FP32 cannot hold \(up to 3.4e38\)",
+    ),
     ({"lr": 1e20, "weight_decay": 1e20}, r"lr=1e\+20 and the other hyperparameters give decay=1e\+40"),
 ]
 
