@@ -81,8 +81,9 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """Boolean keys of parameter groups that the constructor does not take."""
 
     first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
-    """Called before the first step after construction or loading, for layers above, which know of models and ranks; they
-    may warn, not raise.
+    """Called before the first step after construction or loading, for layers above, which know of models and ranks.
+
+    They may warn, not raise.
     """
 
     def __init_subclass__(cls) -> None:

@@ -40,7 +40,8 @@ _REQUIRED = {"lr", "rounding"}
 """What a group must say; its default would be a guess."""
 
 _IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
-"""Arguments of every algorithm. If a group without a header lacks one, that does not mean another algorithm saved it."""
+"""Arguments of every algorithm. If a group without a header lacks one, that does not mean another algorithm saved it.
+"""
 
 _WRITTEN_BY_TORCH = {
     *("params", "param_names", "differentiable"),

@@ -140,7 +140,8 @@ def refuse_overflow(group: Group, scalars: Mapping[str, float]) -> None:
         if not abs(value) <= LARGEST:
             why = "is not finite in FP32" if value != value else "FP32 cannot hold (up to 3.4e38)"
             raise ValueError(
-                f"lr={group['lr']!r} and the other hyperparameters give {name}={value:g}, which {why}; use smaller values"
+                f"lr={group['lr']!r} and the other hyperparameters give {name}={value:g}, which {why}; "
+                "use smaller values"
             )
 
 
@@ -168,7 +169,7 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str, leas
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
-            f"state_rounding={group['state_rounding']!r} in {where} is that of a group of state_dict(), which cannot be "
+            f"state_rounding={group['state_rounding']!r} in {where} is of a group of state_dict(), which cannot be "
             "put into param_groups; use load_state_dict"
         )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)

@@ -482,5 +482,5 @@ def test_a_norm_in_a_bucket_of_ddp_that_is_not_finite_is_the_same_norm(mesh, bad
 def test_a_limit_of_one_step_that_makes_no_sense_is_refused_by_its_name(value):
     params = [nn.Parameter(torch.zeros(3))]
     params[0].grad = torch.ones(3)
-    with pytest.raises(ValueError, match="^max_norm="):
+    with pytest.raises(ValueError, match=r"^max_norm="):
         SGD(params, lr=1.0).clip_grad_norm_(value)

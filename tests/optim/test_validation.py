@@ -198,5 +198,5 @@ def test_a_switch_of_another_kind_is_refused_and_numpys_is_taken(name):
 
 
 def test_a_factor_that_is_not_a_number_is_named():
-    with pytest.raises(ValueError, match="lr=0.1 .* give gain=nan, which is not finite in FP32"):
+    with pytest.raises(ValueError, match=r"lr=0.1 .* give gain=nan, which is not finite in FP32"):
         refuse_overflow({"lr": 0.1}, {"gain": float("nan")})
