@@ -77,9 +77,9 @@ class PendingClip:
     def __init__(self, grads: Sequence[Tensor], earlier: PendingClip | None, max_norm: float | None) -> None:
         """Begin with `grads`, to which `earlier` applies, and clip by `max_norm` after it."""
         limits = (max_norm, None if earlier is None else earlier.limit)
-        self.limit = min((limit for limit in limits if limit is not None), default=None)
-        self.factor = None if earlier is None else earlier.factor
-        self.expected = None if earlier is None else earlier.expected
+        self.limit: float | None = min((limit for limit in limits if limit is not None), default=None)
+        self.factor: Tensor | None = None if earlier is None else earlier.factor
+        self.expected: Tensor | None = None if earlier is None else earlier.expected
         self.norm: Tensor | None = None
         self.captured = False
         self._max_norm = max_norm
@@ -98,7 +98,7 @@ class PendingClip:
             # A gradient that is gone may have made it NaN, which `skip_nonfinite` reads from the norm.
             self.norm = torch.where(self.factor.isnan(), self.factor, norm)
             norm = norm * self.factor
-        if self._max_norm not in (None, math.inf):
+        if self._max_norm is not None and self._max_norm != math.inf:
             factor = clip_factor(norm, self._max_norm)
             self.factor = factor if self.factor is None else self.factor * factor
         return norm

@@ -102,9 +102,13 @@ def check_max_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} would take no step at all; it must be above 0")
 
 
-@functools.cache
 def keywords(cls: Any) -> dict[str, Any]:
     """The keyword arguments of an optimizer class, with their defaults; not to be changed."""
+    return _keywords(cls)
+
+
+@functools.cache  # apart, since type checkers do not take an optimizer class for hashable, which this asks for
+def _keywords(cls: Any) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
 
