@@ -24,19 +24,13 @@ from hf_lowprec.optim import (
     validation,
     whole_tensors,
 )
-from hf_lowprec.optim.clipping import Found, GradientNorm
+from hf_lowprec.optim.clipping import PendingClip
 from hf_lowprec.optim.plan import Plan
 from hf_lowprec.optim.shards import sum_over_shards
 from hf_lowprec.optim.signature import signature
 from hf_lowprec.optim.step import Formula, Update
 from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import MODES, State
-
-GRADIENTS_CHANGED = (
-    "gradients were written to, or others came, after clip_grad_norm_ and before the step: the optimizer clips in the "
-    "step, so it does not know what was there before. Call clip_grad_norm_ last, when gradients are final; "
-    "torch.nn.utils.clip_grad_norm_ rewrites the gradients instead. zero_grad() of the optimizer drops the clipping"
-)
 
 
 class LowPrecisionOptimizer(torch.optim.Optimizer):
@@ -55,10 +49,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation.
         seed: seed of the random bits. Replicas must share it.
-        first_parameter: the number that the first parameter has when random bits are drawn; the others follow. None is
-            0, unless there is only one: optimizers of one parameter each, of the same class and with the same of these
-            options, are numbered in the order in which they are built, until one of them steps. So a list of them draws
-            the bits of one optimizer of all. Where such optimizers shall draw the same bits, give 0.
+        first_parameter: number of the first parameter in the random stream; the following ones count up. Default: 0,
+            except that optimizers of a single parameter are numbered in the order of construction. Pass 0 to give them
+            equal bits. Optimizers of several parameters, as one per block, all start at 0 and draw the same bits; to
+            give each its own, pass the number of parameters in the optimizers before it:
+            `first_parameter=sum(map(len, blocks[:k]))`, `blocks` being the lists of parameters.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph; a learning rate
             that is to change between replays must be a tensor there.
@@ -83,10 +78,13 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.mean`."""
 
     flags: ClassVar[tuple[str, ...]] = ()
-    """Keys of parameter groups, True or False, that are no arguments of the constructor."""
+    """Boolean keys of parameter groups that the constructor does not take."""
 
     first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
-    """Called before the first step, for layers above, which know of models and ranks; they may warn, not raise."""
+    """Called before the first step after construction or loading, for layers above, which know of models and ranks.
+
+    They may warn, not raise.
+    """
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
@@ -134,8 +132,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._plan: Plan | None = None
-        self._norm_ahead: GradientNorm | None = None
-        self._limit_ahead: float | None = None
+        self._pending: PendingClip | None = None
         self._skipped: Tensor | None = None
 
     # What an algorithm defines.
@@ -189,7 +186,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 batch.count()
             plan.copy_back()
-            self.grad_norm, self._norm_ahead, self._limit_ahead = plan.norm, None, None
+            self.grad_norm, self._pending = plan.norm, None
             if plan.norm is not None and self.skip_nonfinite:
                 if self._skipped is None:
                     self._skipped = torch.zeros((), dtype=torch.int64, device=plan.norm.device)
@@ -209,69 +206,62 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        with self.next_step(norm_only=True) as plan:
-            assert plan.norm is not None
-            self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
-            return plan.norm
+        pending, _ = self._clip_ahead(None)
+        assert pending.norm is not None
+        return pending.norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the coming step, and only that, by the global norm of all gradients.
 
-        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips by the smaller norm. It ends
-        with the gradients: new ones are not clipped, and the step refuses to clip what was written to in between,
-        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
+        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips what the first time leaves.
+        Clipping ends with the gradients: new ones are not clipped, and what is left of them is. Neither a step nor this
+        method takes gradients that were written to in between, since `torch.nn.utils.clip_grad_norm_` would have scaled
+        what was there before.
 
         Returns:
             The norm before, FP32 scalar on the gradients' device, not waited for.
+
+        Raises:
+            RuntimeError: gradients were changed or added after an earlier call.
+            ValueError: `max_norm` is not a number above 0.
         """
         if max_norm != math.inf:
-            validation.check_execution(self.capturable, max_norm, self.skip_nonfinite)
-        ahead, before = self._norm_ahead, None
-        if ahead is not None and ahead.compare(self._gradients()) is Found.SAME:
-            before = self._limit_ahead
-        self._norm_ahead = None
-        self._limit_ahead = max_norm if before is None else min(max_norm, before)
+            validation.check_max_norm("max_norm", max_norm)
+        _, norm = self._clip_ahead(max_norm)
+        return norm
+
+    def _clip_ahead(self, max_norm: float | None) -> tuple[PendingClip, Tensor]:
+        """Clip the coming step by `max_norm`, or None to compute the norm only; also the norm before."""
+        earlier = self._still_pending()
+        self._pending = pending = PendingClip(self._gradients(), earlier, max_norm)
         try:
-            norm = self.global_grad_norm()
+            with self.next_step(norm_only=True) as plan:
+                assert plan.norm is not None
+                return pending, pending.finish(plan.norm, launch.capturing())
         except BaseException:
-            self._limit_ahead = None
+            self._pending = earlier
             raise
-        return norm if before is None else norm * clipping.clip_factor(norm, before)
 
     def _gradients(self) -> list[Tensor]:
         maybe = [param.grad for group in self.param_groups for param in group["params"]]
         return [grad for grad in maybe if grad is not None]
 
-    def _compare_gradients(self) -> Tensor | None:
-        """Forget a norm, and what it is to be clipped by, that belongs to other gradients.
-
-        Returns:
-            The norm that gradients must still have for a clip to hold, where torch cannot tell whether they changed.
-
-        Raises:
-            RuntimeError: it belongs to these gradients, and they were written to.
-        """
-        ahead = self._norm_ahead
-        found = Found.SAME if ahead is None else ahead.compare(self._gradients())
-        if ahead is None or found is Found.SAME:
-            return None
-        if found is Found.NONE or self._limit_ahead in (None, math.inf):
-            self._norm_ahead = self._limit_ahead = None
-        elif found is Found.SHARED:
-            return ahead.norm
-        elif found is Found.CHANGED:
-            raise RuntimeError(GRADIENTS_CHANGED)
-        return None
+    def _still_pending(self) -> PendingClip | None:
+        """What is pending for the gradients of now; forgotten if it belongs to others."""
+        if self._pending is not None and not self._pending.applies_to(self._gradients()):
+            self._pending = None
+        return self._pending
 
     @property
     def limit(self) -> float | None:
         """What the coming step clips by; None if it does not."""
-        limit = self.max_grad_norm if self._limit_ahead is None else self._limit_ahead
+        pending = None if self._pending is None else self._pending.limit
+        limit = self.max_grad_norm if pending is None else pending
         return None if limit == math.inf else limit
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
-        self._norm_ahead = self._limit_ahead = None
+        self._pending = None
         super().zero_grad(set_to_none)
 
     @contextmanager
@@ -288,7 +278,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         """
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
-        expected_norm = self._compare_gradients()
+        pending = self._still_pending()
         plan = self._plan
         try:
             if plan is None or not plan.collect(self):
@@ -303,18 +293,18 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                 batch.prepare(self.scalars)
             plan.norm = None
             if norm_only or self.limit is not None or self.skip_nonfinite:
-                ahead = None if norm_only else self._norm_ahead
-                if ahead is not None and expected_norm is None and ahead.captured == launch.capturing():
-                    plan.norm = ahead.norm
+                known = pending is not None and pending.captured == launch.capturing()
+                if pending is not None and known and not norm_only and pending.expected is None:
+                    plan.norm = pending.norm
                 else:
                     pairs = zip(resolved, plan.batches, strict=True)
                     sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
                     plan.norm = clipping.global_norm(sums)
-                    if expected_norm is not None and not torch.equal(plan.norm, expected_norm):
-                        raise RuntimeError(GRADIENTS_CHANGED)
-                    if expected_norm is not None:
-                        self._norm_ahead = GradientNorm(plan.norm, launch.capturing(), self._gradients())
-                plan.limit(self.limit, self.skip_nonfinite)
+                    if pending is not None and pending.expected is not None:
+                        pending.check(plan.norm)
+                if not norm_only:
+                    factor = pending.factor if pending is not None and known else None
+                    plan.limit(self.limit, factor, self.skip_nonfinite)
             if not norm_only:
                 for backend, batch in zip(resolved, plan.batches, strict=True):
                     whole_tensors.look(self, batch, backend.measure)

@@ -24,6 +24,10 @@ TIMEOUT = 120.0
 """Seconds that one run of the compiler may take. It needs about a third of one, and more on a busy machine."""
 
 
+_hung: set[tuple[str, ...]] = set()
+"""Compilers that did not finish. They are not waited for again."""
+
+
 class CompilerError(RuntimeError):
     """There is no usable C compiler; the message says what was tried and what to do."""
 
@@ -71,12 +75,12 @@ def _find_compiler(wanted: str) -> tuple[str, ...] | None:
 
 @functools.cache
 def compiler_identity(compiler: str) -> str:
-    """The path of the program `compiler` and what it says of its version, which may be lines.
+    """The path of the program `compiler` and its `--version` output (may span several lines).
 
     Raises:
         CompilerError: it cannot be started, or hangs.
     """
-    return f"{os.path.realpath(shutil.which(compiler) or compiler)} {_run([compiler, '--version']).output}"
+    return f"{os.path.realpath(shutil.which(compiler) or compiler)} {_run([compiler], ['--version']).output}"
 
 
 def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes:
@@ -90,11 +94,12 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
     code.write_text(source, encoding="utf-8")
     # A compiler without OpenMP still gives a correct, single-threaded step.
     for openmp in (["-fopenmp"], []):
-        command = [*compiler, *FLAGS, *openmp, str(code), "-o", str(library), "-lm"]
-        finished = _run(command, TMPDIR=str(folder))
+        arguments = [*FLAGS, *openmp, str(code), "-o", str(library), "-lm"]
+        finished = _run(compiler, arguments, TMPDIR=str(folder))
         if not finished.status:
             break
-    else:
+    command = [*compiler, *arguments]
+    if finished.status:
         raise CompilerError(
             f"the C compiler failed ({finished.status}): {shlex.join(command)}\n{finished.errors.strip()}\n"
             "Set $CC to a working compiler or use backend='eager'."
@@ -107,8 +112,15 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
     return library.read_bytes()
 
 
-def _run(command: Sequence[str], **environment: str) -> Finished:
-    """Run `command` to its end. What it prints may be in any encoding."""
+def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) -> Finished:
+    """Run `compiler` to its end. What it prints may be in any encoding."""
+    command = [*compiler, *arguments]
+    unfinished = CompilerError(
+        f"the C compiler did not finish within {TIMEOUT:g} seconds: {shlex.join(command)}\n"
+        "Set $CC to a working compiler or use backend='eager'."
+    )
+    if tuple(compiler) in _hung:
+        raise unfinished
     try:
         # In a process group of its own: what the compiler has started ends with it.
         process = subprocess.Popen(
@@ -129,10 +141,8 @@ def _run(command: Sequence[str], **environment: str) -> Finished:
             output, errors = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             _kill_group(process)
-            raise CompilerError(
-                f"the C compiler did not finish within {TIMEOUT:g} seconds: {shlex.join(command)}\n"
-                "Set $CC to a working compiler or use backend='eager'."
-            ) from None
+            _hung.add(tuple(compiler))
+            raise unfinished from None
         except BaseException:  # Ctrl-C reaches this process only
             _kill_group(process)
             raise

@@ -1,8 +1,9 @@
-"""State dicts: refuse what does not fit before anything is touched, and keep every dtype."""
+"""State dicts: validated before anything is changed; dtypes are preserved."""
 
 from __future__ import annotations
 
 import json
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ _REQUIRED = {"lr", "rounding"}
 """What a group must say; its default would be a guess."""
 
 _IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
-"""Arguments of every algorithm: that one is missing in a group without a header does not speak of another algorithm."""
+"""Arguments of every algorithm. If a group without a header lacks one, that does not mean another algorithm saved it.
+"""
 
 _WRITTEN_BY_TORCH = {
     *("params", "param_names", "differentiable"),
@@ -55,13 +57,17 @@ def saved_form(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> 
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
-        return {**_with_state_dtype(kept, _dtype_name), _CARRIER: json.dumps(header, default=str)}
+        return {**_with_state_dtype(kept, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
     return {**state_dict, "param_groups": [saved(group) for group in state_dict["param_groups"]]}
 
 
 def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `saved_form`; groups that have a header keep it under `HEADER`."""
+    """The inverse of `saved_form`; groups that have a header keep it under `HEADER`.
+
+    Raises:
+        ValueError: a header is damaged.
+    """
 
     def live(group: Group) -> Group:
         group = _with_state_dtype(group, _dtype)
@@ -70,8 +76,8 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             return group
         try:
             header = json.loads(carried)
-        except json.JSONDecodeError:
-            header = {"format": "unreadable"}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
 
     return {**state_dict, "param_groups": [live(group) for group in state_dict["param_groups"]]}
@@ -228,10 +234,10 @@ def _check_state(
             f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "
             f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
         )
-    if torch.as_tensor(state["step"]).numel() != 1:
-        raise ValueError(f"step of {where} has {torch.as_tensor(state['step']).numel()} elements; it must have one")
-    if not float(state["step"]) >= 0 or float(state["step"]) == float("inf"):
-        raise ValueError(f"step of {where} is {float(state['step'])}; it must be a number of steps")
+    if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
+        raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
+    if not _is_count(state["step"]):
+        raise ValueError(f"step of {where} is {state['step']!r}; it must be a whole number >= 0 and < 2**63")
     for name in expected - {"step"}:
         if not isinstance(state[name], Tensor):
             raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
@@ -242,6 +248,15 @@ def _check_state(
             )
         if state[name].dtype not in STATE_DTYPES:
             raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; states are bfloat16 or float32")
+
+
+def _is_count(step: Any) -> bool:
+    """Whether `step`, a number or a tensor, is a whole number that int64 can hold."""
+    try:
+        value = step.item() if isinstance(step, Tensor) else step
+        return int(value) == value and 0 <= int(value) < 2**63
+    except (TypeError, ValueError, OverflowError):  # of no number, NaN, infinity
+        return False
 
 
 def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:

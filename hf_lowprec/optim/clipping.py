@@ -7,10 +7,10 @@ CPU, the norm of 2²⁴ numbers is off by 6e-4.)
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -53,46 +53,82 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 _VERSION = operator.attrgetter("_version")
 
 
-class Found(Enum):
-    """How the gradients of now compare with those of which a norm was taken."""
-
-    SAME = "the same tensors, not written to since"
-    PART = "some of them, not written to since; the others are gone"
-    NONE = "other tensors"
-    CHANGED = "some of them written to since, or new ones besides them"
-    SHARED = "the same views, in whose memory something was written; DDP's buckets hold several gradients"
+GRADIENTS_CHANGED = (
+    "gradients were changed or added after clip_grad_norm_. Clipping happens inside the step, so earlier and later "
+    "gradients can no longer be told apart. Call clip_grad_norm_ last; or use torch.nn.utils.clip_grad_norm_, which "
+    "scales the gradients at once; or call optimizer.zero_grad() to drop the clipping"
+)
 
 
-class GradientNorm:
-    """The norm of certain gradients, which it tells from others without keeping them alive.
+class PendingClip:
+    """The norm of a set of gradients, identified by weak references, and what it does to the coming step.
 
-    `torch.nn.utils.clip_grad_norm_` rewrites the gradients, so clipping ends with them. What clips in the coming step
-    must end with them, too. Versions tell of every write but one through `.data`.
+    `torch.nn.utils.clip_grad_norm_` scales the gradients, so its clipping ends with them. This ends with them, too.
+    Versions tell of writes. Writes through `.data` are not seen.
 
     Attributes:
-        norm: FP32 scalar.
+        norm: FP32 scalar; None until it is computed.
         captured: whether it was computed for a CUDA graph.
+        limit: the smallest norm to which gradients are clipped; infinity does not clip. None: only the norm was wanted.
+        factor: by which gradients are clipped, FP32 scalar; None if they are not.
+        expected: the norm that gradients must still have where versions cannot tell whether they changed.
     """
 
-    def __init__(self, norm: Tensor, captured: bool, grads: Sequence[Tensor]) -> None:
-        self.norm = norm
-        self.captured = captured
+    def __init__(self, grads: Sequence[Tensor], earlier: PendingClip | None, max_norm: float | None) -> None:
+        """Begin with `grads`, to which `earlier` applies, and clip by `max_norm` after it."""
+        limits = (max_norm, None if earlier is None else earlier.limit)
+        self.limit: float | None = min((limit for limit in limits if limit is not None), default=None)
+        self.factor: Tensor | None = None if earlier is None else earlier.factor
+        self.expected: Tensor | None = None if earlier is None else earlier.expected
+        self.norm: Tensor | None = None
+        self.captured = False
+        self._max_norm = max_norm
         self._grads = list(map(weakref.ref, grads))
         self._versions = _versions(grads)
 
-    def compare(self, grads: Sequence[Tensor]) -> Found:
-        """Whether `grads` are the gradients whose norm this is."""
+    def finish(self, norm: Tensor, captured: bool) -> Tensor:
+        """Take the norm of the gradients.
+
+        Returns:
+            The norm after the clipping of before.
+        """
+        self.norm, self.captured, self.expected = norm, captured, None
+        if self.factor is not None:
+            self.factor = self.factor.to(norm.device)
+            # A gradient that is gone may have made it NaN, which `skip_nonfinite` reads from the norm.
+            self.norm = torch.where(self.factor.isnan(), self.factor, norm)
+            norm = norm * self.factor
+        if self._max_norm is not None and self._max_norm != math.inf:
+            factor = clip_factor(norm, self._max_norm)
+            self.factor = factor if self.factor is None else self.factor * factor
+        return norm
+
+    def applies_to(self, grads: Sequence[Tensor]) -> bool:
+        """Whether `grads` are the same gradients, or, if they are clipped, what is left of them.
+
+        Raises:
+            RuntimeError: they are clipped, and were written to or joined by others since.
+        """
         before, versions = [grad() for grad in self._grads], _versions(grads)
         if len(before) == len(grads) and all(map(operator.is_, before, grads)) and versions == self._versions:
-            return Found.SAME
+            return True
         known = {id(grad): version for grad, version in zip(before, self._versions, strict=True) if grad is not None}
         there = [id(grad) in known for grad in grads]
-        if not any(there):
-            return Found.NONE
+        if not any(there) or self.limit is None:
+            return False
         written = [grad for grad, version in zip(grads, versions, strict=True) if known.get(id(grad)) != version]
-        if not written:
-            return Found.PART
-        return Found.SHARED if all(there) and all(grad._is_view() for grad in written) else Found.CHANGED
+        if not written or self.factor is None:
+            return not written
+        if not all(there) or not all(grad._is_view() for grad in written):
+            raise RuntimeError(GRADIENTS_CHANGED)
+        self.expected = self.norm  # DDP's buckets hold several gradients, which share their version
+        return True
+
+    def check(self, norm: Tensor) -> None:
+        """Raise RuntimeError unless `norm`, which was computed anew, is the one that is expected; NaN is itself."""
+        bits = [each.to(norm.device).view(torch.int32) for each in (norm, self.expected) if each is not None]
+        if not torch.equal(bits[0], bits[-1]):
+            raise RuntimeError(GRADIENTS_CHANGED)
 
 
 def _versions(grads: Sequence[Tensor]) -> list[Any]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK")
 _DEFERRED = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
-"""Signals for whose handlers it is usual to raise: interruption, the end of a job, a time limit."""
+"""Signals for whose handlers it is usual to raise: interruption, the end of a job, a time limit. Those of SIGUSR1 and
+SIGUSR2 set a flag, or are faulthandler's, which `signal.signal` would remove."""
 
 
 @contextmanager
@@ -39,8 +40,10 @@ def deferred() -> Iterator[None]:
             _signal.signal(number, note)
         yield
     finally:
-        _restore(handlers)
-        _send(received)
+        try:
+            _restore(handlers)
+        finally:
+            _send(received)
 
 
 def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:

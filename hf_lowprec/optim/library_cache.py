@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import grp
 import hashlib
@@ -27,9 +28,12 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 SCRATCH = "hf_lowprec-build-"
-"""How the names of a build's temporary files and folders begin."""
+"""Prefix of a build's temporary files and folders."""
 ABANDONED_AFTER = 3600.0
 """Seconds after which a temporary file is left over from a build that was killed; a build takes minutes at most."""
+
+MOST_LINKS = 40
+"""Symbolic links that are followed in one path, as many as Linux follows."""
 
 _loads = itertools.count(1)
 
@@ -132,12 +136,29 @@ def _real_path(path: Path) -> Path:
     Goes down from the root, so that a folder is known not to be exchangeable before anything is looked up in it.
 
     Raises:
-        OSError: others can exchange a part, or it cannot be made.
+        OSError: others can exchange a part, it cannot be made, or it has more links than Linux follows.
     """
-    if path == path.parent:
-        return path
-    folder = _real_path(path.parent)
-    above, entry = folder.lstat(), folder / path.name
+    folder, names, links = Path(path.anchor), list(path.parts[:0:-1]), 0
+    while names:
+        entry = folder / names.pop()
+        if not stat.S_ISLNK(_checked_entry(folder, entry).st_mode):
+            folder = entry
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = folder / entry.readlink()
+        folder, names = Path(target.anchor), [*names, *target.parts[:0:-1]]
+    return folder
+
+
+def _checked_entry(folder: Path, entry: Path) -> os.stat_result:
+    """The status of `entry` of `folder`, made if it is missing.
+
+    Raises:
+        OSError: others can exchange it, or it cannot be made.
+    """
+    above = folder.lstat()
     shared = _others_can_write(above)
     if shared and not above.st_mode & stat.S_ISVTX:
         raise PermissionError(f"others can write to {folder}")
@@ -147,7 +168,7 @@ def _real_path(path: Path) -> Path:
         entry.mkdir(mode=0o700, exist_ok=True)
         status = entry.lstat()
     _check_owner(status, entry, foreign_root=not shared)
-    return _real_path(folder / entry.readlink()) if stat.S_ISLNK(status.st_mode) else entry
+    return status
 
 
 def _check_owner(status: os.stat_result, what: Path | str, foreign_root: bool = False) -> None:
@@ -214,7 +235,7 @@ def _checksum(name: str, library: bytes) -> bytes:
 
 
 def _publish(file: Path, library: bytes) -> None:
-    """Write `library`, and its checksum after it, which the loader of programs passes over."""
+    """Write `library`, and its checksum after it."""
     _remove_abandoned(file.parent)
     descriptor, temporary = tempfile.mkstemp(prefix=SCRATCH, dir=file.parent)
     try:

@@ -3,7 +3,7 @@
 Random bits belong to a parameter's number (see `random_bits`), which is its position in the optimizer. It would be 0
 for all of these: they would round alike, and their errors would add up instead of averaging out.
 
-Whole models are not numbered on: two of them in one process are more likely to be compared than to be trained together.
+Optimizers of several parameters all start at 0, so that two trainings in one process can be compared.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _KIND = operator.attrgetter("dtype", "shape", "layout")
 
 _LOW = 1 << 36
-"""No tensor is expected below this address, except empty ones; one whose memory was freed is where its offset says."""
+"""Freed memory begins at 0, so a tensor there lies at its offset, below this address. Others may lie there, too."""
 
 Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
 """What is stepped together: works by layout, device, and how they are spread over ranks."""
@@ -100,7 +100,7 @@ class Plan:
             for name, part in zip(names, parts[1:], strict=True):
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             work = Work(
-                index + group.get("first_parameter", 0),
+                index + operator.index(validation.first_parameter(group)),
                 group,
                 state,
                 param,
@@ -128,7 +128,7 @@ class Plan:
             return False
         parts = list(map(local, grads)) if self._sharded else grads
         addresses = list(map(Tensor.data_ptr, parts))
-        if min(addresses, default=_LOW) < _LOW:
+        if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
             self._check_gradients(optimizer)
         contiguous = list(map(Tensor.contiguous, parts))
         if any(map(operator.is_not, parts, contiguous)):
@@ -173,12 +173,16 @@ class Plan:
         )
         return found, grads
 
-    def limit(self, max_norm: float | None, skip_nonfinite: bool) -> None:
-        """Let `norm` decide how the coming step is clipped and whether it is taken."""
+    def limit(self, max_norm: float | None, factor: Tensor | None, skip_nonfinite: bool) -> None:
+        """Clip the coming step by `factor`, if it is known, else by what `norm` and `max_norm` give; let `norm` decide
+        whether the step is taken.
+        """
         assert self.norm is not None
+        if max_norm is not None and factor is None:
+            factor = clip_factor(self.norm, max_norm)
         for batch in self.batches:
-            if max_norm is not None:
-                batch.clip = clip_factor(self.norm, max_norm).to(batch.device)
+            if max_norm is not None and factor is not None:
+                batch.clip = factor.to(batch.device)
             if skip_nonfinite:
                 batch.enabled = self.norm.isfinite().to(batch.device)
 
@@ -191,6 +195,10 @@ class Plan:
         """Let go of what belongs to one step."""
         for batch in self.batches:
             batch.release()
+
+
+def _is_freed(part: Tensor, address: int) -> bool:
+    return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
 def _initialized_state(
@@ -207,7 +215,7 @@ def _initialized_state(
 
 
 def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
-    """What shapes the work on each group, beside its parameters; learning rates and the like may change."""
+    """What shapes the work on each group, apart from its parameters; learning rates and the like may change."""
     return [
         (
             optimizer.backend,
@@ -218,7 +226,7 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
             group["rounding"],
             group["state_rounding"],
             group["seed"],
-            group.get("first_parameter", 0),
+            validation.first_parameter(group),
             group["maximize"],
             optimizer.options(group),
         )

@@ -27,7 +27,7 @@ LARGEST = torch.finfo(torch.float32).max
 """The arithmetic is FP32: a larger number would be infinite there."""
 IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
 """Arguments of torch's optimizers that choose between implementations of one step."""
-_NOT_NEEDED = "every backend steps all parameters at once, and outside of autograd"
+_NOT_NEEDED = "every backend is fused, and steps are not differentiable"
 EXECUTION = {"backend", "capturable", "max_grad_norm", "skip_nonfinite"}
 """Arguments of the optimizers that belong to no parameter group."""
 
@@ -39,9 +39,8 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
         above = "" if low == float("-inf") else f" >= {low:g}"
         below = "" if high == float("inf") else f" and < {high:g}"
         hint = f"; give {float(value)!r} without the quotes" if isinstance(value, str) and _is_float(value) else ""
-        raise ValueError(
-            f"{name}={_shown(value)} is invalid; it must be a finite number{above}{below}, in FP32 (up to 3.4e38){hint}"
-        )
+        held = " that FP32 can hold (up to 3.4e38)" if abs(number) > LARGEST else ""
+        raise ValueError(f"{name}={_shown(value)} is invalid; it must be a number{above}{below}{held}{hint}")
 
 
 def _number(value: Any) -> float:
@@ -85,20 +84,30 @@ def check_betas(betas: Iterable[Any]) -> None:
 def check_execution(capturable: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
     """Raise ValueError unless these arguments, which belong to no parameter group, make sense."""
     for name, value in (("capturable", capturable), ("skip_nonfinite", skip_nonfinite)):
-        if value not in (True, False):
+        if not is_boolean(value):
             raise ValueError(f"{name}={value!r} is not True or False")
     if max_grad_norm is not None:
-        check_range("max_grad_norm", max_grad_norm, 0.0)
-        if max_grad_norm == 0:
-            raise ValueError("max_grad_norm=0 would take no step at all; give None not to clip")
+        check_max_norm("max_grad_norm", max_grad_norm)
+
+
+def is_boolean(value: Any) -> bool:
+    """Whether `value` is True or False, or NumPy's."""
+    return isinstance(value, bool) or (type(value).__module__, type(value).__name__.rstrip("_")) == ("numpy", "bool")
+
+
+def check_max_norm(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a norm to which gradients can be clipped."""
+    check_range(name, value, 0.0)
+    if value == 0:
+        raise ValueError(f"{name}={value!r} would take no step at all; it must be above 0")
 
 
 def keywords(cls: Any) -> dict[str, Any]:
-    """The keyword arguments of an optimizer class, with their defaults."""
+    """The keyword arguments of an optimizer class, with their defaults; not to be changed."""
     return _keywords(cls)
 
 
-@functools.cache
+@functools.cache  # apart, since type checkers do not take an optimizer class for hashable, which this asks for
 def _keywords(cls: Any) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
@@ -133,9 +142,10 @@ def refuse_overflow(group: Group, scalars: Mapping[str, float]) -> None:
     """Raise ValueError if a factor of a step, made of hyperparameters that are finite in FP32, is not."""
     for name, value in scalars.items():
         if not abs(value) <= LARGEST:
+            why = "is not finite in FP32" if value != value else "FP32 cannot hold (up to 3.4e38)"
             raise ValueError(
-                f"lr={group['lr']!r} makes the step's factor {name!r} {value:g}, with the other hyperparameters, and "
-                "FP32 ends at 3.4e38; give smaller ones"
+                f"lr={group['lr']!r} and the other hyperparameters give {name}={value:g}, which {why}; "
+                "use smaller values"
             )
 
 
@@ -150,7 +160,7 @@ def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> No
         if key in IMPLEMENTATIONS:
             raise ValueError(f"{key!r} in {where} is not an option of {name}: {_NOT_NEEDED}; remove it")
         if key in EXECUTION:
-            raise ValueError(f"{key!r} in {where} belongs to no group; give it to {name}(…), for all of them")
+            raise ValueError(f"{key!r} in {where} cannot be set per group; pass it to {name}(...)")
         if near := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
 
@@ -161,22 +171,34 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str, leas
     In training a scheduler may take the learning rate below zero, as with torch's optimizers.
     """
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
+    if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
+        raise ValueError(
+            f"state_rounding={group['state_rounding']!r} in {where} is of a group of state_dict(), which cannot be "
+            "put into param_groups; use load_state_dict"
+        )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
     check_integer("seed", group["seed"], where)
-    first = group.get("first_parameter", 0)
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+    first = first_parameter(group)
+    check_integer("first_parameter", first, where)
+    if first < 0:
         raise ValueError(f"first_parameter={first!r} in {where} is invalid; it must be an integer >= 0")
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # no device is asked in a step
         check_range("lr", group["lr"], least_lr)
     for name, default in {**keywords(type(optimizer)), **dict.fromkeys(optimizer.flags, True)}.items():
-        if isinstance(default, bool) and name in group and group[name] not in (True, False):
+        if isinstance(default, bool) and name in group and not is_boolean(group[name]):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
         if isinstance(default, tuple) and name in group:
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+
+
+def first_parameter(group: Group) -> int:
+    """The number of the first parameter of the optimizer of `group` in the random stream."""
+    first = group.get("first_parameter")
+    return 0 if first is None else first
 
 
 def check_integer(name: str, value: Any, where: str) -> None:
@@ -262,7 +284,7 @@ def check_gradient(grad: Tensor) -> None:
 
 
 def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
-    """Raise ValueError if `param` became FP32 after steps in 16 bits: the compensation would be lost, unseen."""
+    """Raise ValueError if `param` became FP32 after steps in 16 bits: the compensation would be silently lost."""
     if param.dtype != torch.float32:
         return
     for name in {spec.name for mode in MODES.values() for spec in mode.auxiliary} & state.keys():

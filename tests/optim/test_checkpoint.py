@@ -2,10 +2,12 @@
 
 import copy
 import json
+import math
 import warnings
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -147,7 +149,10 @@ def test_format_1_without_maximize_descends(name):
         ({"momentum": 0.9, "foreach": True}, ["has 'foreach', 'momentum'", "unknown to AdamW"]),
         ({"state_rounding": header(format=3)}, ["format 3", "upgrade hf_lowprec"]),
         ({"state_rounding": header(format=None)}, ["format None", "upgrade hf_lowprec"]),
-        ({"state_rounding": header()[:-1]}, ["format 'unreadable'"]),
+        ({"state_rounding": header()[:-1]}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": "{x"}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": '{"a":' * 100_000}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": '{"format":' + "9" * 5000 + "}"}, ["state_rounding of a param group is damaged"]),
     ],
 )
 def test_what_is_unknown_is_refused(changes, words):
@@ -175,6 +180,30 @@ def test_a_state_that_is_no_tensor_is_refused():
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["exp_avg"] = "lost"
     refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is no tensor but 'lost'"])
+
+
+@pytest.mark.parametrize(
+    "step", [1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, torch.tensor(2.5), [3, 4]]
+)
+def test_a_step_that_is_no_count_is_refused(step):
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["step"] = step
+    refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 is", "whole number"])
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
+def test_a_step_of_any_kind_is_taken(step):
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["step"] = step
+    target.load_state_dict(saved)
+    assert target.state[params_of(target)[1]]["step"] == 3
+
+
+def test_a_group_of_a_state_dict_is_no_param_group():
+    target = stepped("AdamW")
+    target.param_groups[0].update({**target.state_dict()["param_groups"][0], "params": params_of(target)})
+    with pytest.raises(ValueError, match=r"of a group of state_dict\(\).*use load_state_dict$"):
+        target.step()
 
 
 @pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}])

@@ -1,6 +1,7 @@
 """`max_grad_norm` and `skip_nonfinite`: the norm, the factor, and steps that are left out."""
 
 import copy
+import functools
 import math
 import weakref
 
@@ -209,13 +210,6 @@ def replaced_and_clipped_anew(model, clip):
     clip(3.0)
 
 
-def zeroed_in_place_and_clipped_anew(model, clip):
-    clip(1.0)
-    model.zero_grad(set_to_none=False)
-    backward(model, 1)
-    clip(3.0)
-
-
 def one_is_dropped(model, clip):
     clip(1.0)
     model[0].bias.grad = None
@@ -224,6 +218,18 @@ def one_is_dropped(model, clip):
 def all_are_dropped(model, clip):
     clip(1.0)
     model.zero_grad()
+
+
+def clipped_again_after_one_is_dropped(model, clip):
+    one_is_dropped(model, clip)
+    clip(0.5)
+
+
+def clipped_again_after_most_are_dropped(model, clip):
+    clip(1.0)
+    for param in list(model.parameters())[1:]:
+        param.grad = None
+    clip(2.0)
 
 
 def clipped_tighter(model, clip):
@@ -252,7 +258,8 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 HISTORIES = [
-    *(replaced_by_backward, replaced_one_by_one, replaced_and_clipped_anew, zeroed_in_place_and_clipped_anew),
+    *(replaced_by_backward, replaced_one_by_one, replaced_and_clipped_anew),
+    *(clipped_again_after_one_is_dropped, clipped_again_after_most_are_dropped),
     *(one_is_dropped, all_are_dropped, clipped_tighter, clipped_looser, clipped_by_infinity, only_asked_for_the_norm),
 ]
 
@@ -308,11 +315,14 @@ def test_what_was_written_to_after_clipping_is_refused(change):
     optimizer.clip_grad_norm_(0.5)
     change(model)
     before = copy.deepcopy(model.state_dict())
-    for refused in (optimizer.step, optimizer.global_grad_norm, optimizer.step):
-        with pytest.raises(RuntimeError, match=r"written to.*Call clip_grad_norm_ last.*torch\.nn\.utils"):
+    clip_again = functools.partial(optimizer.clip_grad_norm_, 10.0)
+    for refused in (optimizer.step, optimizer.global_grad_norm, clip_again, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"changed or added.*Call clip_grad_norm_ last.*torch\.nn\.utils"):
             refused()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimizer.clip_grad_norm_(0.5)  # the way out
+    optimizer.zero_grad(set_to_none=False)  # the way out
+    backward(model, 1)
+    optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     moved = [(value - before[name]).double().square().sum() for name, value in model.state_dict().items()]
     # Weights of up to 0.5 are rounded to within 2⁻²⁶ where they move by 0.05 in all; there are 41.
@@ -405,3 +415,72 @@ def test_gradients_of_fsdp2(mesh, added_to):
         model.zero_grad()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), other, rtol=50 * 2**-24, atol=50 * 2**-24)
+
+
+@pytest.mark.parametrize("ask", [None, SGD.global_grad_norm], ids=["step", "norm"])
+def test_a_norm_that_is_asked_for_does_not_change_what_is_pending(ask):
+    """Three of four gradients of 1 are dropped after clipping to 1: torch leaves 1/2 of the last one."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones(1)
+    optimizer = SGD(params, lr=1.0)
+    optimizer.clip_grad_norm_(1.0)
+    for param in params[1:]:
+        param.grad = None
+    if ask is not None:
+        assert ask(optimizer).item() == 1
+    optimizer.step()
+    # Torch's factor is 1/(2 + 1e-6).
+    assert params[0].item() == pytest.approx(-0.5, rel=1e-6)
+
+
+def test_a_gradient_that_is_dropped_does_not_hide_a_norm_that_is_not_finite():
+    """Torch would have scaled the others by NaN."""
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = SGD(params, lr=1.0, skip_nonfinite=True)
+    params[0].grad, params[1].grad = torch.full((2,), math.nan), torch.ones(2)
+    optimizer.clip_grad_norm_(1.0)
+    params[0].grad = None
+    assert optimizer.clip_grad_norm_(1.0).isnan()
+    optimizer.step()
+    assert not params[1].any()
+    assert optimizer.skipped_steps == 1
+
+
+def test_clipping_that_fails_leaves_what_was_pending():
+    params = [nn.Parameter(torch.zeros(4))]
+    params[0].grad = torch.ones(4)
+    optimizer = SGD(params, lr=1.0)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.param_groups[0]["rounding"] = "up"
+    with pytest.raises(ValueError, match="rounding='up'"):
+        optimizer.clip_grad_norm_(0.5)
+    optimizer.param_groups[0]["rounding"] = "kahan"
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), torch.full((4,), -0.5))  # torch adds 1e-6 to the norm of 2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_in_a_bucket_of_ddp_that_is_not_finite_is_the_same_norm(mesh, bad):
+    """… and its step is left out, although NaN is equal to nothing."""
+    model = small_model()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = SGD(model[0].parameters(), lr=0.1, skip_nonfinite=True)
+    for _ in range(3):
+        model.zero_grad()
+        backward(wrapped, 7)
+    model[0].weight.grad[0, 0] = bad
+    before = copy.deepcopy(model.state_dict())
+    optimizer.clip_grad_norm_(0.5)
+    nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, "1.0", None])
+def test_a_limit_of_one_step_that_makes_no_sense_is_refused_by_its_name(value):
+    params = [nn.Parameter(torch.zeros(3))]
+    params[0].grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"^max_norm="):
+        SGD(params, lr=1.0).clip_grad_norm_(value)

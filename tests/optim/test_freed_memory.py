@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import AdamW, plan, validation
 
 SCRIPT = """
 import itertools
@@ -77,3 +77,19 @@ def test_empty_tensors_and_memory_that_came_back_are_stepped(backend):
     optimizer.step()
     assert torch.isfinite(params[1]).all() and not torch.equal(params[1], kept)
     assert optimizer.state[params[1]]["step"] == 3
+
+
+def test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch):
+    """Shards of FSDP2 are often empty, and their address is 0."""
+    params = [nn.Parameter(torch.ones(size).bfloat16()) for size in (0, 8)]
+    optimizer = AdamW(params)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        monkeypatch.setattr(validation, "check_memory", lambda *_: pytest.fail("checked on a standing plan"))
+
+
+def test_low_addresses_are_ordinary(monkeypatch):
+    monkeypatch.setattr(plan, "_LOW", 1 << 63)
+    test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch)

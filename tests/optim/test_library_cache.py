@@ -454,3 +454,28 @@ def test_the_default_follows_the_users_directories(monkeypatch, tmp_path):
 def test_the_checksum_does_not_keep_tools_from_reading_the_file(cache, right):
     load(right)
     assert ctypes.CDLL(str(cache / NAME)).answer() == 42
+
+
+@pytest.mark.parametrize("which", ["HF_LOWPREC_CACHE", "temporary files"])
+def test_links_in_a_circle_are_no_place_to_keep_anything(which, cache, right, tmp_path, monkeypatch):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    if which == "HF_LOWPREC_CACHE":
+        monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "a" / "cache"))
+        answer, caught = load(right)
+        assert answer == 42
+        assert "symbolic links" in caught[0] and str(tmp_path / "a") in caught[0]
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a" / "temporary"))
+        assert load(right) == (42, [])  # built in the cache
+
+
+def test_as_many_links_as_the_system_follows(cache, right, tmp_path):
+    (tmp_path / "0").mkdir()
+    for k in range(40):
+        (tmp_path / str(k + 1)).symlink_to(str(k))
+    assert library_cache._real_path(tmp_path / "40") == tmp_path / "0"
+    (tmp_path / "41").symlink_to("40")
+    with pytest.raises(OSError) as error:
+        library_cache._real_path(tmp_path / "41")
+    assert error.value.errno == errno.ELOOP

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim import library_cache
+from hf_lowprec.optim import c_compiler, library_cache, native
 from hf_lowprec.optim.c_compiler import compile_library, require_compiler
 from tests import nursery
 
@@ -293,3 +293,17 @@ if child:
 """
     finish(start(body, shared, TMPDIR=str(temporary)))
     assert libraries(shared) == libraries(temporary) == []
+
+
+@pytest.mark.parametrize("hangs_in", ["version", "compilation"])
+def test_a_compiler_that_hangs_is_waited_for_once(hangs_in, tmp_path, monkeypatch):
+    count = tmp_path / "count"
+    version = '[ "$1" = --version ] && exit 0\n' if hangs_in == "compilation" else ""
+    compiler = script(tmp_path, f"{version}echo started >> {count}; exec sleep 1000")
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(c_compiler, "TIMEOUT", 0.5)
+    for layout in range(3):
+        with pytest.raises(c_compiler.CompilerError, match=r"did not finish within 0.5 seconds.*\n.*backend='eager'"):
+            native._compiled(f"int layout_{layout};", [])
+    assert count.read_text() == "started\n"

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,3 +164,33 @@ def test_an_optimizer_that_only_checks_arguments_is_not_counted(tmp_path):
 def test_a_number_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match=f"first_parameter={value!r}"):
         AdamW(parameters(1), first_parameter=value)
+
+
+def test_a_number_of_any_integer_kind_is_taken_and_saved():
+    params, twins = parameters(1), parameters(1)
+    optimizer, twin = AdamW(params, first_parameter=np.int64(2)), AdamW(twins, first_parameter=2)
+    train(params, [optimizer])
+    train(twins, [twin])
+    assert torch.equal(*params, *twins)
+    assert optimizer.state_dict()["param_groups"] == twin.state_dict()["param_groups"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["first_parameter"] == 2
+
+
+def test_none_in_a_group_is_no_number():
+    params, twins = parameters(1), parameters(1)
+    optimizer, twin = AdamW([{"params": params, "first_parameter": None}]), AdamW(twins, first_parameter=0)
+    train(params, [optimizer])
+    train(twins, [twin])
+    assert torch.equal(*params, *twins)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(params, [optimizer])
+
+
+def test_optimizers_of_several_parameters_are_numbered_by_a_running_sum():
+    """As the documentation says: one optimizer per block, with the bits of one of all."""
+    params, whole = parameters(4), parameters(4)
+    blocks = [params[:2], params[2:]]
+    train(params, [AdamW(block, first_parameter=sum(map(len, blocks[:k]))) for k, block in enumerate(blocks)])
+    train(whole, [AdamW(whole)])
+    assert all(map(torch.equal, params, whole))

@@ -45,7 +45,8 @@ class Muon(TwoMoments):
         lr: learning rate, a number or a one-element tensor.
         weight_decay: decoupled decay, per unit of learning rate.
         momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices
-            take `betas[0]` of their group, since that is what these write to.
+            take `betas[0]` of their group, since that is what these write to. They go on taking it after such a
+            scheduler has ended, until 'base_momentum' is deleted from the group.
         nesterov: look ahead by the momentum.
         ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
         ns_steps: how often it is applied.
