@@ -186,7 +186,11 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
             for batch in plan.batches:
                 batch.count()
             plan.copy_back()
-            self.grad_norm, self._pending = plan.norm, None
+            self.grad_norm = plan.norm
+            if self._pending is not None:
+                self._pending.taken = True
+            if self.capturable:  # a graph that is replayed writes to gradients without changing their versions
+                self._pending = None
             if plan.norm is not None and self.skip_nonfinite:
                 if self._skipped is None:
                     self._skipped = torch.zeros((), dtype=torch.int64, device=plan.norm.device)
@@ -233,6 +237,8 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def _clip_ahead(self, max_norm: float | None) -> tuple[PendingClip, Tensor]:
         """Clip the coming step by `max_norm`, or None to compute the norm only; also the norm before."""
         earlier = self._still_pending()
+        if earlier is not None and earlier.expected is not None and max_norm is not None:
+            earlier = None  # DDP's buckets may have new gradients, and these are clipped now
         self._pending = pending = PendingClip(self._gradients(), earlier, max_norm)
         try:
             with self.next_step(norm_only=True) as plan:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
-from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding import MODES, dtype_name
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.base import LowPrecisionOptimizer
@@ -84,7 +84,7 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_name(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
 def _dtype(value: Any) -> Any:
@@ -120,6 +120,9 @@ def checked(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dic
         _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups and this {name} has {len(groups)}")
+    if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
+        raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
+    _check_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
     for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         if len(group["params"]) != len(saved["params"]):
             raise ValueError(
@@ -222,6 +225,15 @@ def warn_of_changes(optimizer: LowPrecisionOptimizer, changed: list[str]) -> Non
         )
 
 
+def _check_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
+    """Raise ValueError for states that torch would pass over, so that their parameters began anew."""
+    for key in states:
+        if isinstance(key, str) and key.isdecimal() and key not in numbers:
+            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
+        if isinstance(key, int) and key not in numbers:
+            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
+
+
 def _check_state(
     optimizer: LowPrecisionOptimizer, param: Tensor, saved_group: Group, state: dict[str, Any], where: str
 ) -> None:
@@ -231,7 +243,7 @@ def _check_state(
     foreign = {spec.name for mode in MODES.values() for spec in mode.auxiliary} & set(state)
     if expected - set(state) or (param.dtype == torch.float32 and foreign):
         raise ValueError(
-            f"{where} of the state dict has the states {sorted(state)}; a {str(param.dtype).removeprefix('torch.')} "
+            f"{where} of the state dict has the states {sorted(state)}; a {dtype_name(param.dtype)} "
             f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
         )
     if isinstance(state["step"], Tensor) and state["step"].numel() != 1:

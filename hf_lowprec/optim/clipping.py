@@ -72,6 +72,8 @@ class PendingClip:
         limit: the smallest norm to which gradients are clipped; infinity does not clip. None: only the norm was wanted.
         factor: by which gradients are clipped, FP32 scalar; None if they are not.
         expected: the norm that gradients must still have where versions cannot tell whether they changed.
+        taken: whether a step was taken with it; another step with the same gradients is clipped as well, and gradients
+            that were written to after it are new ones.
     """
 
     def __init__(self, grads: Sequence[Tensor], earlier: PendingClip | None, max_norm: float | None) -> None:
@@ -82,6 +84,7 @@ class PendingClip:
         self.expected: Tensor | None = None if earlier is None else earlier.expected
         self.norm: Tensor | None = None
         self.captured = False
+        self.taken = False
         self._max_norm = max_norm
         self._grads = list(map(weakref.ref, grads))
         self._versions = _versions(grads)
@@ -117,7 +120,7 @@ class PendingClip:
         if not any(there) or self.limit is None:
             return False
         written = [grad for grad, version in zip(grads, versions, strict=True) if known.get(id(grad)) != version]
-        if not written or self.factor is None:
+        if not written or self.factor is None or self.taken:
             return not written
         if not all(there) or not all(grad._is_view() for grad in written):
             raise RuntimeError(GRADIENTS_CHANGED)

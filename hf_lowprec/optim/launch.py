@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from hf_lowprec.optim.batch import Batch
 from hf_lowprec.optim.step import Layout
 from hf_lowprec.optim.triton_source import render
+from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
 """Elements per program and iteration: eight per thread, 128 bits of BF16."""
@@ -228,7 +229,7 @@ def kernels(layout: Layout) -> tuple[Any, Any]:
     words = (
         layout.update.__qualname__,
         layout.rounding,
-        *(str(d).removeprefix("torch.") for d in layout.tensors.values()),
+        *(dtype_name(d) for d in layout.tensors.values()),
     )
     name = f"<hf_lowprec {' '.join(words)} {hash(layout) & 0xFFFFFFFF:08x}>"
     # Triton reads a function's source through `inspect`, which looks here.

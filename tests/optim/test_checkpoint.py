@@ -183,6 +183,27 @@ def test_a_state_that_is_no_tensor_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        (lambda state: {str(key): value for key, value in state.items()}, "parameter '0', a string"),
+        (lambda state: {**state, 99: state[0]}, "parameter 99, which is in none"),
+    ],
+)
+def test_states_that_torch_would_pass_over_are_refused(states, words):
+    saver, loader = stepped("AdamW"), stepped("AdamW")
+    saved = saver.state_dict()
+    with pytest.raises(ValueError, match=words):
+        loader.load_state_dict({**saved, "state": states(saved["state"])})
+
+
+def test_a_group_without_parameters_is_refused():
+    saved = stepped("AdamW").state_dict()
+    del saved["param_groups"][0]["params"]
+    with pytest.raises(ValueError, match="has no 'params'"):
+        stepped("AdamW").load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
     "step", [1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, torch.tensor(2.5), [3, 4]]
 )
 def test_a_step_that_is_no_count_is_refused(step):

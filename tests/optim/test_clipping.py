@@ -288,6 +288,28 @@ def test_clipping_belongs_to_the_gradients_it_was_asked_for(history):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+def test_clipping_lasts_as_long_as_the_gradients():
+    """A second step with them is clipped as well; zeroed in place after a step, they are new ones."""
+    ours, theirs = small_model(), small_model()
+    optimizer, reference = SGD(ours.parameters(), lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    clips = [optimizer.clip_grad_norm_, lambda limit: nn.utils.clip_grad_norm_(theirs.parameters(), limit)]
+    for model, opt, clip in zip((ours, theirs), (optimizer, reference), clips, strict=True):
+        backward(model, 1)
+        clip(0.5)
+        opt.step()
+        opt.step()
+        model.zero_grad(set_to_none=False)
+        backward(model, 2)
+        opt.step()
+        model.zero_grad(set_to_none=False)
+        backward(model, 3)
+        clip(0.5)
+        opt.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # Four steps; norms of 41 numbers in FP32 (torch) and FP64 (here), weights of up to a few hundred after them.
+        torch.testing.assert_close(mine, other, rtol=200 * 2**-24, atol=200 * 2**-24)
+
+
 def added_to_by_backward(model):
     backward(model, 1)
 
@@ -390,6 +412,7 @@ def test_gradients_in_a_bucket_of_ddp(mesh, change):
         optimizer.step()
         for param, old, grad in zip(model[0].parameters(), before, grads, strict=True):
             torch.testing.assert_close(param.detach(), old - 0.1 * grad * clip_factor(norm, 0.5), rtol=2**-22, atol=0)
+    optimizer.zero_grad()
     assert optimizer.limit is None
 
 
