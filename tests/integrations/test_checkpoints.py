@@ -213,7 +213,10 @@ def test_an_earlier_training_is_no_replacement(killed):
     """Of a fresh training in the same folder only step 3 is there, and damaged: step 2 is not its own."""
     train(killed, max_steps=3, save_steps=3)
     flipped(killed / "checkpoint-3/optimizer.pt")
-    with pytest.raises(ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .* before checkpoint-3"):
+    with pytest.raises(
+        ValueError,
+        match=r"no checkpoint .* is intact .*checkpoint-2: saved at .* by a previous training, before checkpoint-3; pass its path",
+    ):
         resolve(True, str(killed))
 
 
