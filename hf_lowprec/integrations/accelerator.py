@@ -216,8 +216,9 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
     found = difference_of_replicas(model.named_parameters())
     if found is not None and accelerator.is_main_process:
         logger.warning(
-            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike before the "
-            "model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from rank 0's",
+            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
+            "before the model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from "
+            "rank 0's",
             found,
         )
 

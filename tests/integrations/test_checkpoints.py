@@ -215,7 +215,7 @@ def test_an_earlier_training_is_no_replacement(killed):
     flipped(killed / "checkpoint-3/optimizer.pt")
     with pytest.raises(
         ValueError,
-        match=r"no checkpoint .* is intact .*checkpoint-2: saved at .* by a previous training, before checkpoint-3; pass its path",
+        match=r"no checkpoint .* is intact .*-2: saved at .* by a previous training, before checkpoint-3; pass its path",
     ):
         resolve(True, str(killed))
 

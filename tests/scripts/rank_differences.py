@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import hf_lowprec
 from tests.fsdp_on_cpu import allow_fsdp_on_cpu
@@ -280,6 +281,7 @@ def check_equal_ones(kind: str) -> None:
     train(change=train_once)
     train(optimizer=lambda model: torch.optim.SGD(groups(model), lr=torch.tensor(0.25) if ODD else 0.25))
     train(optimizer=second(lr=1 if ODD else 1.0))
+    train(optimizer=second(device=torch.device("cuda", RANK)))
     efficient = {} if kind == "ddp" else {"cpu_ram_efficient_loading": True}
     train(setup=lambda: accelerator(**efficient), build=another_net)  # both start from the weights of rank 0
     dist.all_gather_object = gather
@@ -296,6 +298,19 @@ def check_different_shards() -> None:
         assert "cpu_ram_efficient_loading" in message
     else:
         assert not heard.messages
+
+
+def check_weights_on_the_meta_device() -> None:
+    """They are loaded after sharding: on all ranks, or from rank 0 on the others; so there is nothing to say."""
+    heard = Heard()
+    for device in ("meta", "meta" if ODD else "cpu"):
+        made = accelerator()
+        hf_lowprec.prepare_accelerator(made)
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert not heard.messages, heard.messages
 
 
 def check_replicas_of_shards() -> None:
@@ -321,5 +336,6 @@ if __name__ == "__main__":
         check_equal_ones(kind)
     if kind == "fsdp2":
         check_different_shards()
+        check_weights_on_the_meta_device()
     print_once(f"{kind}: compared")
     leave()
