@@ -28,7 +28,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
-from hf_lowprec.reduction.replicas import difference_of_replicas, unwrapped
+from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, unwrapped
 from hf_lowprec.reduction.settings import check_same_settings, model_settings, on_every_rank
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
@@ -213,7 +213,8 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
     """FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights."""
     if accelerator.num_processes == 1 or any(on_every_rank(any(param.is_meta for param in model.parameters()))):
         return  # weights of a model on the meta device are loaded after sharding
-    found = difference_of_replicas(model.named_parameters())
+    ignored = seams.ignored_by_fsdp2(accelerator, model)
+    found = difference_of_replicas((name, param) for name, param in common_parameters(model) if param not in ignored)
     if found is not None and accelerator.is_main_process:
         logger.warning(
             "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "

@@ -232,7 +232,8 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After the best weights were loaded: cast adapters again and reset compensations, which belong to the last weights."""
+        """After the best weights were loaded: cast adapters again and reset compensations, which belong to the last
+        weights."""
         if not args.load_best_model_at_end:
             return
         if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included

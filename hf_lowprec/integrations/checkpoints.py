@@ -154,8 +154,8 @@ def _check_seen(checkpoint: Path) -> None:
     missing_on = [rank for rank, sees in enumerate(_on_every_rank(checkpoint.is_dir())) if not sees]
     if missing_on:
         raise ValueError(
-            f"rank {', '.join(map(str, missing_on))} does not see {str(checkpoint)!r}, from which the others resume; put "
-            "output_dir on storage that all machines share, or save with save_on_each_node=True"
+            f"rank {', '.join(map(str, missing_on))} does not see {str(checkpoint)!r}, from which the others resume; "
+            "put output_dir on storage that all machines share, or save with save_on_each_node=True"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -141,7 +142,7 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models given to `accelerator`: without DDP, which wraps them afterwards, but with FSDP2, which shards in place.
+    """The models given to `accelerator`: not DDP, which wraps them afterwards, but FSDP2, which shards in place.
 
     Models prepared for evaluation alone are among them.
     """
@@ -151,6 +152,12 @@ def prepared_models(accelerator: Any) -> list[Any]:
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
     return [unwrapped(optimizer) for optimizer in accelerator._optimizers]
+
+
+def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
+    """The parameters of `model` that accelerate will tell FSDP2 to leave alone, by its plugin's `ignored_modules`."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules
+    return get_parameters_from_modules(ignored, model, accelerator.device)
 
 
 def has_communication_hook(model: DistributedDataParallel) -> bool:

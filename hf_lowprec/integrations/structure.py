@@ -23,7 +23,7 @@ _WEIGHTS = ("**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin",
 
 
 def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:
-    """The state of the Trainer in a JSON file as a `cls`, without fields that another version of transformers has added.
+    """The Trainer's state in a JSON file as a `cls`, without fields that another version of transformers has added.
 
     Raises:
         ValueError: it is missing or damaged; the message names the file.

@@ -214,7 +214,8 @@ def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[s
 
 
 def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Trainer's, between an incomplete manifest and the complete one, which is written before older checkpoints are deleted."""
+    """Trainer's, between an incomplete manifest and the complete one, which is written before older checkpoints
+    are deleted."""
     if getattr(trainer, _CALLBACK, None) is None:
         return original(trainer, *args, **kwargs)
     manifests = _manifests(trainer)

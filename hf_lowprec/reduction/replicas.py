@@ -115,15 +115,15 @@ def _signed(place: int) -> int:
 
 
 def common_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, with names, that ranks have in common or share among them; without those that are a rank's own."""
+    """The parameters, with names, that ranks have in common or share among them, without each rank's own."""
     own: set[Tensor] = set()
     for module in model.modules():
         ignored = getattr(module, _IGNORED_BY_DDP, ())
-        sharded = isinstance(module, FSDPModule)
-        if ignored or sharded:
-            named = module.named_parameters(remove_duplicate=False)
-            # Of what FSDP2 has sharded, those that are no DTensors were named in `ignored_params`.
-            own.update(p for name, p in named if name in ignored or (sharded and not isinstance(p, DTensor)))
+        if ignored:  # a tied parameter by all of its names
+            named = list(module.named_parameters(remove_duplicate=False))
+            own |= {param for name, param in named if name in ignored} - {p for name, p in named if name not in ignored}
+        if isinstance(module, FSDPModule):  # those that are no DTensors were named in `ignored_params`
+            own |= {param for param in module.parameters() if not isinstance(param, DTensor)}
     return ((name, param) for name, param in model.named_parameters() if param not in own)
 
 

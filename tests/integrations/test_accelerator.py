@@ -22,6 +22,7 @@ from accelerate.utils import (
 from transformers import Trainer
 
 import hf_lowprec
+from hf_lowprec.integrations import accelerator as prepared_by
 from hf_lowprec.integrations import seams
 from tests.integrations.tiny_training import arguments, counting_data, llama
 
@@ -144,6 +145,19 @@ def test_preparing_twice_changes_nothing():
     assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
     with pytest.raises(ValueError, match="was prepared with grad_accumulation='nearest'"):
         hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+
+
+def test_a_model_that_was_prepared_is_left_alone(monkeypatch):
+    """`Trainer.train()` prepares it again; by then it may be wrapped."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    hf_lowprec.cast_model(model)
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built)
+    returned, original = [], prepared_by.return_float32
+    monkeypatch.setattr(prepared_by, "return_float32", lambda module: (returned.append(module), original(module))[1])
+    first = built.prepare_model(model)
+    assert built.prepare_model(first) is first
+    assert returned == [model]
 
 
 def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):

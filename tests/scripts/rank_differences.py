@@ -300,6 +300,25 @@ def check_different_shards() -> None:
         assert not heard.messages
 
 
+def check_modules_that_fsdp2_ignores() -> None:
+    """Each rank has its own, before sharding and at the first step."""
+    heard = Heard()
+
+    def build() -> nn.Module:
+        model = Net()
+        with torch.no_grad():
+            model.head.weight.fill_(RANK)
+        return model
+
+    def setup() -> Accelerator:
+        made = accelerator()
+        made.state.fsdp_plugin.ignored_modules = "head"
+        return made
+
+    train(setup=setup, build=build)
+    assert not heard.messages, heard.messages
+
+
 def check_weights_on_the_meta_device() -> None:
     """They are loaded after sharding: on all ranks, or from rank 0 on the others; so there is nothing to say."""
     heard = Heard()
@@ -336,6 +355,7 @@ if __name__ == "__main__":
         check_equal_ones(kind)
     if kind == "fsdp2":
         check_different_shards()
+        check_modules_that_fsdp2_ignores()
         check_weights_on_the_meta_device()
     print_once(f"{kind}: compared")
     leave()
