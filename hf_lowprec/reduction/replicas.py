@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -90,10 +89,11 @@ def checksum(tensor: Tensor) -> Tensor:
     # At most 32 bits, which an odd factor keeps apart modulo 2^64.
     pattern = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    size = _piece_size(flat.device)
-    for number, piece in enumerate(flat.view(pattern.get(flat.element_size(), torch.int32)).split(size)):
+    patterns, size = flat.view(pattern.get(flat.element_size(), torch.int32)), _piece_size(flat.device)
+    factors = _factors(min(patterns.numel(), size), flat.device)
+    for number, piece in enumerate(patterns.split(size)):
         values = piece.to(torch.int64)
-        total += (values * _factors(piece.device)[: piece.numel()]).sum() + values.sum() * _signed(number * size)
+        total += (values * factors[: piece.numel()]).sum() + values.sum() * _signed(number * size)
     return total
 
 
@@ -102,10 +102,9 @@ def _piece_size(device: torch.device) -> int:
     return 1 << 16 if device.type == "cpu" else 1 << 22
 
 
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
+def _factors(count: int, device: torch.device) -> Tensor:
     """Of the values of a first piece; those of a later one, and its place times `_ODD`, are the same modulo 2^64."""
-    return torch.arange(_piece_size(device), device=device) * _signed(1) + 1
+    return torch.arange(count, device=device) * _signed(1) + 1
 
 
 def _signed(place: int) -> int:
