@@ -1,7 +1,7 @@
 """Compares the ranks once, before an optimizer's first step: different settings or weights make replicas diverge.
 
-As they are part of preparing an accelerator, these are hooks on its optimizers. The warnings of `misuse.py` are given
-before the first step of every optimizer of ours, with or without an accelerator.
+`prepare_accelerator` adds it to the accelerator's optimizers, whatever their class, and a difference is an error. The
+warnings before a first step are in `misuse.py`: every optimizer of ours gives them, with or without an accelerator.
 """
 
 from __future__ import annotations
