@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
@@ -21,14 +21,15 @@ from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
-from hf_lowprec.integrations.first_step import FirstSteps
+from hf_lowprec.integrations.misuse import live_modules
+from hf_lowprec.integrations.rank_comparison import RankComparison
 from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
 from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
-from hf_lowprec.reduction.replicas import difference_of_replicas
-from hf_lowprec.reduction.settings import check_same_settings, model_settings
+from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, unwrapped
+from hf_lowprec.reduction.settings import check_same_settings, model_settings, on_every_rank
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
@@ -43,10 +44,10 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
     `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
     Models that `cast_model` has cast return FP32 to the loop once they are prepared (see `return_float32`).
-    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only these two and
-    `grad_accumulation` have an effect. Ranks are compared when a model is prepared, and before an optimizer's first
-    step: where settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Calling it
-    again changes nothing.
+    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only the FP32
+    outputs, mixed precision and `grad_accumulation` are affected. Ranks are compared when a model is prepared, and
+    before an optimizer's first step: where settings, parameters or replicated weights differ, a RuntimeError on every
+    rank names them. Weights that differ before FSDP2 shards them are a warning. Calling it again changes nothing.
 
     Args:
         accelerator: not yet used to prepare a model.
@@ -57,7 +58,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         What is done; fills as models are prepared. `print` it to see whether it is active.
 
     Raises:
-        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32.
+        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
+            or FSDP2 has wrapped one of its models already.
     """
     check_mode(grad_accumulation)
     done: Reduction | None = getattr(accelerator, "_hf_lowprec", None)
@@ -66,9 +68,10 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
             raise ValueError(f"the accelerator was prepared with grad_accumulation={done.grad_accumulation!r}")
         return done
     refuse_unsupported(accelerator, grad_accumulation)
-    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in seams.prepared_models(accelerator)):
+    prepared = seams.prepared_models(accelerator)
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in prepared) or _any_in_ddp(prepared):
         raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
-    for model in seams.prepared_models(accelerator):  # with one process that is early enough
+    for model in prepared:  # with one process that is early enough
         _return_float32_if_cast(model)
     reduction = Reduction(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
@@ -82,13 +85,21 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
     accelerator._hf_lowprec = reduction
     known = _Models()
-    first_steps = FirstSteps(accelerator)
+    comparison = RankComparison(accelerator)
     wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
     wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
-    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, first_steps))
+    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, comparison))
     wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, first_steps))
+    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, comparison))
     return reduction
+
+
+def _any_in_ddp(models: list[nn.Module]) -> bool:
+    """Whether DDP wraps any of `models`; accelerate keeps those that it wraps, and not the wrappers."""
+    if not models:  # the search takes a tenth of a second
+        return False
+    wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
+    return any(getattr(wrapper, "module", None) is model for wrapper in wrappers for model in models)
 
 
 def say_autocast_is_off(reduction: Reduction) -> None:
@@ -123,20 +134,11 @@ class _Method:
         functools.update_wrapper(self, self._original, updated=())
 
 
-class _Models:
-    """Models whose gradients are taken care of: a second `Trainer.train()` prepares them again."""
-
-    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
-        self._models = weakref.WeakSet(models)
-
-    def __contains__(self, model: nn.Module) -> bool:
-        return model in self._models
-
-    def add(self, *models: nn.Module) -> None:
-        self._models.update(models)
+class _Models(weakref.WeakSet):
+    """Models whose gradients are taken care of; a plain WeakSet does not pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(self._models),)
+        return type(self), (list(self),)
 
 
 def _prepare(
@@ -164,7 +166,7 @@ def _prepare(
 
     with nullcontext() if seams.is_sharded_model(model) else seams.before_fully_shard(first):
         prepared = original(*args, **kwargs)
-    reduction.fp32_modules += apart
+    reduction.fp32_modules.extend(apart)
     scratch = reduce_scatter_in_fp32(seams.prepared_models(accelerator)[-1])
     known.add(model)
     reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
@@ -181,9 +183,9 @@ def _prepare_model(
     **kwargs: Any,
 ) -> Any:
     """`Accelerator.prepare_model`, which is where DDP wraps a model."""
-    _return_float32_if_cast(model)
     if model in known:
         return original(model, *args, **kwargs)
+    _return_float32_if_cast(model)
     if is_evaluation(*args, **kwargs):
         with seams.prepared_again_later(model):
             return original(model, *args, **kwargs)
@@ -199,7 +201,7 @@ def _prepare_model(
             means = reduce_in_fp32(module)
             means.finished = None if sums is None else sums.restart
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
-    known.add(model, prepared)
+    known.update((model, prepared))
     return prepared
 
 
@@ -210,25 +212,29 @@ def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Mo
 
 
 def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """DDP starts from rank 0's weights; FSDP2 takes a shard of those of every rank, and nothing parts."""
-    found = difference_of_replicas(model.named_parameters()) if accelerator.num_processes > 1 else None
+    """FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights."""
+    if accelerator.num_processes == 1 or any(on_every_rank(any(param.is_meta for param in model.parameters()))):
+        return  # weights of a model on the meta device are loaded after sharding
+    ignored = seams.ignored_by_fsdp2(accelerator, model)
+    found = difference_of_replicas((name, param) for name, param in common_parameters(model) if param not in ignored)
     if found is not None and accelerator.is_main_process:
         logger.warning(
-            "hf_lowprec: before sharding, %s: FSDP2 trains a mixture of them. Seed all ranks alike before the model is "
-            "built, load the same checkpoint, or set cpu_ram_efficient_loading to start from rank 0's",
+            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
+            "before the model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from "
+            "rank 0's",
             found,
         )
 
 
-def _prepare_optimizer(first_steps: FirstSteps, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare_optimizer`: ranks are compared before the first step."""
     prepared = original(*args, **kwargs)
-    first_steps.watch(getattr(prepared, "optimizer", prepared))
+    comparison.watch(unwrapped(prepared))
     return prepared
 
 
 def _return_float32_if_cast(model: nn.Module) -> None:
-    """What mixed precision, which `prepare_accelerator` leaves off, would do; before anything wraps the model."""
+    """Return FP32 from a cast model, as mixed precision would. Runs before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
 
@@ -242,7 +248,7 @@ def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> 
 
 def _clip_grad_norm_(
     accelerator: Accelerator,
-    first_steps: FirstSteps,
+    comparison: RankComparison,
     original: Callable,
     parameters: Any,
     max_norm: float,
@@ -253,7 +259,7 @@ def _clip_grad_norm_(
     for optimizer in seams.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
         if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
-            first_steps.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
+            comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # More gradients come where this is not the last micro-batch; what is added to must be clipped at once.
             if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
                 return optimizer.clip_grad_norm_(max_norm)

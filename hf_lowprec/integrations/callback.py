@@ -25,6 +25,7 @@ from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.shards import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.micro_batches import check_mode
+from hf_lowprec.reduction.replicas import unwrapped
 from hf_lowprec.reduction.status import Reduction
 from hf_lowprec.rounding import dtype_name
 
@@ -50,7 +51,7 @@ class LowPrecisionCallback(TrainerCallback):
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
-        keep_fp32: patterns of modules to keep in FP32, beside norms and rotary embeddings (see `cast_model`).
+        keep_fp32: patterns of modules to keep in FP32, in addition to norms and rotary embeddings (see `cast_model`).
         report: print the precision report when training begins.
         log_lost_updates: measure and log `lost_updates`.
         grad_accumulation: how the gradients of micro-batches are added up (see `prepare_accelerator`).
@@ -134,7 +135,9 @@ class LowPrecisionCallback(TrainerCallback):
             patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
             report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
             if report.changed:
-                self.reduction.notes.append(f"{type(model).__name__} that is evaluated beside the model: cast like it")
+                self.reduction.notes.append(
+                    f"{type(model).__name__} is only evaluated; it was cast like the trained model"
+                )
         return original(model, *args, **kwargs)
 
     def on_train_begin(
@@ -151,7 +154,7 @@ class LowPrecisionCallback(TrainerCallback):
                 "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]), so "
                 "that the model is cast before it is moved and wrapped"
             )
-        optimizer = _unwrapped(kwargs["optimizer"])
+        optimizer = unwrapped(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
             raise ValueError(
@@ -192,7 +195,7 @@ class LowPrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the coming step if it will be logged."""
-        optimizer = _unwrapped(kwargs["optimizer"])
+        optimizer = unwrapped(kwargs["optimizer"])
         if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
             return
         step = state.global_step + 1
@@ -226,7 +229,7 @@ class LowPrecisionCallback(TrainerCallback):
         if self._lost is not None:
             found[LOST_UPDATES] = self._lost
             self._lost = None
-        optimizer = _unwrapped(kwargs.get("optimizer"))
+        optimizer = unwrapped(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
             found[SKIPPED_STEPS] = optimizer.skipped_steps
         logs |= found
@@ -235,12 +238,13 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where the best weights were loaded, what the last ones were still owed is void, and adapters may be FP32."""
+        """After the best weights were loaded: cast adapters again and reset compensations, which belong to the last
+        weights."""
         if not args.load_best_model_at_end:
             return
         if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included
             cast_model(kwargs["model"], self.dtype, self._patterns)
-        optimizer = _unwrapped(kwargs["optimizer"])
+        optimizer = unwrapped(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             for values in optimizer.state.values():
                 if isinstance(values, dict) and "compensation" in values:
@@ -250,8 +254,3 @@ class LowPrecisionCallback(TrainerCallback):
 def _first(names: Sequence[str]) -> str:
     """The first of several names, and how many follow."""
     return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer behind accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -9,8 +9,10 @@ Several ranks agree: one process of every machine checks what it sees there, and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lowprec.integrations import structure
 from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, changed_files, read_json, read_manifest
+from hf_lowprec.reduction.settings import on_every_rank
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ _OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
 _MANY = 5
 """Damaged files that a message names."""
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
+
+
+_on_every_rank = functools.partial(on_every_rank, purpose="choosing a checkpoint")
 
 
 class Problem(NamedTuple):
@@ -41,14 +47,14 @@ class Problem(NamedTuple):
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
     """What Trainer should resume from, given what it was asked to; the same on all ranks.
 
-    For `True` it is the last good checkpoint in `output_dir`. Later ones that are not good are passed over, and named
+    For `True` it is the last good checkpoint in `output_dir`. Later ones that are not good are skipped, and named
     in a warning.
 
     Raises:
         ValueError: a checkpoint was named that is not good, or there are checkpoints and none is; the message names the
             damaged files. Or ranks ask for different ones, or do not all see it.
     """
-    asked = on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
+    asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
     if any(other != asked[0] for other in asked):
         raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
     if not resume_from_checkpoint:
@@ -59,11 +65,11 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
             return resume_from_checkpoint  # Trainer says that there is none
     else:
         chosen = Path(resume_from_checkpoint)
-        if not any(on_every_rank(chosen.is_dir())):
+        if not any(_on_every_rank(chosen.is_dir())):
             return resume_from_checkpoint  # as above
         _check_named(chosen, Path(output_dir))
     _check_seen(chosen)
-    _warn_of_what_is_not_there(chosen)
+    _warn_of_missing_state(chosen)
     return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
 
 
@@ -78,7 +84,7 @@ def check_best(checkpoint: Path) -> None:
     Raises:
         ValueError: files are not what was written; the message names them.
     """
-    for damaged in filter(None, on_every_rank(_changed_weights(checkpoint) if _checks_here() else [])):
+    for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
             "training has finished, and its last checkpoint has the last weights"
@@ -98,22 +104,31 @@ def manifest_of(resolved: str | bool | None) -> Manifest | None:
     return None if not resolved or resolved is True else read_manifest(Path(resolved))
 
 
-def on_every_rank(value: Any) -> list[Any]:
-    """The value of each rank, in their order; all ranks call it, and wait for each other."""
-    if not _several_ranks():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
+    """What `read` returns on the ranks where it runs `here`, in rank order, and None for the others.
+
+    Raises:
+        ValueError: on every rank, if `read` fails on one: the others do not wait for it.
+    """
+    error = None
+    try:
+        value = read() if here else None
+    except Exception as failure:  # whatever it is, the other ranks must hear of it
+        value, error = None, f"{type(failure).__name__}: {failure}"
+    answers = _on_every_rank((value, error))
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise ValueError(f"rank {rank} cannot read the checkpoints: {error}")
+    return [value for value, _ in answers]
 
 
 def _last_good(folder: Path) -> Path | None:
-    """The last good checkpoint, with a warning for those passed over; None if there are no checkpoints at all."""
-    good, passed = _search(folder)
-    if not passed:
+    """The last good checkpoint, with a warning for those skipped; None if there are no checkpoints at all."""
+    good, skipped = _search(folder)
+    if not skipped:
         return good
-    kinds = ", ".join(f"{name} {problem.kind}" for name, problem in passed.items())
-    reasons = "; ".join(f"{name}: {problem.reason}" for name, problem in passed.items())
+    kinds = ", ".join(f"{name} {problem.kind}" for name, problem in skipped.items())
+    reasons = "; ".join(f"{name}: {problem.reason}" for name, problem in skipped.items())
     if good is None:
         raise ValueError(
             f"no checkpoint in {str(folder)!r} was finished and is intact ({reasons}); start again without "
@@ -136,15 +151,15 @@ def _check_named(checkpoint: Path, output_dir: Path) -> None:
 
 
 def _check_seen(checkpoint: Path) -> None:
-    blind = [rank for rank, sees in enumerate(on_every_rank(checkpoint.is_dir())) if not sees]
-    if blind:
+    missing_on = [rank for rank, sees in enumerate(_on_every_rank(checkpoint.is_dir())) if not sees]
+    if missing_on:
         raise ValueError(
-            f"rank {', '.join(map(str, blind))} does not see {str(checkpoint)!r}, from which the others resume; put "
-            "output_dir on storage that all machines share, or save with save_on_each_node=True"
+            f"rank {', '.join(map(str, missing_on))} does not see {str(checkpoint)!r}, from which the others resume; "
+            "put output_dir on storage that all machines share, or save with save_on_each_node=True"
         )
 
 
-def _warn_of_what_is_not_there(checkpoint: Path) -> None:
+def _warn_of_missing_state(checkpoint: Path) -> None:
     if not structure.holds_optimizer(checkpoint):
         _warn(
             "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
@@ -165,13 +180,13 @@ def _warn_of_what_is_not_there(checkpoint: Path) -> None:
 
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
     """The last good checkpoint in `folder`, and why the later ones are not."""
-    passed: dict[str, Problem] = {}
-    for name, problem in on_every_rank(_candidates(folder))[0]:
+    skipped: dict[str, Problem] = {}
+    for name, problem in _read_on_ranks(lambda: _candidates(folder), _is_first())[0]:
         problem = problem or _problem(folder / name)
         if problem is None:
-            return folder / name, passed
-        passed[name] = problem
-    return None, passed
+            return folder / name, skipped
+        skipped[name] = problem
+    return None, skipped
 
 
 def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
@@ -191,7 +206,7 @@ def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
         saved = manifests[name].saved
         overtaken = any(manifests[other].saved > saved for other in names[at + 1 :] if other in manifests)
         if overtaken or manifests[name].run != manifests[newest].run:
-            reason = f"saved at {saved}, before {newest}, by a training that is not the last one; name it to use it"
+            reason = f"saved at {saved} by a previous training, before {newest}; pass its path to use it"
             found[at] = (name, Problem(_EARLIER, reason))
     return found
 
@@ -209,7 +224,7 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 
 def _problem(checkpoint: Path) -> Problem | None:
     """What is wrong with a checkpoint on any machine."""
-    found = on_every_rank(_problem_here(checkpoint) if _checks_here() and checkpoint.is_dir() else None)
+    found = _read_on_ranks(lambda: _problem_here(checkpoint) if checkpoint.is_dir() else None, _checks_here())
     for rank, problem in enumerate(found):
         if problem is not None:
             return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
@@ -246,10 +261,14 @@ def _checks_here() -> bool:
     return not _several_ranks() or PartialState().is_local_main_process
 
 
+def _is_first() -> bool:
+    return not _several_ranks() or dist.get_rank() == 0
+
+
 def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def _warn(message: str, *arguments: object) -> None:
-    if not _several_ranks() or dist.get_rank() == 0:
+    if _is_first():
         logger.warning(message, *arguments)

@@ -7,6 +7,7 @@ checkpoint that a process left half-written is recognized, and one whose files w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +84,9 @@ class ManifestWriter:
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
         """Mark `folder` as being written, then remove what Trainer would load of an earlier checkpoint there."""
         groups = getattr(optimizer, "param_groups", [])
-        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        self._last_saved = max(now, self._last_saved)  # the machine before may have had a clock that is ahead
+        if self._folder is None:
+            self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
+        self._last_saved = _time_after(self._last_saved)
         self._folder, self._stats, self._known = folder, {}, {}
         self._manifest = Manifest(
             run=self._run,
@@ -207,9 +209,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _crc_of_chunk(chunk: tuple[Path, int]) -> int:
     path, start = chunk
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:  # buffered: a raw read may return less than asked for
         file.seek(start)
         return zlib.crc32(file.read(CHUNK))
+
+
+def _times_of_saving(folder: Path) -> list[str]:
+    """Of the checkpoints in `folder`, as their manifests have it; damaged ones say nothing."""
+    times = []
+    for path in folder.glob(f"*/{MANIFEST_NAME}"):
+        with contextlib.suppress(OSError, ValueError):
+            manifest = read_manifest(path.parent)
+            times += [] if manifest is None else [manifest.saved]
+    return times
+
+
+def _time_after(earlier: str) -> str:
+    """Now in UTC, but later than `earlier`: that may be of a machine whose clock is ahead. Empty is before all."""
+    now = datetime.now(timezone.utc)
+    if earlier:
+        now = max(now, datetime.fromisoformat(earlier) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
 
 
 def _checksum_of_json(fields: dict[str, Any]) -> str:

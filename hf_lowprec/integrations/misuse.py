@@ -1,5 +1,4 @@
-"""What is lost in silence, said once, before the first step: BF16 where nobody has cast the model, and FP32 sums over
-ranks where nobody has asked for them.
+"""Warnings, each given once before the first step: a model nobody cast trains in FP32; DDP sums gradients in 16 bits.
 
 An optimizer is given parameters and not their model, so that is looked up among the modules that Python keeps track of.
 """
@@ -24,11 +23,11 @@ from hf_lowprec.optim.shards import is_sharded
 
 _MATRIX = 1024
 """Elements of a matrix from which on its format matters."""
-_LOOKS = 8
+_SEARCHES = 8
 """How often models are looked up in a process, a tenth of a second each: there may be an optimizer per parameter."""
 
 _UNCAST = (
-    "an optimizer trains a model whose tensors are all FP32, in FP32: nobody has cast it. For BF16 call "
+    "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16 call "
     "hf_lowprec.cast_model(model) before the optimizer is built; under Trainer set optim= to one of "
     "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
 )
@@ -37,8 +36,8 @@ _SUMS_IN_16_BITS = (
     "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare, or without Accelerate "
     "hf_lowprec.reduction.reduce_in_fp32(model) of the wrapped model"
 )
-_looks = {_UNCAST: _LOOKS, _SUMS_IN_16_BITS: _LOOKS}
-"""What can be said -> how often it will still be looked for."""
+_searches_left = {_UNCAST: _SEARCHES, _SUMS_IN_16_BITS: _SEARCHES}
+"""Warning -> searches left."""
 logger = logging.getLogger(__name__)
 
 
@@ -60,9 +59,9 @@ def warn_of_misuse(optimizer: LowPrecisionOptimizer) -> None:
 
 
 def _say_if(happens: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
-    if _looks[text] > 0:
+    if _searches_left[text] > 0:
         said = happens(params)
-        _looks[text] = 0 if said else _looks[text] - 1
+        _searches_left[text] = 0 if said else _searches_left[text] - 1
         if said:
             logger.warning("hf_lowprec: %s", text)
 
@@ -79,7 +78,7 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
 def _reduced_in_16_bits(params: list[Tensor]) -> bool:
     """Whether DDP reduces 16-bit gradients of `params` over several ranks by itself."""
     halves = {id(param) for param in params if param.dtype != torch.float32}
-    wrapped = (module for module in _complete_modules() if issubclass(type(module), DistributedDataParallel))
+    wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
     return any(
         any(id(param) in halves for param in module.parameters())
         and not seams.has_communication_hook(module)
@@ -90,7 +89,7 @@ def _reduced_in_16_bits(params: list[Tensor]) -> bool:
 
 def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     """The outermost modules that hold any of `params`."""
-    modules = _complete_modules()
+    modules = live_modules()
     inner = {id(child) for module in modules for child in module._modules.values()}
     wanted = set(map(id, params))
     for module in modules:
@@ -98,7 +97,7 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
             yield module
 
 
-def _complete_modules() -> list[Any]:
+def live_modules() -> list[Any]:
     """Every module of the process that is past its constructor."""
     # Not isinstance, which asks proxies for what they stand for.
     found = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))

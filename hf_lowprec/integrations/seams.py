@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
+
+from hf_lowprec.reduction.replicas import unwrapped
 
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
@@ -139,18 +142,22 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that `accelerator` has wrapped."""
+    """The models given to `accelerator`: not DDP, which wraps them afterwards, but FSDP2, which shards in place.
+
+    Models prepared for evaluation alone are among them.
+    """
     return list(accelerator._models)
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
-    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+    return [unwrapped(optimizer) for optimizer in accelerator._optimizers]
 
 
-def names_apart_from_ddp(model: Any) -> Collection[str]:
-    """The parameters that DDP is told to leave alone, so that every rank has its own."""
-    return getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
+    """The parameters of `model` that accelerate will tell FSDP2 to leave alone, by its plugin's `ignored_modules`."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules
+    return get_parameters_from_modules(ignored, model, accelerator.device)
 
 
 def has_communication_hook(model: DistributedDataParallel) -> bool:
@@ -201,11 +208,11 @@ def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def trainer_states_read_by(read: Callable[[Path], TrainerState]) -> Iterator[None]:
-    """Let Trainer read a `trainer_state.json` by `read(path)`."""
+def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
+    """Let Trainer read a `trainer_state.json` by `read(path, cls)`, where `cls` is the class that it asks for."""
 
-    def load_from_json(cls: type, json_path: str) -> TrainerState:
-        return read(Path(json_path))
+    def load_from_json(cls: type[TrainerState], json_path: str) -> TrainerState:
+        return read(Path(json_path), cls)
 
     with _replaced(TrainerState, "load_from_json", classmethod(load_from_json)):
         yield

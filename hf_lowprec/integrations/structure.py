@@ -22,8 +22,8 @@ _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
 _WEIGHTS = ("**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin", "pytorch_model_fsdp_[0-9]*")
 
 
-def read_trainer_state(path: Path) -> TrainerState:
-    """The state of the Trainer in a JSON file, without fields that another version of transformers has added.
+def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:
+    """The Trainer's state in a JSON file as a `cls`, without fields that another version of transformers has added.
 
     Raises:
         ValueError: it is missing or damaged; the message names the file.
@@ -31,9 +31,9 @@ def read_trainer_state(path: Path) -> TrainerState:
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
     fields = read_json(path)
-    unknown = unknown_fields(fields)
+    unknown = unknown_fields(fields, cls)
     try:
-        state = TrainerState(**{name: value for name, value in fields.items() if name not in unknown})
+        state = cls(**{name: value for name, value in fields.items() if name not in unknown})
     except TypeError as error:
         raise ValueError(f"{path.name} is not a Trainer's: {error}") from error
     for name, kind in (("global_step", int), ("log_history", list), ("stateful_callbacks", dict)):
@@ -42,9 +42,9 @@ def read_trainer_state(path: Path) -> TrainerState:
     return state
 
 
-def unknown_fields(state: dict[str, Any]) -> list[str]:
-    """The fields of a saved state that this version of transformers does not have."""
-    return sorted(state.keys() - {field.name for field in dataclasses.fields(TrainerState)})
+def unknown_fields(state: dict[str, Any], cls: type[TrainerState] = TrainerState) -> list[str]:
+    """The fields of a saved state that `cls` of this version of transformers does not have."""
+    return sorted(state.keys() - {field.name for field in dataclasses.fields(cls)})
 
 
 def holds_optimizer(checkpoint: Path) -> bool:

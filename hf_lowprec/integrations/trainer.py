@@ -36,6 +36,8 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
+from hf_lowprec.reduction.replicas import unwrapped
+from hf_lowprec.reduction.settings import on_every_rank
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _CALLBACK = "_hf_lowprec_callback"
@@ -215,7 +217,7 @@ def _train(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, 
 
 
 def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Trainer's, but for a training that is resumed from its last checkpoint: Trainer would add a step to it."""
+    """Skip the epoch if all steps are done; Trainer would train one more when resumed from the final checkpoint."""
     if getattr(trainer, _CALLBACK, None) is not None and trainer.state.global_step >= trainer.state.max_steps:
         trainer.control.should_training_stop = True
         return
@@ -223,14 +225,15 @@ def _run_epoch(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[s
 
 
 def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Trainer's, with a manifest written first and last: this one is complete before older ones are deleted."""
+    """Trainer's, between an incomplete manifest and the complete one, which is written before older checkpoints
+    are deleted."""
     if getattr(trainer, _CALLBACK, None) is None:
         return original(trainer, *args, **kwargs)
     manifests = _manifests(trainer)
     if trainer.args.should_save:
         trial = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["trial"]
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        manifests.begin(seams.checkpoint_folder(trainer, trial), trainer.state.global_step, optimizer)
+        folder, step = seams.checkpoint_folder(trainer, trial), trainer.state.global_step
+        manifests.begin(folder, step, unwrapped(trainer.optimizer))
     trainer.accelerator.wait_for_everyone()  # no rank writes into an older checkpoint that does not say so
     with seams.after_trainer_state(manifests.complete):
         original(trainer, *args, **kwargs)
@@ -255,7 +258,7 @@ def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs
     original(trainer, *args, **kwargs)
     if getattr(trainer, _CALLBACK, None) is not None:
         folder = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["output_dir"]
-        for records in checkpoints.on_every_rank(records_of_rank(Path(folder), trainer.args.process_index)):
+        for records in on_every_rank(records_of_rank(Path(folder), trainer.args.process_index), "saving a checkpoint"):
             _manifests(trainer).add(records)
 
 

@@ -57,7 +57,7 @@ class BucketMeans:
         self.first_alone = first_alone
         self.finished = finished
         self.scratch = Scratch()
-        self._on_way: list[_Piece] = []
+        self._pending: list[_Piece] = []
         self._slot = 0
         self._streams: dict[torch.device, Any] = {}
 
@@ -76,16 +76,16 @@ class BucketMeans:
             done()
             return future
         if is_first:
-            self._on_way, self._slot = [], 0  # an interrupted pass may have left some
+            self._pending, self._slot = [], 0  # an interrupted pass may have left some
         with self._lane(gradient.device):
             *pieces, last = gradient.split(self._piece(gradient))
             for piece in pieces:
                 self._advance(piece, None)
             self._advance(last, done)
             if is_last or (is_first and self.first_alone):
-                self._gather(self._on_way[-1])
-                while self._on_way:
-                    self._finish(self._on_way.pop(0))
+                self._gather(self._pending[-1])
+                while self._pending:
+                    self._finish(self._pending.pop(0))
         if is_last and self.finished is not None:
             self.finished()
         return future
@@ -97,12 +97,12 @@ class BucketMeans:
 
     def _advance(self, gradient: Tensor, finished: Callable[[], None] | None) -> None:
         """Start a piece, and take the two before it one step further."""
-        if len(self._on_way) > 1:
-            self._finish(self._on_way.pop(0))
+        if len(self._pending) > 1:
+            self._finish(self._pending.pop(0))
         piece = self._start(gradient, finished)
-        for earlier in self._on_way:
+        for earlier in self._pending:
             self._gather(earlier)
-        self._on_way.append(piece)
+        self._pending.append(piece)
         self._slot = 1 - self._slot
 
     def _start(self, gradient: Tensor, finished: Callable[[], None] | None) -> _Piece:
@@ -161,6 +161,7 @@ class FP32MeanDDP(DistributedDataParallel):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._comm_hooks.clear()  # torch copies the list, and registering adds to it
         self.register_comm_hook(self.means, fp32_mean_hook)
 
 

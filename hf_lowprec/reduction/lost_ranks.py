@@ -1,4 +1,4 @@
-"""What is said when another rank dies, hangs or cannot be reached in the middle of a collective."""
+"""The error raised when another rank dies, hangs or cannot be reached during a collective."""
 
 from __future__ import annotations
 

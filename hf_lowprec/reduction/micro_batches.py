@@ -28,7 +28,7 @@ def check_mode(grad_accumulation: str) -> str:
 
 
 def residual_bytes(params: Iterable[Tensor], mode: str) -> int:
-    """Bytes that `mode` will hold beside the gradients of `params`."""
+    """Bytes that `mode` will hold in addition to the gradients of `params`."""
     return sum(p.numel() * _residual_dtype(p, mode).itemsize for p in params if _is_summed(p, mode))
 
 
@@ -38,7 +38,7 @@ def _is_summed(param: Tensor, mode: str) -> bool:
 
 
 def _residual_dtype(gradient: Tensor, mode: str) -> torch.dtype:
-    """What is kept beside a gradient: the residual in its dtype, or the whole sum in a wider one."""
+    """What is kept in addition to a gradient: the residual in its dtype, or the whole sum in a wider one."""
     if mode == "kahan":
         return gradient.dtype
     return torch.float32 if gradient.dtype in LOW_PRECISION_DTYPES else torch.float64
@@ -87,7 +87,7 @@ class MicroBatches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the gradients."""
+        """Bytes held in addition to the gradients."""
         return sum(held.kept.nbytes for held in self._sums.values())
 
     def restart(self) -> None:

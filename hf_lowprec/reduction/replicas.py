@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.settings import gather_where_different
 
-_PIECE = 1 << 16
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What torch leaves on a model whose DDP is told to leave parameters alone: their names."""
 _ODD = 0x1E3779B97F4A7C15
 
 
@@ -21,6 +23,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """Compare weights and optimizer states between the ranks that should hold the same; every rank must call it.
 
     Of sharded tensors (FSDP2) those parts are compared that HSDP replicates; without replicas there is nothing to do.
+    Parameters that DDP or FSDP2 is told to ignore are each rank's own, and left out.
 
     Args:
         model: the model, wrapped or not.
@@ -32,7 +35,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     if not dist.is_initialized():
         return
-    found = difference_of_replicas(_named_tensors(model, getattr(optimizer, "optimizer", optimizer)))
+    found = difference_of_replicas(with_states(common_parameters(model), unwrapped(optimizer)))
     if found is not None:
         raise RuntimeError(found)
 
@@ -53,7 +56,7 @@ def difference_of_replicas(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def _difference(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> str | None:
-    device = tensors[0][1].device
+    device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     sums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
     every = gather_where_different([(name, total) for (name, _), total in zip(tensors, sums, strict=True)], group)
     if every is None:
@@ -73,7 +76,12 @@ def _difference(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> 
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar on the tensor's device that changes with any one element, and with their order."""
+    """An int64 scalar on the tensor's device that changes with any one element, and with their order.
+
+    Of a tensor on the meta device, which holds nothing, it is 0 on the CPU.
+    """
+    if tensor.is_meta:
+        return torch.zeros((), dtype=torch.int64)
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     flat = local.detach().contiguous().view(-1)
     if flat.element_size() == 2 and flat.storage_offset() % 2:
@@ -81,17 +89,22 @@ def checksum(tensor: Tensor) -> Tensor:
     # At most 32 bits, which an odd factor keeps apart modulo 2^64.
     pattern = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    # 8 bytes per pattern are needed for a piece at a time only.
-    for number, piece in enumerate(flat.view(pattern.get(flat.element_size(), torch.int32)).split(_PIECE)):
+    patterns, size = flat.view(pattern.get(flat.element_size(), torch.int32)), _piece_size(flat.device)
+    factors = _factors(min(patterns.numel(), size), flat.device)
+    for number, piece in enumerate(patterns.split(size)):
         values = piece.to(torch.int64)
-        total += (values * _factors(piece.device)[: piece.numel()]).sum() + values.sum() * _signed(number * _PIECE)
+        total += (values * factors[: piece.numel()]).sum() + values.sum() * _signed(number * size)
     return total
 
 
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
+def _piece_size(device: torch.device) -> int:
+    """Patterns read at a time, at 8 bytes each: they fit a CPU's cache; elsewhere each piece costs several launches."""
+    return 1 << 16 if device.type == "cpu" else 1 << 22
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
     """Of the values of a first piece; those of a later one, and its place times `_ODD`, are the same modulo 2^64."""
-    return torch.arange(_PIECE, device=device) * _signed(1) + 1
+    return torch.arange(count, device=device) * _signed(1) + 1
 
 
 def _signed(place: int) -> int:
@@ -100,13 +113,32 @@ def _signed(place: int) -> int:
     return factor - 2**64 if factor >= 2**63 else factor
 
 
-def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    for name, param in model.named_parameters():
+def common_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, with names, that ranks have in common or share among them, without each rank's own."""
+    own: set[Tensor] = set()
+    for module in model.modules():
+        ignored = getattr(module, _IGNORED_BY_DDP, ())
+        if ignored:  # a tied parameter by all of its names
+            named = list(module.named_parameters(remove_duplicate=False))
+            own |= {param for name, param in named if name in ignored} - {p for name, p in named if name not in ignored}
+        if isinstance(module, FSDPModule):  # those that are no DTensors were named in `ignored_params`
+            own |= {param for param in module.parameters() if not isinstance(param, DTensor)}
+    return ((name, param) for name, param in model.named_parameters() if param not in own)
+
+
+def with_states(
+    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    """`parameters` with names, each followed by the tensors that `optimizer` keeps of it."""
+    for name, param in parameters:
         yield name, param
-        state = {} if optimizer is None else optimizer.state.get(param, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                yield f"{name} ({key})", value
+        states = {} if optimizer is None else optimizer.state.get(param, {})
+        yield from ((f"{name} ({key})", value) for key, value in states.items() if isinstance(value, Tensor))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper, or `optimizer` itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _replicating(tensor: Tensor) -> Iterable[dist.ProcessGroup]:

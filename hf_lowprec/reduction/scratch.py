@@ -15,7 +15,7 @@ class Scratch:
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def __call__(self, name: str, count: int, like: Tensor) -> Tensor:
-        """`count` elements of `like`'s dtype on its device; what was in them is void."""
+        """`count` elements of `like`'s dtype on its device; their contents are temporary."""
         key = (name, like.dtype, like.device)
         held = self._tensors.get(key)
         if held is None or held.numel() < count:
@@ -28,4 +28,4 @@ class Scratch:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_tensors": {}}  # what is in them is void
+        return {"_tensors": {}}  # contents are temporary

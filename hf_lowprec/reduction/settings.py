@@ -37,8 +37,8 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
     if different:
         more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise RuntimeError(
-            f"ranks train with different settings: {'; '.join(different[:_SHOWN])}{more}. Replicas would part: give "
-            "every rank the same"
+            f"ranks train with different settings: {'; '.join(different[:_SHOWN])}{more}. Replicas would "
+            "diverge; give every rank the same settings"
         )
 
 
@@ -63,6 +63,26 @@ def gather_where_different(value: Any, group: dist.ProcessGroup | None = None) -
         every: list[Any] = [None] * group.size()
         dist.all_gather_object(every, value, group=group)
     return every
+
+
+def on_every_rank(value: Any, purpose: str = "comparing settings and weights") -> list[Any]:
+    """`value` of every rank in rank order; without ranks, of this process alone.
+
+    Args:
+        value: an object that pickles.
+        purpose: of the exchange, for the error.
+
+    Raises:
+        RuntimeError: a rank was lost.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    group = dist.group.WORLD
+    assert group is not None
+    values: list[Any] = [None] * group.size()
+    with exchanging(group, purpose):
+        dist.all_gather_object(values, value)
+    return values
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
@@ -99,8 +119,10 @@ def plain(value: Any) -> Any:
         return "nan"
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, torch.dtype | torch.device):
+    if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, torch.device):
+        return value.type  # the index is each rank's own
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

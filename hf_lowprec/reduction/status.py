@@ -15,7 +15,7 @@ class Wrapped:
     Attributes:
         kind: `"DDP"`, `"FSDP2"` or `"HSDP"`.
         ranks: how many processes share a sum.
-        scratch: the memory it needs beside gradients.
+        scratch: the memory it needs in addition to the gradients.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Reduction:
         ]
         if self.grad_accumulation != "nearest":
             extra = {"kahan": "a 16-bit residual, 2 bytes", "fp32": "an FP32 sum, 4 bytes"}[self.grad_accumulation]
-            lines.append(f"micro-batches: {extra} per parameter beside the gradient, from the second one on")
+            lines.append(f"micro-batches: {extra} per parameter in addition to the gradient, from the second one on")
         return lines + self.notes
 
     def __str__(self) -> str:

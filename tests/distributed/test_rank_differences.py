@@ -20,6 +20,11 @@ def test_what_replicas_of_shards_have_in_common():
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_accelerator_that_has_prepared_a_model_for_training_is_refused(kind):
+    assert f"{kind}: refused" in run_ranks("prepared_before.py", 2, kind)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_trainers_that_differ_tell(kind):
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no", "--max_steps", "2", "--output_dir", "unused"]
     printed = run_ranks("trainer_ranks.py", 2, kind, *words, SEED_OF_RANK_1="5", fails=True)

@@ -51,6 +51,11 @@ def test_machines_that_see_different_files(tmp_path):
             assert re.search(rf"answer {number} of rank {rank}: {answer}", printed, re.MULTILINE), printed
 
 
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
+    machines(tmp_path)
+    assert "both ranks raise" in run_ranks("unreadable_checkpoints.py", 2, str(tmp_path / "0/out"))
+
+
 def test_shards_of_fsdp2(tmp_path):
     """Every file of a sharded checkpoint, and what is left to see without its manifest."""
     words = "--max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2 --learning_rate 1e-2"

@@ -22,6 +22,7 @@ from accelerate.utils import (
 from transformers import Trainer
 
 import hf_lowprec
+from hf_lowprec.integrations import accelerator as prepared_by
 from hf_lowprec.integrations import seams
 from tests.integrations.tiny_training import arguments, counting_data, llama
 
@@ -146,6 +147,19 @@ def test_preparing_twice_changes_nothing():
         hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
 
 
+def test_a_model_that_was_prepared_is_left_alone(monkeypatch):
+    """`Trainer.train()` prepares it again; by then it may be wrapped."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    hf_lowprec.cast_model(model)
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built)
+    returned, original = [], prepared_by.return_float32
+    monkeypatch.setattr(prepared_by, "return_float32", lambda module: (returned.append(module), original(module))[1])
+    first = built.prepare_model(model)
+    assert built.prepare_model(first) is first
+    assert returned == [model]
+
+
 def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     built = accelerator(mixed_precision="bf16")
     reduction = hf_lowprec.prepare_accelerator(built)
@@ -231,7 +245,6 @@ def test_all_parameters_are_clipped_in_the_step_by_an_exact_norm():
 
 def test_a_part_of_them_is_clipped_as_accelerate_does():
     model, optimizer, before, _ = clipped(lambda model: [model.weight], 0.5)
-    optimizer.zero_grad()
     assert optimizer.limit is None
     assert float(model.weight.grad.norm()) == pytest.approx(0.5, rel=2**-6)
     assert torch.equal(model.bias.grad, before[1])

@@ -1,6 +1,7 @@
 """Damaged, mixed and copied checkpoints: the last good one is resumed, or an error names the file."""
 
 import functools
+import io
 import itertools
 import json
 import logging
@@ -14,8 +15,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
-from hf_lowprec.integrations.checkpoints import resolve
-from hf_lowprec.integrations.manifest import MANIFEST_NAME, read_manifest
+from hf_lowprec.integrations.checkpoints import last_complete, resolve
+from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, ManifestWriter, checksums, read_manifest
 from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
@@ -213,8 +214,11 @@ def test_an_earlier_training_is_no_replacement(killed):
     """Of a fresh training in the same folder only step 3 is there, and damaged: step 2 is not its own."""
     train(killed, max_steps=3, save_steps=3)
     flipped(killed / "checkpoint-3/optimizer.pt")
-    with pytest.raises(ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .* before checkpoint-3"):
+    with pytest.raises(
+        ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .*; pass its path"
+    ) as error:
         resolve(True, str(killed))
+    assert "by a previous training, before checkpoint-3" in str(error.value)
 
 
 def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
@@ -337,6 +341,55 @@ def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
     finally:
         whole[1].args.output_dir = before
     assert resolve(True, str(killed)) == str(killed / "checkpoint-6")
+
+
+def saved_at(time: str) -> Manifest:
+    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="", rounding=[])
+
+
+def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    writer.begin(checkpoint, step, None)
+    (checkpoint / "model.safetensors").write_bytes(bytes([step]))
+    writer.complete()
+    return checkpoint
+
+
+def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
+    """The first one ran where the clock was ahead."""
+    ahead = ManifestWriter(saved_at("2999-01-01T00:00:00.000000+00:00"))
+    for step in (4, 6):
+        save(ahead, tmp_path, step)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / MANIFEST_NAME).write_text("{}")  # a damaged one says nothing
+    second = ManifestWriter()
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
+    assert last_complete(tmp_path) != save(second, tmp_path, 2) == last_complete(tmp_path)
+    save(second, tmp_path, 3)
+    again = ManifestWriter(read_manifest(tmp_path / "checkpoint-2"))
+    assert save(again, tmp_path, 1) == last_complete(tmp_path), "it went back to an earlier step"
+
+
+class ShortReads(io.FileIO):
+    """A file of a network's or user's file system, which may return less than asked for."""
+
+    def read(self, size=-1):
+        return super().read(min(size, 1000) if size >= 0 else 1000)
+
+    def readinto(self, buffer):
+        return super().readinto(memoryview(buffer)[:1000])
+
+
+def test_checksums_are_of_whole_files_where_reads_return_less(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(range(256)) * 100)
+    expected = checksums([path])
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda self, mode, buffering=-1: (io.BufferedReader if buffering else lambda raw: raw)(ShortReads(self)),
+    )
+    assert checksums([path]) == expected
 
 
 def test_checkpoints_of_others_stay_as_they_are(tmp_path):

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(misuse, "_looks", dict.fromkeys(misuse._looks, misuse._LOOKS))
+    monkeypatch.setattr(misuse, "_searches_left", dict.fromkeys(misuse._searches_left, misuse._SEARCHES))
 
 
 def said(caplog) -> list[str]:
@@ -38,7 +38,7 @@ def test_an_fp32_model_that_nobody_has_cast_is_said_once(caplog):
     model = llama()
     stepped(model, steps=3)
     (text,) = said(caplog)
-    assert "an optimizer trains a model whose tensors are all FP32" in text
+    assert "the model is FP32 throughout, so it trains in FP32; it was never cast." in text
     assert "hf_lowprec.cast_model(model) before the optimizer is built" in text
     stepped(llama())
     assert len(said(caplog)) == 1
@@ -50,7 +50,7 @@ def test_the_callback_that_was_forgotten(tmp_path, caplog):
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
     assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
     caplog.clear()
-    misuse._looks.update(dict.fromkeys(misuse._looks, 1))
+    misuse._searches_left.update(dict.fromkeys(misuse._searches_left, 1))
     callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
     assert not [text for text in said(caplog) if "FP32" in text]
@@ -122,13 +122,13 @@ def test_nothing_is_looked_for_after_the_first_step(monkeypatch):
     optimizer.step()
 
 
-def test_an_optimizer_per_parameter_looks_a_few_times_only(monkeypatch):
+def test_an_optimizer_per_parameter_searches_left_a_few_times_only(monkeypatch):
     model, looked = adapters(llama().to(BF16)), []
     monkeypatch.setattr(misuse, "_in_fp32_model", lambda params: bool(looked.append(params)))
     for param in model.low_rank.parameters():
-        for _ in range(misuse._LOOKS):
+        for _ in range(misuse._SEARCHES):
             stepped(model, params=[param])
-    assert len(looked) == misuse._LOOKS
+    assert len(looked) == misuse._SEARCHES
 
 
 def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):

@@ -1,5 +1,6 @@
 """The private names of transformers that `integrations/seams.py` relies on; each failure says what went away."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,12 +14,12 @@ import transformers
 from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations import checkpoints, seams
+from hf_lowprec.integrations import seams, trainer
+from hf_lowprec.integrations.structure import read_trainer_state
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
@@ -53,9 +54,9 @@ def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
 def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
     """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
     assert hasattr(Trainer, seams.SAVE_RANDOM_STATE), f"Trainer.{seams.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited, wait = [], checkpoints.on_every_rank
+    waited, wait = [], trainer.on_every_rank
     monkeypatch.setattr(
-        checkpoints, "on_every_rank", lambda value: (waited.append(sorted(tmp_path.glob("*/*"))), wait(value))[1]
+        trainer, "on_every_rank", lambda *args: (waited.append(sorted(tmp_path.glob("*/*"))), wait(*args))[1]
     )
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
     there = {path.name for path in waited[-1]}
@@ -106,13 +107,29 @@ def test_the_trainers_state_is_read_where_we_look(tmp_path):
     trained(tmp_path, max_steps=1, **settings)
     read = []
 
-    def read_state(path):
+    def read_state(path, cls):
         read.append(str(path.relative_to(tmp_path)))
-        return TrainerState(**json.loads(path.read_text()))
+        return cls(**json.loads(path.read_text()))
 
     with seams.trainer_states_read_by(read_state):
         trained(tmp_path, max_steps=2, resume=True, **settings)
     assert set(read) == {"checkpoint-1/trainer_state.json"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
+
+
+@dataclasses.dataclass
+class WiderState(TrainerState):
+    """What a subclass of Trainer may keep."""
+
+    tokens: int = 0
+
+
+def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
+    WiderState(global_step=3, tokens=7).save_to_json(str(tmp_path / "trainer_state.json"))
+    with seams.trainer_states_read_by(read_trainer_state):
+        wide = WiderState.load_from_json(str(tmp_path / "trainer_state.json"))
+        plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert wide == WiderState(global_step=3, tokens=7)
+    assert plain == TrainerState(global_step=3)  # without the field that it does not have
 
 
 def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
@@ -155,13 +172,6 @@ def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
         dist.destroy_process_group()
     assert seams.is_sharded_model(model)
     assert seams.is_sharded_model(compiled)
-
-
-def test_parameters_that_ddp_leaves_alone_are_where_they_were():
-    model = torch.nn.Linear(2, 2)
-    assert list(seams.names_apart_from_ddp(model)) == []
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-    assert list(seams.names_apart_from_ddp(model)) == ["bias"], f"torch {torch.__version__} keeps them elsewhere"
 
 
 def test_checkpoints_are_read_by_one_method():

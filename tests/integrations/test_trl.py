@@ -161,7 +161,7 @@ def test_a_reference_with_other_norms_keeps_them(saved, tmp_path):
 
 def test_the_report_names_the_reference(saved, tmp_path, capsys):
     dpo(saved, tmp_path, OURS[0], max_steps=1)
-    assert "LlamaForCausalLM that is evaluated beside the model: cast like it" in capsys.readouterr().out
+    assert "LlamaForCausalLM is only evaluated; it was cast like the trained model" in capsys.readouterr().out
 
 
 def reward(saved, tmp_path, optim):

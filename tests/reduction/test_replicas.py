@@ -4,9 +4,11 @@ from itertools import combinations
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.replicas import checksum
+from hf_lowprec.reduction import check_replicas, replicas
+from hf_lowprec.reduction.replicas import checksum, common_parameters
+from hf_lowprec.reduction.settings import plain
 from tests.ranks import run_script
 
 PATTERNS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,7 +28,7 @@ def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_bit_on_one_rank_is_named_on_all():
-    assert run_script("reduction_replicas.py").count("check_") == 8
+    assert run_script("reduction_replicas.py").count("check_") == 9
 
 
 def test_without_ranks_there_is_nothing_to_compare():
@@ -95,3 +97,44 @@ def test_tensors_without_dimensions_or_elements():
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
     assert checksum(torch.empty(0, 3)).item() == 0
     assert checksum(torch.nn.Parameter(torch.ones(3))).requires_grad is False
+
+
+@pytest.mark.parametrize("count", [1000, 1001])
+def test_the_checksum_does_not_depend_on_the_size_of_pieces(monkeypatch, count):
+    """It is larger where each piece costs launches of kernels."""
+    tensor = filled(torch.float32, count)
+    expected = checksum(tensor).item()
+    monkeypatch.setattr(replicas, "_piece_size", lambda device: 7)
+    assert checksum(tensor).item() == expected
+
+
+def test_few_launches_on_a_gpu():
+    assert replicas._piece_size(torch.device("cpu")) == 1 << 16
+    assert replicas._piece_size(torch.device("cuda", 1)) == 1 << 22
+
+
+def test_a_tensor_on_the_meta_device_has_no_bits():
+    found = checksum(torch.ones(3, 4, device="meta"))
+    assert (found.item(), found.dtype, found.device.type) == (0, torch.int64, "cpu")
+
+
+def test_parameters_that_ddp_ignores_are_a_ranks_own():
+    """Named in the model, whose names DDP puts a prefix before; and where they are tied."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    names = ["0.weight", "0.bias", "1.bias"]
+    assert [name for name, _ in common_parameters(model)] == names
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    where = f"torch {torch.__version__} keeps them elsewhere"
+    assert [name for name, _ in common_parameters(model)] == names[:2], where
+    outer = torch.nn.ModuleDict({"module": model})
+    assert [name for name, _ in common_parameters(outer)] == ["module.0.weight", "module.0.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    assert [name for name, _ in common_parameters(model)] == names, "DDP reduces it by its other name"
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "1.weight"])
+    assert [name for name, _ in common_parameters(model)] == names[1:]
+
+
+def test_a_device_is_the_same_on_every_rank_but_for_its_index():
+    assert plain({"device": torch.device("cuda", 0)}) == plain({"device": torch.device("cuda", 1)})
+    assert plain(torch.device("cuda", 0)) != plain(torch.device("cpu"))

@@ -30,7 +30,7 @@ def cast() -> nn.Module:
 
 
 def report(name: str, model: nn.Module, optimizer=None) -> None:
-    misuse._looks.update(dict.fromkeys(misuse._looks, 1))
+    misuse._searches_left.update(dict.fromkeys(misuse._searches_left, 1))
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):

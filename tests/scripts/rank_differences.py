@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import hf_lowprec
 from tests.fsdp_on_cpu import allow_fsdp_on_cpu
@@ -247,7 +248,7 @@ def check_many_differences() -> None:
     """Three are named, and the others counted."""
     found = complaint(lambda: train(optimizer=adamw(betas=(0.5, 0.6), eps=1e-3, seed=5) if ODD else adamw()))
     assert len(re.findall(r"on rank 1 and", found)) == 3, found
-    assert "; and 3 more. Replicas would part" in found, found
+    assert "; and 3 more. Replicas would diverge; give every rank the same settings" in found, found
 
 
 class Heard(logging.Handler):
@@ -280,6 +281,7 @@ def check_equal_ones(kind: str) -> None:
     train(change=train_once)
     train(optimizer=lambda model: torch.optim.SGD(groups(model), lr=torch.tensor(0.25) if ODD else 0.25))
     train(optimizer=second(lr=1 if ODD else 1.0))
+    train(optimizer=second(device=torch.device("cuda", RANK)))
     efficient = {} if kind == "ddp" else {"cpu_ram_efficient_loading": True}
     train(setup=lambda: accelerator(**efficient), build=another_net)  # both start from the weights of rank 0
     dist.all_gather_object = gather
@@ -296,6 +298,38 @@ def check_different_shards() -> None:
         assert "cpu_ram_efficient_loading" in message
     else:
         assert not heard.messages
+
+
+def check_modules_that_fsdp2_ignores() -> None:
+    """Each rank has its own, before sharding and at the first step."""
+    heard = Heard()
+
+    def build() -> nn.Module:
+        model = Net()
+        with torch.no_grad():
+            model.head.weight.fill_(RANK)
+        return model
+
+    def setup() -> Accelerator:
+        made = accelerator()
+        made.state.fsdp_plugin.ignored_modules = "head"
+        return made
+
+    train(setup=setup, build=build)
+    assert not heard.messages, heard.messages
+
+
+def check_weights_on_the_meta_device() -> None:
+    """They are loaded after sharding: on all ranks, or from rank 0 on the others; so there is nothing to say."""
+    heard = Heard()
+    for device in ("meta", "meta" if ODD else "cpu"):
+        made = accelerator()
+        hf_lowprec.prepare_accelerator(made)
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert not heard.messages, heard.messages
 
 
 def check_replicas_of_shards() -> None:
@@ -321,5 +355,7 @@ if __name__ == "__main__":
         check_equal_ones(kind)
     if kind == "fsdp2":
         check_different_shards()
+        check_modules_that_fsdp2_ignores()
+        check_weights_on_the_meta_device()
     print_once(f"{kind}: compared")
     leave()

@@ -185,6 +185,7 @@ def check_copies() -> None:
         reduce_in_fp32(ddp)
         copies = [copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp)), copy.deepcopy(copy.deepcopy(ddp)), ddp]
         for number, model in enumerate(copies):
+            assert len(model._comm_hooks) == 1, "torch's compiled reduction runs each of them"
             for step in range(2):
                 model.zero_grad()
                 weights = model.module.weights

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.optim import AdamW
@@ -150,6 +151,26 @@ def check_a_parameter_outside_of_the_shards() -> None:
     if dist.get_rank() == 3:
         flip(model.scale, 1, 0)
     assert "scale on rank 3 is not that of rank 0 (1 of 1 tensors differ)" in complaint(model)
+
+
+def check_what_fsdp2_ignores() -> None:
+    """A parameter of each rank's own in a model that is sharded; and what DDP ignores, with or without its wrapper."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.fill_(rank)
+    fully_shard(model, ignored_params={model[1].weight, model[1].bias})
+    assert not isinstance(model[1].weight, DTensor)
+    assert not complaint(model)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.fill_(rank)
+    assert "1.weight" in complaint(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+    assert not complaint(model)
+    assert not complaint(DistributedDataParallel(model))
 
 
 def check() -> None:

@@ -24,6 +24,7 @@ from hf_lowprec.cli.demo.lost_updates import LostUpdates
 from hf_lowprec.cli.demo.text import Blocks
 from hf_lowprec.insight.memory import memory_use
 from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.reduction.replicas import unwrapped
 
 EVALUATIONS = 10
 """Evaluations in a run, besides the one before the first step."""
@@ -228,12 +229,12 @@ class _Watch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step % self._sample_every == 0:
-            self.lost.before_step(_unwrapped(kwargs["optimizer"]))
+            self.lost.before_step(unwrapped(kwargs["optimizer"]))
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        optimizer = _unwrapped(kwargs["optimizer"])
+        optimizer = unwrapped(kwargs["optimizer"])
         self.lost.after_step(optimizer)
         if not self.bytes_per_parameter:
             self.bytes_per_parameter = memory_use(kwargs["model"], optimizer).per_parameter()
@@ -245,8 +246,3 @@ class _Watch(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.validation.append((state.global_step, kwargs["metrics"]["eval_loss"]))
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer behind accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -1,21 +1,23 @@
-"""Ranks are compared once, before an optimizer's first step: what differs in settings or weights lets replicas part."""
+"""Compares the ranks once, before an optimizer's first step: different settings or weights make replicas diverge.
+
+`prepare_accelerator` adds it to the accelerator's optimizers, whatever their class, and a difference is an error. The
+warnings before a first step are in `misuse.py`: every optimizer of ours gives them, with or without an accelerator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from hf_lowprec.integrations import seams
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.reduction.replicas import difference_of_replicas
+from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, with_states
 from hf_lowprec.reduction.settings import check_same_settings, gather_where_different, optimizer_settings, plain
 
 
-class FirstSteps:
+class RankComparison:
     """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
 
     Args:
@@ -48,7 +50,9 @@ class FirstSteps:
         if hook is None:
             return
         hook.remove()
-        names = {param: name for model in seams.prepared_models(self.accelerator) for name, param in _named(model)}
+        names = {
+            param: name for model in seams.prepared_models(self.accelerator) for name, param in common_parameters(model)
+        }
         check_same_settings(
             {
                 "max_grad_norm": plain(max_grad_norm),
@@ -56,7 +60,10 @@ class FirstSteps:
                 **optimizer_settings(optimizer, names),
             }
         )
-        found = difference_of_replicas(_named_tensors(optimizer, names))
+        trained = (param for group in optimizer.param_groups for param in group["params"] if param in names)
+        ours = isinstance(optimizer, LowPrecisionOptimizer)  # states of others may be parts, each rank's own
+        named = ((names[param], param) for param in trained)
+        found = difference_of_replicas(with_states(named, optimizer if ours else None))
         every = gather_where_different(found) or [found]  # replicas of shards are compared in several groups
         if any(every):
             raise RuntimeError(
@@ -65,18 +72,3 @@ class FirstSteps:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"accelerator": self.accelerator, "_hooks": {}}  # torch pickles optimizers without hooks
-
-
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that are to be the same on all ranks."""
-    apart = seams.names_apart_from_ddp(model)
-    return ((name, param) for name, param in model.named_parameters() if name not in apart)
-
-
-def _named_tensors(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str, Tensor]]:
-    """The weights that `optimizer` trains and, where it is one of ours, its states: others may keep parts per rank."""
-    ours = isinstance(optimizer, LowPrecisionOptimizer)
-    for param in (param for group in optimizer.param_groups for param in group["params"] if param in names):
-        yield names[param], param
-        states = optimizer.state.get(param, {}) if ours else {}
-        yield from ((f"{names[param]} ({key})", value) for key, value in states.items() if isinstance(value, Tensor))

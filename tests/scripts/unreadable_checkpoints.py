@@ -1,0 +1,70 @@
+"""Reading checkpoints on two ranks, where it fails on one of them: both raise, and neither waits for the other.
+
+unreadable_checkpoints.py FOLDER: with good checkpoints, the last of step 4.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+
+from hf_lowprec.integrations import checkpoints, structure
+from hf_lowprec.integrations.checkpoints import check_best, resolve
+
+RANK = int(os.environ["RANK"])
+FOLDER = sys.argv[1]
+
+
+def complaint(act, *arguments: object) -> str:
+    try:
+        act(*arguments)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing_on(rank: int, original):
+    def read(*arguments):
+        if rank == RANK:
+            raise PermissionError("no permission for this file")
+        return original(*arguments)
+
+    return read
+
+
+def check() -> None:
+    os.environ["LOCAL_RANK"] = "0"  # machines of one rank each
+    PartialState(cpu=True)
+    good = str(Path(FOLDER) / "checkpoint-4")
+    assert resolve(True, FOLDER) == good
+    read, found = checkpoints.read_manifest, structure.damaged_files
+    checkpoints.read_manifest = failing_on(0, read)
+    told = "ValueError: rank 0 cannot read the checkpoints: PermissionError: no permission for this file"
+    for act, *arguments in [(resolve, True, FOLDER), (resolve, good, FOLDER), (check_best, Path(good))]:
+        assert complaint(act, *arguments) == told, (RANK, act, complaint(act, *arguments))
+    checkpoints.read_manifest = read
+
+    structure.damaged_files = failing_on(1, found)
+    told = told.replace("rank 0", "rank 1")
+    assert complaint(resolve, good, FOLDER) == told
+    structure.damaged_files = found
+
+    candidates, called = checkpoints._candidates, []
+    checkpoints._candidates = lambda folder: (called.append(folder), candidates(folder))[1]
+    assert resolve(True, FOLDER) == good
+    assert len(called) == (RANK == 0), "one rank reads every manifest"
+
+
+def check_a_lost_rank() -> None:
+    if RANK == 1:
+        os._exit(0)
+    found = complaint(resolve, True, FOLDER)
+    assert found.startswith("RuntimeError: rank 0 of 2 lost another rank while choosing a checkpoint"), found
+
+
+if __name__ == "__main__":
+    check()
+    check_a_lost_rank()
+    print("both ranks raise", flush=True)
+    os._exit(0)
