@@ -5,9 +5,9 @@ from torch import nn
 
 from hf_lowprec.casting.boundaries import install_widening
 from hf_lowprec.casting.inputs import install_narrowing
-from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
+from hf_lowprec.casting.losses import calls_torch_losses, names_in_forward, uses_torch_losses
 from hf_lowprec.casting.places import compiled_module, computing_children, is_model, narrows, predictions
-from hf_lowprec.casting.policy import callable_parts
+from hf_lowprec.casting.policy import Modules, callable_parts
 
 
 def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
@@ -19,8 +19,10 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     root = compiled_module(model)
     models = [name for name, module in modules.items() if module is root or is_model(module)]
-    for name in [name for name in models if computes_loss_itself(modules[name])]:
-        wide = [part for part in predictions(name, modules) if narrows(part, modules, dtype)]
+    found = {name: predictions(name, modules) for name in models if computes_loss_itself(modules[name])}
+    found |= {name: compared(name, modules) for name in models if name not in found}
+    for name, parts in found.items():
+        wide = [part for part in parts if narrows(part, modules, dtype)]
         for part in wide:
             install_widening(modules[part])
         names = name.split(".") if name else []
@@ -38,8 +40,30 @@ def computes_loss_itself(model: nn.Module) -> bool:
     be seen: it could go on computing with an FP32 prediction and 16-bit weights.
     """
     names = names_in_forward(model)
-    if "loss_function" in names or TORCH_LOSSES.isdisjoint(names):
+    if "loss_function" in names or not uses_torch_losses(model):
         return False
     if type(model).__module__.startswith("transformers."):
         return is_model(model)
-    return "weight" not in names and all(param.dim() < 2 for param in model.parameters(recurse=False))
+    return "weight" not in names and not _has_matrices(model)
+
+
+def compared(model: str, modules: Modules) -> list[str]:
+    """The projections whose results a contrastive loss of transformers compares, if there are several (CLIP, CLAP).
+
+    ALIGN and CLVP compare what models inside return, and X-CLIP multiplies with a matrix of its own: none for these.
+    """
+    module = modules[model]
+    if (
+        not type(module).__module__.startswith("transformers.")
+        or not calls_torch_losses(module)
+        or _has_matrices(module)
+    ):
+        return []
+    parts = [part for child in computing_children(model, modules) for part in callable_parts(child, modules)]
+    parts = [part for part in parts if not is_model(modules[part]) and "proj" in part.rpartition(".")[2]]
+    return parts if len(parts) > 1 else []
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own that can be multiplied with a prediction in another format."""
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))

@@ -12,7 +12,15 @@ from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForQuestionAnswering, BertModel, BertPreTrainedModel, Trainer
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertModel,
+    BertPreTrainedModel,
+    CLIPConfig,
+    CLIPModel,
+    Trainer,
+)
 
 import hf_lowprec
 from tests import tiny_models
@@ -191,6 +199,24 @@ def test_a_model_of_ones_own_that_computes_its_loss_computes_it_in_fp32(made):
     # A sum of four logarithms in FP32, a few roundings of 2^-24 each; one in BF16 is off by up to 2^-9.
     assert outputs["loss"].item() == pytest.approx(exact.item(), rel=1e-6)
     outputs["loss"].backward()
+
+
+def test_a_contrastive_loss_is_computed_in_fp32():
+    """CLIP's is in a function that `forward` calls, on a product of two projections."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**size, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 63}
+    vision = {**size, "image_size": 8, "patch_size": 4}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    _, model = prepared(model)
+    batch = {"input_ids": torch.randint(2, 63, (4, 6)), "pixel_values": torch.rand(4, 3, 8, 8)}
+    outputs = model(**batch, return_loss=True)
+    logits, matching = outputs.logits_per_text.detach().double(), torch.arange(4)
+    exact = (cross_entropy(logits, matching) + cross_entropy(logits.t(), matching)) / 2
+    # Sums of a few logarithms in FP32; a loss in BF16 is off by up to 2^-9.
+    assert outputs.loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert not torch.equal(outputs.logits_per_text, outputs.logits_per_text.to(BF16).float())
+    outputs.loss.backward()
 
 
 def test_a_model_that_multiplies_with_weights_itself_is_left_alone():
