@@ -96,6 +96,11 @@ def _check(content: dict[str, Any], name: str) -> None:
                 f"{key}={value!r} in the configuration of {name!r} has timm load files, which estimate does not; give "
                 "the name of an architecture of timm"
             )
+        if key == "backbone" and isinstance(value, str) and "/" in value:
+            raise InputError(
+                f"backbone={value!r} in the configuration of {name!r} is another repository, which estimate does not "
+                "read; give its configuration as backbone_config"
+            )
         highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
         if highest is None or not isinstance(value, int | float):
             continue

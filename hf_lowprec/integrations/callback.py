@@ -177,9 +177,14 @@ class LowPrecisionCallback(TrainerCallback):
             print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
-        """Libraries have 16-bit convolutions that are wrong for a few shapes, in silence."""
+        """Warn of convolutions that this device computes wrongly in 16 bits; whatever happens, training begins."""
         model = self._trained
-        if model is None or not (broken := broken_convolutions(model)):
+        try:
+            broken = [] if model is None else broken_convolutions(model)
+        except Exception as error:  # of code that has replaced torch's own, for example
+            logger.info("hf_lowprec: layers could not be probed: %r", error)
+            return
+        if model is None or not broken:
             return
         named = [pattern for pattern in self._patterns if isinstance(pattern, str)]
         named += keep_fp32_patterns(model, [name for probe in broken for name in probe.names])
