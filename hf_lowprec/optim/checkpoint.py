@@ -249,7 +249,8 @@ def _check_state(
     if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
         raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
     if not _is_count(state["step"]):
-        raise ValueError(f"step of {where} is {state['step']!r}; it must be a whole number >= 0 and < 2**63")
+        step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
+        raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
     for name in expected - {"step"}:
         if not isinstance(state[name], Tensor):
             raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
