@@ -40,7 +40,7 @@ Role = Literal["activation", "mask", "number", "reference"]
 
 @torch.compiler.assume_constant_result
 def role_of(name: str, dims: int) -> Role:
-    """What a floating argument is.
+    """Classify a floating argument of `forward`.
 
     - a *reference*, by "label" or "target" in its name: a loss is measured against it, so rounding it moves the goal;
     - a *number* without dimensions or with one, since activations have one for the batch and one for the features;

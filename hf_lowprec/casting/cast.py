@@ -117,7 +117,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
 
 def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """What `model`, as a whole, in parts or as a part, was cast to; empty if nothing was."""
+    """The dtypes to which `cast_model` has cast the model or parts of it; empty if it was not cast."""
     return {mark[0] for module in model.modules() if (mark := vars(module).get(_MARK))}
 
 

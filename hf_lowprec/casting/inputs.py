@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.activations import role_of
 from hf_lowprec.casting.boundaries import converted, install_widening, remove_hooks
-from hf_lowprec.casting.losses import TORCH_LOSSES, names_in_forward
+from hf_lowprec.casting.losses import uses_torch_losses
 from hf_lowprec.casting.places import computing_children, narrows, predictions
 from hf_lowprec.casting.policy import Modules, callable_parts
 
@@ -21,7 +21,7 @@ _NUMBERS = "_low_precision_numbers"
 
 @functools.cache
 def losses_mix_dtypes() -> bool:
-    """Whether this torch differentiates a loss of 16-bit predictions against FP32 labels; 2.11 does not, 2.13 does."""
+    """Whether this torch can differentiate a loss between 16-bit predictions and FP32 labels: 2.13 can, 2.11 cannot."""
     prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     try:
         with torch.enable_grad():
@@ -121,7 +121,7 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
     for name in _called_children("", modules):
         if narrows(name, modules, dtype):
             install_narrowing(modules[name], dtype)
-    if weights and not TORCH_LOSSES.isdisjoint(names_in_forward(module)):
+    if weights and uses_torch_losses(module):
         for name in predictions("", modules):
             if narrows(name, modules, dtype):
                 install_widening(modules[name])

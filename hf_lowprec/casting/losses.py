@@ -67,12 +67,12 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def uses_torch_losses(module: nn.Module) -> bool:
-    """Whether the code of a module's `forward` uses torch's losses."""
+    """Whether a module's `forward` uses one of torch's losses."""
     return not TORCH_LOSSES.isdisjoint(names_in_forward(module))
 
 
 def calls_torch_losses(module: nn.Module) -> bool:
-    """Whether functions that a module's `forward` calls use torch's losses, as CLIP's contrastive loss does."""
+    """Whether a module's `forward` calls a function that uses one of torch's losses, as CLIP's does."""
     forward = inspect.unwrap(type(module).forward)
     called = _functions_named(names_in_forward(module), forward)
     called += [inner for function in called for inner in _functions_named(function.__code__.co_names, forward)]

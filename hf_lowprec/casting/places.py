@@ -15,7 +15,7 @@ def input_boundaries(modules: Modules, dtype: torch.dtype) -> list[str]:
 
 
 def compiled_module(model: nn.Module) -> nn.Module:
-    """What `torch.compile` has wrapped, or `model` itself; the wrapper never sees a tensor."""
+    """The model inside the wrapper of `torch.compile`, or `model` itself. Calls do not pass the wrapper's own hooks."""
     while "_orig_mod" in model._modules:
         model = model.get_submodule("_orig_mod")
     return model

@@ -215,7 +215,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         return pending.norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the coming step, and only that, by the global norm of all gradients.
+        """Clip the gradients that are there, in the steps that take them, by their global norm.
 
         `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips what the first time leaves.
         Clipping ends with the gradients: new ones are not clipped, and what is left of them is. Neither a step nor this

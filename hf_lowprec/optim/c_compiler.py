@@ -22,8 +22,7 @@ FLAGS = (
 )
 TIMEOUT = 120.0
 """Seconds that one run of the compiler may take. It needs about a third of one, and more on a busy machine."""
-
-
+_WAY_OUT = "Set $CC to a working compiler or use backend='eager'."
 _hung: set[tuple[str, ...]] = set()
 """Compilers that did not finish. They are not waited for again."""
 
@@ -101,14 +100,10 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
     command = [*compiler, *arguments]
     if finished.status:
         raise CompilerError(
-            f"the C compiler failed ({finished.status}): {shlex.join(command)}\n{finished.errors.strip()}\n"
-            "Set $CC to a working compiler or use backend='eager'."
+            f"the C compiler failed ({finished.status}): {shlex.join(command)}\n{finished.errors.strip()}\n{_WAY_OUT}"
         )
     if not library.is_file():
-        raise CompilerError(
-            f"the C compiler reported success and wrote no library: {shlex.join(command)}\n"
-            "Set $CC to a working compiler or use backend='eager'."
-        )
+        raise CompilerError(f"the C compiler reported success and wrote no library: {shlex.join(command)}\n{_WAY_OUT}")
     return library.read_bytes()
 
 
@@ -116,8 +111,7 @@ def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) 
     """Run `compiler` to its end. What it prints may be in any encoding."""
     command = [*compiler, *arguments]
     unfinished = CompilerError(
-        f"the C compiler did not finish within {TIMEOUT:g} seconds: {shlex.join(command)}\n"
-        "Set $CC to a working compiler or use backend='eager'."
+        f"the C compiler did not finish within {TIMEOUT:g} seconds: {shlex.join(command)}\n{_WAY_OUT}"
     )
     if tuple(compiler) in _hung:
         raise unfinished
@@ -132,10 +126,7 @@ def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) 
             start_new_session=True,
         )
     except OSError as error:
-        raise CompilerError(
-            f"the C compiler cannot be started ({error}): {shlex.join(command)}\n"
-            "Set $CC to a working compiler or use backend='eager'."
-        ) from error
+        raise CompilerError(f"the C compiler cannot be started ({error}): {shlex.join(command)}\n{_WAY_OUT}") from error
     with process:
         try:
             output, errors = process.communicate(timeout=TIMEOUT)

@@ -95,6 +95,20 @@ def assert_passed_over(out: Path, file: str, caplog) -> None:
     assert "checkpoint-4" in caplog.text and file in caplog.text
 
 
+def assert_damage_is_passed_over(out: Path, file: str, seen_without_a_manifest: tuple, caplog) -> None:
+    """Damage `file` of the last checkpoint of `out` in copies: in every kind where a manifest lists it."""
+    for manifest in (True, False):
+        for damage in DAMAGES if manifest else seen_without_a_manifest:
+            copy = out / f"{manifest} {file} {damage.__name__}"
+            for step in (2, 4):
+                shutil.copytree(out / f"checkpoint-{step}", copy / f"checkpoint-{step}")
+            if not manifest:
+                (copy / "checkpoint-4" / MANIFEST_NAME).unlink()
+            damage(copy / "checkpoint-4" / file)
+            caplog.clear()
+            assert_passed_over(copy, file, caplog)
+
+
 def test_every_file_is_in_the_table_above(killed):
     assert {path.name for path in (killed / "checkpoint-4").iterdir()} == {*WRITTEN, MANIFEST_NAME}
 
@@ -287,36 +301,17 @@ def test_weights_in_several_files(tmp_path, caplog):
     train(tmp_path, max_steps=4, model=model)
     shards = sorted(path.name for path in (tmp_path / "checkpoint-4").glob("model-*.safetensors"))
     assert len(shards) > 1
-    for manifest in (True, False):
-        for file in (shards[0], "model.safetensors.index.json"):
-            for damage in DAMAGES if manifest else (emptied, halved, missing):
-                if damage is missing and file not in shards:
-                    continue  # the shards alone are weights as well
-                copy = tmp_path / f"{manifest} {file} {damage.__name__}"
-                for step in (2, 4):
-                    shutil.copytree(tmp_path / f"checkpoint-{step}", copy / f"checkpoint-{step}")
-                if not manifest:
-                    (copy / "checkpoint-4" / MANIFEST_NAME).unlink()
-                damage(copy / "checkpoint-4" / file)
-                caplog.clear()
-                assert_passed_over(copy, file, caplog)
+    index = "model.safetensors.index.json"
+    assert_damage_is_passed_over(tmp_path, shards[0], (emptied, halved, missing), caplog)
+    assert_damage_is_passed_over(tmp_path, index, (emptied, halved), caplog)  # the shards alone are weights as well
 
 
 def test_adapters(tmp_path, caplog):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
     train(tmp_path, max_steps=4, model=peft.get_peft_model(llama(), config))
-    for manifest in (True, False):
-        for file in ("adapter_model.safetensors", "adapter_config.json"):
-            for damage in DAMAGES if manifest else (emptied, halved):
-                copy = tmp_path / f"{manifest} {file} {damage.__name__}"
-                for step in (2, 4):
-                    shutil.copytree(tmp_path / f"checkpoint-{step}", copy / f"checkpoint-{step}")
-                if not manifest:
-                    (copy / "checkpoint-4" / MANIFEST_NAME).unlink()
-                damage(copy / "checkpoint-4" / file)
-                caplog.clear()
-                assert_passed_over(copy, file, caplog)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert_damage_is_passed_over(tmp_path, file, (emptied, halved), caplog)
 
 
 @pytest.mark.parametrize("damage", [flipped, halved])
