@@ -24,9 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer, launch
-from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import trace_measure, used
+from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used
+from hf_lowprec.optim.step.fused import StepSpec
 
 BITS = 128
 TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
@@ -36,7 +37,7 @@ CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def layouts() -> dict[str, Layout]:
+def layouts() -> dict[str, StepSpec]:
     """Every algorithm with every rounding mode and dtype, and AdamW's further options, by name."""
     found = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,11 +59,11 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _layout(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> Layout:
+def _layout(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
     param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
     with cls([param], backend="eager", **options).next_step() as plan:
-        return plan.batches[0].layout
+        return plan.fused_groups[0].spec
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Compiled:
     complaints: list[str]
 
 
-def compiled(layout: Layout, capability: int, measure: bool = False) -> Compiled:
+def compiled(layout: StepSpec, capability: int, measure: bool = False) -> Compiled:
     """Compile the step or the measure of `layout` for an NVIDIA GPU of compute capability `capability` (90 is 9.0)."""
     arguments = MEASURE_SIGNATURE if measure else SIGNATURE
     signature = {**arguments, **dict.fromkeys(CONSTANTS, "constexpr")}
@@ -106,7 +107,7 @@ def compiled(layout: Layout, capability: int, measure: bool = False) -> Compiled
     per_thread = launch.BLOCK // (32 * launch.WARPS)
     accesses = [*layout.tensors.values(), *layout.written.values()]
     if measure:
-        accesses = [layout.tensors[name] for name in used(trace_measure(layout), layout.tensors)]
+        accesses = [layout.tensors[name] for name in used(trace_tensor_mean(layout), layout.tensors)]
     result = Compiled(
         registers=int(_found(r"REG:(\d+)", usage)),
         stack=int(_found(r"STACK:(\d+)", usage)),
@@ -168,7 +169,7 @@ def main() -> int:
     complaints: Counter[str] = Counter()
     chosen = {name: layouts()[name] for name in options.layouts}
     kernels = [(name, layout, False) for name, layout in chosen.items()]
-    kernels += [(f"{name}, measure", layout, True) for name, layout in chosen.items() if layout.measure is not None]
+    kernels += [(f"{name}, measure", layout, True) for name, layout in chosen.items() if layout.tensor_mean is not None]
     for (name, layout, measure), capability in product(kernels, options.capabilities):
         result = compiled(layout, capability, measure)
         wide = f"{result.wide} of {result.expected}"

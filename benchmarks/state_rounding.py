@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim import plan
-from hf_lowprec.optim.step import Layout
+from hf_lowprec.optim.step import plan
+from hf_lowprec.optim.step.fused import StepSpec
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -35,7 +35,7 @@ class MixedRounding(AdamW):
     stochastic: tuple[str, ...] = ()
 
 
-def _mixed_layout(optimizer: MixedRounding, *args: Any) -> Layout:
+def _mixed_layout(optimizer: MixedRounding, *args: Any) -> StepSpec:
     layout = _plain_layout(optimizer, *args)
     states = (
         dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in optimizer.stochastic) for s in layout.states
@@ -44,7 +44,7 @@ def _mixed_layout(optimizer: MixedRounding, *args: Any) -> Layout:
 
 
 # No user needs this choice, so the package has no word for it.
-_plain_layout, plan._layout = plan._layout, _mixed_layout  # type: ignore[assignment]
+_plain_layout, plan._step_spec = plan._step_spec, _mixed_layout  # type: ignore[assignment]
 
 
 ALL = ("exp_avg", "exp_avg_sq", "compensation")

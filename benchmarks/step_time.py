@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from hf_lowprec import AdamW, __version__
 from hf_lowprec.optim import ALGORITHMS
-from hf_lowprec.optim.c_compiler import require_compiler
+from hf_lowprec.optim.backends.c_compiler import require_compiler
 
 LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]

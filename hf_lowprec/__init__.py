@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
-    from hf_lowprec.optim.fp32 import fp32_state_dict
-    from hf_lowprec.optim.matrices import hidden_matrices
+    from hf_lowprec.optim.fp32_weights import fp32_state_dict
+    from hf_lowprec.optim.hidden_matrices import hidden_matrices
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
 
 try:

@@ -53,7 +53,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    from hf_lowprec.optim.c_compiler import CompilerError, compiler_identity, require_compiler
+    from hf_lowprec.optim.backends.c_compiler import CompilerError, compiler_identity, require_compiler
 
     try:
         command = require_compiler()
@@ -63,7 +63,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    from hf_lowprec.optim.library_cache import cache_dir
+    from hf_lowprec.optim.backends.library_cache import cache_dir
 
     try:
         return str(cache_dir())
@@ -74,6 +74,6 @@ def _cache() -> str:
 def _backend(device: str) -> str:
     import torch
 
-    from hf_lowprec.optim.backends import expected
+    from hf_lowprec.optim.backends.selection import expected
 
     return f"backend {expected('auto', torch.device(device))}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.shards import local
+from hf_lowprec.optim.sharding import local
 from hf_lowprec.optim.validation import state_dtype
 
 

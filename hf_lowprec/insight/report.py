@@ -12,7 +12,7 @@ from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_codes
 from hf_lowprec.insight.memory import expected_states, stored
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.backends import expected
+from hf_lowprec.optim.backends.selection import expected
 from hf_lowprec.rounding import dtype_name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import check_keywords, optimizer_factory
 from hf_lowprec.optim.validation import keywords
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import swa_utils
 
 from hf_lowprec.casting import uncast_model
-from hf_lowprec.optim.fp32 import fp32_estimates
-from hf_lowprec.optim.shards import is_sharded
+from hf_lowprec.optim.fp32_weights import fp32_estimates
+from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 

@@ -15,14 +15,14 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.insight.report import precision_report
-from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
 from hf_lowprec.integrations.arguments import check_liger, optimizer_name
 from hf_lowprec.integrations.beside import cast_beside, is_evaluation
 from hf_lowprec.integrations.quantization import quantization_notes, refuse_quantized_training
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.shards import is_sharded
+from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.micro_batches import check_mode
 from hf_lowprec.reduction.replicas import unwrapped

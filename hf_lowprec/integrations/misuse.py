@@ -19,7 +19,7 @@ from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.casting.quantized import holds_codes
 from hf_lowprec.integrations import seams
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.shards import is_sharded
+from hf_lowprec.optim.sharding import is_sharded
 
 _MATRIX = 1024
 """Elements of a matrix from which on its format matters."""

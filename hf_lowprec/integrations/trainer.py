@@ -33,7 +33,7 @@ from hf_lowprec.integrations.misuse import warn_of_misuse
 from hf_lowprec.integrations.quantization import refuse_frozen
 from hf_lowprec.integrations.structure import read_trainer_state
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.matrices import hidden_matrices
+from hf_lowprec.optim.hidden_matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
 from hf_lowprec.reduction.replicas import unwrapped

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
 if TYPE_CHECKING:  # for editors; at run time every algorithm is here by itself
     from hf_lowprec.optim.algorithms.adam import Adam as Adam

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import keywords
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.shards import check_placements, is_sharded
+from hf_lowprec.optim.sharding import check_placements, is_sharded
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.base import LowPrecisionOptimizer
-    from hf_lowprec.optim.work import Group
+    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
@@ -113,7 +112,7 @@ def _keywords(cls: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items() if name != "params"}
 
 
-def group_keys(optimizer: LowPrecisionOptimizer) -> set[str]:
+def group_keys(optimizer: Algorithm) -> set[str]:
     """The arguments of an optimizer that its parameter groups have; torch adds to the defaults of an unpickled one."""
     return optimizer.defaults.keys() & {*keywords(type(optimizer)), *optimizer.flags}
 
@@ -128,7 +127,7 @@ def check_keywords_of(cls: type, unexpected: Iterable[str]) -> None:
         raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_new_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
+def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     """Raise ValueError unless `group`, which is being added, is as a group should be when training begins."""
     check_keys(optimizer, group, where)
     check_group(optimizer, group, where, least_lr=0.0)
@@ -138,7 +137,7 @@ def check_new_group(optimizer: LowPrecisionOptimizer, group: Group, where: str) 
         check_param(param, group, where)
 
 
-def refuse_overflow(group: Group, scalars: Mapping[str, float]) -> None:
+def refuse_overflow(group: ParamGroup, scalars: Mapping[str, float]) -> None:
     """Raise ValueError if a factor of a step, made of hyperparameters that are finite in FP32, is not."""
     for name, value in scalars.items():
         if not abs(value) <= LARGEST:
@@ -149,7 +148,7 @@ def refuse_overflow(group: Group, scalars: Mapping[str, float]) -> None:
             )
 
 
-def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> None:
+def check_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     """Raise ValueError if a key of `group` asks for something that a group cannot have, or looks like a misspelt
     argument; other foreign keys are the user's affair.
     """
@@ -165,7 +164,7 @@ def check_keys(optimizer: LowPrecisionOptimizer, group: Group, where: str) -> No
             raise ValueError(f"{key!r} in {where} is not an argument of {type(optimizer).__name__}; is it {near[0]!r}?")
 
 
-def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str, least_lr: float = float("-inf")) -> None:
+def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: float = float("-inf")) -> None:
     """Raise ValueError if a setting of `group` is not supported; its parameters are not looked at.
 
     In training a scheduler may take the learning rate below zero, as with torch's optimizers.
@@ -195,7 +194,7 @@ def check_group(optimizer: LowPrecisionOptimizer, group: Group, where: str, leas
     _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
 
 
-def first_parameter(group: Group) -> int:
+def first_parameter(group: ParamGroup) -> int:
     """The number of the first parameter of the optimizer of `group` in the random stream."""
     first = group.get("first_parameter")
     return 0 if first is None else first
@@ -237,7 +236,7 @@ def _check_state_dtype(requested: Any, names: list[str], where: str) -> None:
         )
 
 
-def check_param(param: Tensor, group: Group, where: str) -> None:
+def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
     """Raise ValueError if `param` cannot be stepped with the settings of `group`."""
     # The memory of a subclass that is no shard holds something else than the numbers that it presents.
     codes = type(param.data) is not Tensor and not is_sharded(param)
@@ -294,7 +293,7 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
         )
 
 
-def check_memory(group: Group, place: int, index: int, what: str, tensor: Tensor) -> None:
+def check_memory(group: ParamGroup, place: int, index: int, what: str, tensor: Tensor) -> None:
     """Raise RuntimeError if `tensor`, of a parameter at `place` of `group`, has memory that was freed."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
@@ -317,7 +316,7 @@ def refuse_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoRetur
     )
 
 
-def state_dtype(name: str, param_dtype: torch.dtype, group: Group) -> torch.dtype:
+def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
     """The dtype in which a parameter of `param_dtype` stores its state `name`."""
     if param_dtype == torch.float32:
         return torch.float32

@@ -43,7 +43,8 @@ def test_a_planted_fault_is_reported(plant, complaint):
     program = f"""
 import functools, sys, triton
 import benchmarks.compiled_step as script
-from hf_lowprec.optim import launch, triton_source
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.codegen import triton as triton_source
 original = triton.compile
 def compile_(*args, fusion, options, **kwargs):
     return original(*args, options={{**options, "enable_fp_fusion": fusion}}, **kwargs)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import hf_lowprec
 from hf_lowprec.cli import app
 from hf_lowprec.cli import demo as demo_command
-from hf_lowprec.insight.updates import lost_updates
+from hf_lowprec.optim.lost_updates import lost_updates
 
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from hf_lowprec import AdamW
 from hf_lowprec.cli import app
 from hf_lowprec.cli.doctor.layers import probes
-from hf_lowprec.optim import native
+from hf_lowprec.optim.backends import native
 from tests.broken_kernels import break_function, off_by
 from tests.ranks import run_ranks
 

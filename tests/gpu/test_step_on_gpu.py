@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hf_lowprec.insight.memory import memory_use
-from hf_lowprec.optim import SGD, AdamW, launch
-from hf_lowprec.optim.backends import expected
-from hf_lowprec.optim.step import fused_step
+from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.backends.selection import expected
+from hf_lowprec.optim.step.fused import fused_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -99,7 +100,7 @@ def test_nothing_is_compiled_again():
     params = model_like()
     optimizer = AdamW(params, max_grad_norm=1.0)
     optimizer.step()
-    functions = [batch.kept["step"] for batch in optimizer._plan.batches]
+    functions = [fused_group.kept["step"] for fused_group in optimizer._plan.fused_groups]
 
     def built() -> int:
         return sum(len(function.device_caches[torch.cuda.current_device()][0]) for function in functions)
@@ -149,13 +150,13 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     optimizer = SGD([param], lr=0.1, rounding="stochastic", weight_decay=0.1)
     before = [(param.detach()[part].cpu().float(), param.grad[part].cpu().float()) for part in parts]
     with optimizer.next_step() as plan:
-        (batch,) = plan.batches
-        (keys,) = batch.row_keys()
-        scalars = dict(zip(batch.layout.scalars, batch.scalars[0].tolist(), strict=True))
+        (fused_group,) = plan.fused_groups
+        (keys,) = fused_group.segment_keys()
+        scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
     optimizer.step()
     for part, (weight, grad) in zip(parts, before, strict=True):
         index = torch.arange(part.start, part.stop).to(torch.int32)
-        new_weight, _ = fused_step(batch.layout, weight, grad, {}, scalars, index, keys)
+        new_weight, _ = fused_step(fused_group.spec, weight, grad, {}, scalars, index, keys)
         assert torch.equal(param.detach()[part].cpu().float(), new_weight), part
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.allocation import PAGE, SMALLEST, zeros_apart
-from hf_lowprec.optim.shards import local
+from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.step.state_allocation import PAGE, SMALLEST, zeros_apart
 
 LARGE = (SMALLEST // 2 // 64, 64)
 

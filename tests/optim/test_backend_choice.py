@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_lowprec.optim import AdamW, backends, launch
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.backends import selection as backends
+from hf_lowprec.optim.backends import triton as launch
 
 GPU = torch.cuda.is_available()
 

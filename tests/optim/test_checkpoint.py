@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import lr_scheduler
 
-from hf_lowprec.optim import SGD, AdamW, Lion, checkpoint
+from hf_lowprec.optim import SGD, AdamW, Lion
+from hf_lowprec.optim import state_dict as checkpoint
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from tests.optim.test_torch_conventions import assert_equal, everything, params_of, refuses, train
 from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build

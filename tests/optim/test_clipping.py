@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.clipping import PIECE, clip_factor
+from hf_lowprec.optim.step.clipping import PIECE, clip_factor
 from tests.triton_here import require_triton
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
@@ -112,7 +112,7 @@ def test_a_norm_below_the_limit_changes_nothing(backend):
 
 
 def test_the_norm_is_taken_once_where_it_was_asked_for_before(backend, monkeypatch):
-    from hf_lowprec.optim import backends
+    from hf_lowprec.optim.backends import selection as backends
 
     calls = []
     for name in ("EAGER", "NATIVE", "TRITON"):

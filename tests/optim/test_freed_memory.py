@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, plan, validation
+from hf_lowprec.optim import AdamW, validation
+from hf_lowprec.optim.step import plan
 
 SCRIPT = """
 import itertools

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim import interrupts
-from hf_lowprec.optim.interrupts import deferred
+from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.interrupts import deferred
 from tests import nursery
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "interrupted_steps.py"

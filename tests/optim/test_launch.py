@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW, launch
-from hf_lowprec.optim.step import fused_step
+from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.step.fused import fused_step
 from tests.triton_here import require_triton
 
 require_triton()
@@ -92,25 +93,31 @@ def test_offsets_have_64_bits(start):
     (param,) = make([(launch.CHUNK + 100,)])
     optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
     with optimizer.next_step() as plan:
-        (batch,) = plan.batches
-        tensors = list(batch.works[0].tensors.values())
+        (fused_group,) = plan.fused_groups
+        tensors = list(fused_group.entries[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
         chunks = torch.tensor([[0, start], [0, start + launch.CHUNK]], device=DEVICE)
-        rows = batch.rows.table.clone()
+        rows = fused_group.segments.table.clone()
         rows[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
         addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
-        launch.kernels(batch.layout)[0][(2,)](
+        launch.kernels(fused_group.spec)[0][(2,)](
             *(chunks, rows.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
-            *(batch.scalars.to(DEVICE), batch.counts.to(DEVICE), torch.ones((), dtype=torch.int32, device=DEVICE)),
+            *(
+                fused_group.scalars.to(DEVICE),
+                fused_group.counts.to(DEVICE),
+                torch.ones((), dtype=torch.int32, device=DEVICE),
+            ),
             **{"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL, "enable_fp_fusion": False},
         )
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)
-        named = dict(zip(list(batch.layout.tensors)[2:], states, strict=True))
-        scalars = dict(zip(batch.layout.scalars, batch.scalars[0].tolist(), strict=True))
-        new_weight, new_state = fused_step(batch.layout, weight, grad, named, scalars, index, batch.row_keys()[0])
+        named = dict(zip(list(fused_group.spec.tensors)[2:], states, strict=True))
+        scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
+        new_weight, new_state = fused_step(
+            fused_group.spec, weight, grad, named, scalars, index, fused_group.segment_keys()[0]
+        )
         assert torch.equal(param.detach().cpu().float(), new_weight)
-        for name, state in zip(list(batch.layout.tensors)[2:], tensors[2:], strict=True):
+        for name, state in zip(list(fused_group.spec.tensors)[2:], tensors[2:], strict=True):
             assert torch.equal(state.cpu().float(), new_state[name]), name
 
 

@@ -59,7 +59,7 @@ def test_directions_are_nearly_orthogonal(shape):
     matrix = normal(shape, 5, BF16)
     values = torch.linalg.svdvals(matrix.double() / matrix.double().norm(dim=(-2, -1), keepdim=True))
     keep = values > 0.01
-    direction = optimizer.direction(optimizer.param_groups[0], matrix)
+    direction = optimizer.orthogonalize(optimizer.param_groups[0], matrix)
     assert (direction.shape, direction.dtype) == (matrix.shape, BF16)
     found = torch.linalg.svdvals(direction.double())
     assert found[keep].min().item() >= 0.67 - 5 * 2**-7
@@ -81,7 +81,7 @@ def test_directions_are_the_polynomial_of_each_matrix(shape):
     """One step in BF16: its four roundings of entries of the size of X, amplified by at most a + |b| + c = 10.3."""
     optimizer = Muon(parameters([shape]), ns_steps=1)
     matrix = normal(shape, 6, BF16)
-    direction = optimizer.direction(optimizer.param_groups[0], matrix).double()
+    direction = optimizer.orthogonalize(optimizer.param_groups[0], matrix).double()
     wanted = polynomial(matrix, 1)
     error = (direction - wanted).norm(dim=(-2, -1))
     assert (error <= 4 * 2**-9 * 10.3 / 3.4 * wanted.norm(dim=(-2, -1))).all()
@@ -137,7 +137,7 @@ def test_small_steps_arrive(rounding):
     param = torch.nn.Parameter((torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).to(BF16))
     optimizer = Muon([param], lr=1e-4 / (0.2 * math.sqrt(32)), weight_decay=0.0, rounding=rounding, momentum=0.0)
     before, grad = param.detach().double(), normal((32, 32), 3, BF16)
-    wanted = -400 * 1e-4 * optimizer.direction(optimizer.param_groups[0], grad).double()
+    wanted = -400 * 1e-4 * optimizer.orthogonalize(optimizer.param_groups[0], grad).double()
     for _ in range(400):
         param.grad = grad
         optimizer.step()

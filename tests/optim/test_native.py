@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim import c_compiler, library_cache, native
-from hf_lowprec.optim.c_compiler import compile_library, require_compiler
+from hf_lowprec.optim.backends import c_compiler, library_cache, native
+from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
 from tests import nursery
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"

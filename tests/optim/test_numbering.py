@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, numbering
+from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim import parameter_numbers as numbering
 from tests.integrations.tiny_training import arguments
 
 OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]

@@ -15,7 +15,7 @@ from hf_lowprec import optim
 from hf_lowprec.optim import ALGORITHMS
 
 SIGN_SGD = """
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 import torch
 
 class SignSGD(LowPrecisionOptimizer):

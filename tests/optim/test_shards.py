@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from hf_lowprec.optim import AdamW, shards
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import sharding as shards
 from tests.ranks import run_ranks
 from tests.triton_here import require_triton
 
@@ -71,8 +72,8 @@ def test_a_partial_tensor_is_refused():
 
 
 def test_replicas_are_not_summed():
-    assert shards.spread(placed((4,), (4,), Replicate())) is None
-    mesh, dims = shards.spread(placed((4, 4), (4, 2), Replicate(), Shard(1), mesh=(2, 2), coordinate=(0, 0)))
+    assert shards.sharding_of(placed((4,), (4,), Replicate())) is None
+    mesh, dims = shards.sharding_of(placed((4, 4), (4, 2), Replicate(), Shard(1), mesh=(2, 2), coordinate=(0, 0)))
     assert (mesh.size(1), dims) == (2, (1,))
 
 

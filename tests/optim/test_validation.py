@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW, Lion, Muon, native
-from hf_lowprec.optim.c_compiler import CompilerError, require_compiler
+from hf_lowprec.optim import SGD, AdamW, Lion, Muon
+from hf_lowprec.optim.backends import native
+from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
 from hf_lowprec.optim.validation import refuse_overflow
 
 

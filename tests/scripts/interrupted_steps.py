@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, base
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import optimizer as base
 
 PACKAGE = os.path.dirname(os.path.dirname(base.__file__))
 

@@ -8,7 +8,8 @@ import warnings
 
 import torch
 
-from hf_lowprec.optim import AdamW, c_compiler
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.backends import c_compiler
 
 
 def without_passwd_entry() -> None:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_lowprec.insight.updates import lost_updates
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim.lost_updates import lost_updates
 from tests.ranks import leave
 
 CASES = {

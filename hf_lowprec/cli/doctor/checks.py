@@ -18,8 +18,8 @@ from hf_lowprec.cli.doctor.training import STEPS, arguments, trained
 from hf_lowprec.insight.layer_probes import workarounds
 from hf_lowprec.integrations.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
-from hf_lowprec.optim.c_compiler import CompilerError
-from hf_lowprec.optim.launch import TritonError
+from hf_lowprec.optim.backends.c_compiler import CompilerError
+from hf_lowprec.optim.backends.triton import TritonError
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.reduction import BucketMeans, check_replicas
 from hf_lowprec.rounding import MODES

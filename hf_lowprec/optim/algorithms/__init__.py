@@ -1,13 +1,20 @@
-"""One file per algorithm: formula and paper, states, host-side scalars. A file put here is found by itself."""
+"""One file per algorithm: formula and paper, states, host-side scalars.
+
+Every file in this folder is registered, except those whose name begins with an underscore.
+"""
 
 from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
-_modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+_modules = [
+    import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
+]
 
 ALGORITHMS: dict[str, type[LowPrecisionOptimizer]] = {
     cls.__name__: cls

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.moments import TwoMoments
-from hf_lowprec.optim.signature import Shared
-from hf_lowprec.optim.work import Group
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,6 +63,6 @@ class Adam(TwoMoments):
             **shared,
         )
 
-    def options(self, group: Group) -> dict[str, bool]:
+    def options(self, group: ParamGroup) -> dict[str, bool]:
         """Whether the maximum of the second moment is used, and where the decay goes."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

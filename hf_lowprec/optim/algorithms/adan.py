@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_betas, check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
@@ -62,18 +62,18 @@ class Adan(LowPrecisionOptimizer):
             **shared,
         )
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
         check_betas(group["betas"])
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The three moments and the previous gradient."""
         moments = (State("exp_avg", 2), State("exp_avg_diff", 3), State("exp_avg_sq", 1))
         return (*moments, State("previous_grad", 4, averages=False))
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """The proximal decay `(w - s) / (1 + lr·wd)` is `w - (s + lr·wd·w) / (1 + lr·wd)`: a factor of every term.
 
         Before the first step there was no gradient, so there is no difference.

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_betas, check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ class Lion(LowPrecisionOptimizer):
             **shared,
         )
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
         check_betas(group["betas"])
         check_range("weight_decay", group["weight_decay"], 0.0)
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum."""
         return (State("exp_avg", 1),)
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Nothing depends on the step."""
         beta1, beta2 = group["betas"]
         return {

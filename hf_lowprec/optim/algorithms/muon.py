@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.matrices import check_matrix, split_group
-from hf_lowprec.optim.moments import TwoMoments
-from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.hidden_matrices import check_matrix, split_group
+from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_one_of, check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Muon(TwoMoments):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_matrices": self._matrices}
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group, or two: its matrices and the rest. A group that is refused leaves no trace."""
         before = len(self.param_groups)
         try:
@@ -113,7 +113,7 @@ class Muon(TwoMoments):
             del self.param_groups[before:]
             raise
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
         super().check_hyperparameters(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
@@ -127,20 +127,20 @@ class Muon(TwoMoments):
             raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
         check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_RATIOS), "Muon")
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum; of other parameters AdamW's moments."""
         return (State("momentum_buffer", 1),) if group["use_muon"] else super().states(group)
 
-    def directed(self, group: Group) -> bool:
+    def orthogonalizes(self, group: ParamGroup) -> bool:
         """Matrices are."""
         return bool(group["use_muon"])
 
-    def options(self, group: Group) -> dict[str, bool]:
+    def options(self, group: ParamGroup) -> dict[str, bool]:
         """Whether the parameters are matrices, and the kind of their momentum; the first two are AdamW's."""
         own = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
         return {"amsgrad": False, "decoupled": True, **own}
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Those of the momentum, or AdamW's."""
         if not group["use_muon"]:
             return super().scalars(group, lr, step)
@@ -149,12 +149,14 @@ class Muon(TwoMoments):
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
-    def approach(weight: Tensor, grad: Tensor, state: Any, scalars: Any, nesterov: bool, **options: bool) -> Tensor:
+    def momentum_matrix(
+        weight: Tensor, grad: Tensor, state: Any, scalars: Any, nesterov: bool, **options: bool
+    ) -> Tensor:
         """`μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
 
-    def direction(self, group: Group, matrix: Tensor) -> Tensor:
+    def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """The nearest orthogonal matrix, roughly: singular values of about 1 by a polynomial in `X`."""
         a, b, c = group["ns_coefficients"]
         tall = matrix.shape[-2] > matrix.shape[-1]
@@ -166,7 +168,7 @@ class Muon(TwoMoments):
             x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if tall else x
 
-    def ratio(self, group: Group, shape: torch.Size) -> float:
+    def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """By `adjust_lr_fn`."""
         return _RATIOS[group["adjust_lr_fn"]](*shape[-2:])
 
@@ -181,11 +183,11 @@ class Muon(TwoMoments):
         use_muon: bool = True,
         nesterov: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`m' = μ·m + (1-μ)·g; u = -lr·(ratio·O + wd·w)`; AdamW's for what is no matrix."""
+        """`m' = μ·m + (1-μ)·g; u = -lr·(lr_scale·O + wd·w)`; AdamW's for what is no matrix."""
         if not use_muon:
             return TwoMoments.update(weight, grad, state, scalars, amsgrad, decoupled)
-        step_size = scalars.lr * scalars.ratio
-        change = state.direction * step_size + weight * scalars.decay
+        step_size = scalars.lr * scalars.lr_scale
+        change = state.orthogonalized * step_size + weight * scalars.decay
         return -change, {"momentum_buffer": _momentum(grad, state, scalars)}
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.moments import TwoMoments
-from hf_lowprec.optim.signature import Shared
-from hf_lowprec.optim.work import Group
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithms._two_moments import TwoMoments
+from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,11 +65,11 @@ class RAdam(TwoMoments):
             **shared,
         )
 
-    def options(self, group: Group) -> dict[str, bool]:
+    def options(self, group: ParamGroup) -> dict[str, bool]:
         """Where the decay goes."""
         return {"amsgrad": False, "decoupled": bool(group["decoupled_weight_decay"])}
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Adam's, with the rectification in the step size: `r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))` where `ρ > 5`.
 
         Below that the denominator is one. Of the two cases one is chosen by products with 0 and 1, which numbers and

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class SGD(LowPrecisionOptimizer):
             **shared,
         )
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
         check_range("momentum", group["momentum"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
@@ -70,15 +70,15 @@ class SGD(LowPrecisionOptimizer):
                 f"dampening={group['dampening']!r}"
             )
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum, if there is one."""
         return (State("momentum_buffer", 1),) if group["momentum"] else ()
 
-    def options(self, group: Group) -> dict[str, bool]:
+    def options(self, group: ParamGroup) -> dict[str, bool]:
         """Whether there is a momentum, and of which kind."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """The first step takes the whole gradient into the momentum, whatever the dampening, as torch does."""
         return {
             "lr": lr,

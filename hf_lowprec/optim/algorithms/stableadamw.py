@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
-from hf_lowprec.optim.signature import Shared
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_betas, check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
@@ -48,17 +48,17 @@ class StableAdamW(LowPrecisionOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **shared)
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
         check_betas(group["betas"])
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The moments."""
         return State("exp_avg", 2), State("exp_avg_sq", 1)
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """The bias correction is in the decay rates: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
         beta1, beta2 = group["betas"]
         return {
@@ -73,7 +73,7 @@ class StableAdamW(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def measure(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> Tensor:
+    def tensor_mean(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> Tensor:
         """`g² / max(v, ε²)`, whose root mean is 1 as long as gradients are what the second moment expects."""
         exp_avg_sq = _second_moment(grad, state, scalars)
         return grad * grad / torch.where(exp_avg_sq > scalars.least, exp_avg_sq, scalars.least)
@@ -83,7 +83,7 @@ class StableAdamW(LowPrecisionOptimizer):
         """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
-        excess = sqrt_rn(scalars.mean)
+        excess = sqrt_rn(scalars.tensor_mean)
         step_size = scalars.lr / torch.where(excess > 1.0, excess, 1.0)
         change = exp_avg / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_keys, trace_measure, used
-from hf_lowprec.optim.work import columns
+from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
+from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.param_entry import columns
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -44,14 +44,14 @@ static inline __attribute__((always_inline)) void element({parameters})
 {body}
 }}
 
-/* chunks: (row, element to begin with). rows: runs of an owner's elements.
-   By owner: pointers[{n_pointers}], scalars[{n_scalars}], and the steps counted so far. */
-void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
+/* chunks: (segment, element to begin with). segments: runs of an entry_index's elements.
+   By entry_index: pointers[{n_pointers}], scalars[{n_scalars}], and the steps counted so far. */
+void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
           void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
 {{
 #pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t *row = rows[chunks[c][0]];
+        const int64_t *segment = segments[chunks[c][0]];
         const int64_t start = chunks[c][1], {columns};
         const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
         int done = 0;
@@ -68,26 +68,26 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n
 """
 
 _KEYS = """
-static inline void row_keys({parameters})
+static inline void segment_keys({parameters})
 {{
 {body}
 }}
 """
 
-_MEASURE = """
-static inline __attribute__((always_inline)) float measured({parameters})
+_TENSOR_SUM = """
+static inline __attribute__((always_inline)) float tensor_mean_term({parameters})
 {{
 {body}
     return {result};
 }}
 
-/* The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}. */
-void measure(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)[{n_columns}],
+/* The FP64 sum of `tensor_mean_term` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}. */
+void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
              void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
 {{
 #pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
     for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t *row = rows[chunks[c][0]];
+        const int64_t *segment = segments[chunks[c][0]];
         const int64_t start = chunks[c][1], {columns};
         const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
 {prologue}
@@ -95,9 +95,9 @@ void measure(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*rows)
         int i = 0;
         for (; i + {lanes} <= n; i += {lanes})
             for (int j = 0; j < {lanes}; j++)
-                sum[j] += measured({ahead});
+                sum[j] += tensor_mean_term({ahead});
         for (; i < n; i++)
-            total += measured({single});
+            total += tensor_mean_term({single});
         for (int j = 0; j < {lanes}; j++)
             total += sum[j];
         sums[c] = total;
@@ -119,7 +119,7 @@ _PAIRS = """\
 """
 
 
-class C(Dialect):
+class C(Renderer):
     """Floats are `float`, integers `uint32_t` (defined wrap-around)."""
 
     def assign(self, name: str, expression: str, floating: bool) -> str:
@@ -156,26 +156,26 @@ class C(Dialect):
         return f"weyl{key0.removeprefix('key').removesuffix('_0')}"  # carried along the loop
 
 
-def render(layout: Layout) -> str:
-    """The C source of `void step(...)` for one layout, and of `void measure(...)` if it has a measure."""
-    return _render_step(layout) + ("" if layout.measure is None else _render_measure(layout))
+def render(spec: StepSpec) -> str:
+    """The C source of `void step(...)` for one spec, and of `void tensor_sum(...)` if the algorithm has a `tensor_mean`."""
+    return _render_step(spec) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec))
 
 
-def _render_step(layout: Layout) -> str:
-    tensors, written = layout.tensors, layout.written
-    scalars = [f"scalar_{name}" for name in layout.factors]
-    keys = layout.keys
-    second_keys = [f"key{word}_1" for word in layout.words]
-    lines, results = statements(trace(layout), C(), {"index", *keys})
-    weyls = [f"weyl{word}" for word in layout.words]
+def _render_step(spec: StepSpec) -> str:
+    tensors, written = spec.tensors, spec.written
+    scalars = [f"scalar_{name}" for name in spec.all_scalars]
+    keys = spec.key_names
+    second_keys = [f"key{word}_1" for word in spec.random_words]
+    lines, results = statements(trace(spec), C(), {"index", *keys})
+    weyls = [f"weyl{word}" for word in spec.random_words]
 
-    prologue = _loaded(layout, scalars, written)
+    prologue = _loaded(spec, scalars, written)
     if keys:
-        drawn_from = ["(uint32_t)counts[owner] + 1", "(uint32_t)index_high", *layout.streams]
+        drawn_from = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
         prologue.append(f"uint32_t {', '.join(keys)};")
-        prologue.append(f"row_keys({', '.join([*drawn_from, *(f'&{name}' for name in keys)])});")
+        prologue.append(f"segment_keys({', '.join([*drawn_from, *(f'&{name}' for name in keys)])});")
         prologue.append("const uint32_t base = (uint32_t)(start + shift);")
-    prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in layout.words]
+    prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
 
     parameters = [f"float {name}" for name in [*tensors, *scalars]] + [
         f"uint32_t {name}" for name in [*second_keys, *weyls]
@@ -207,8 +207,8 @@ def _render_step(layout: Layout) -> str:
             ),
         )
     return _TEMPLATE.format(
-        **_sizes(layout, scalars),
-        keys=_keys(layout) if keys else "",
+        **_sizes(spec, scalars),
+        keys=_keys(spec) if keys else "",
         parameters=", ".join(parameters),
         body=indented(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
         prologue=indented(8, prologue),
@@ -223,55 +223,59 @@ def _render_step(layout: Layout) -> str:
     )
 
 
-def _render_measure(layout: Layout) -> str:
-    graph = trace_measure(layout)
+def _render_tensor_sum(spec: StepSpec) -> str:
+    graph = trace_tensor_mean(spec)
     lines, (result,) = statements(graph, C(), ())
-    read = used(graph, layout.tensors)
-    scalars = [f"scalar_{name}" for name in layout.known]
+    read = used(graph, spec.tensors)
+    scalars = [f"scalar_{name}" for name in spec.host_scalars]
     taken = used(graph, scalars)
 
     def call(index: str) -> str:
-        return ", ".join([*(_TO_FLOAT[layout.tensors[name]].format(f"p_{name}[{index}]") for name in read), *taken])
+        return ", ".join([*(_TO_FLOAT[spec.tensors[name]].format(f"p_{name}[{index}]") for name in read), *taken])
 
-    return _MEASURE.format(
+    return _TENSOR_SUM.format(
         parameters=", ".join(f"float {name}" for name in [*read, *taken]),
         body=indented(4, lines),
         result=result,
-        **_sizes(layout, scalars),
-        prologue=indented(8, _loaded(layout, scalars, ())),
+        **_sizes(spec, scalars),
+        prologue=indented(8, _loaded(spec, scalars, ())),
         lanes=_LANES,
         ahead=call("i + j"),
         single=call("i"),
     )
 
 
-def _loaded(layout: Layout, scalars: Sequence[str], written: Collection[str]) -> list[str]:
-    """Statements that take a chunk's pointers and scalars from the tables of its owner."""
+def _loaded(spec: StepSpec, scalars: Sequence[str], written: Collection[str]) -> list[str]:
+    """Statements that take a chunk's pointers and scalars from the tables of its entry_index."""
     lines = []
-    for k, (name, dtype) in enumerate(layout.tensors.items()):
+    for k, (name, dtype) in enumerate(spec.tensors.items()):
         kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
-        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[owner][{k}] + start;")
-    return lines + [f"const float {name} = scalars[owner * {len(scalars)} + {k}];" for k, name in enumerate(scalars)]
+        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[entry_index][{k}] + start;")
+    return lines + [
+        f"const float {name} = scalars[entry_index * {len(scalars)} + {k}];" for k, name in enumerate(scalars)
+    ]
 
 
-def _keys(layout: Layout) -> str:
-    """The function that computes the keys of a row's random words from their streams."""
-    inputs = ("step", "index_high", *layout.streams)
-    lines, results = statements(trace_keys(layout), C(), inputs)
+def _keys(spec: StepSpec) -> str:
+    """The function that computes the keys of a segment's random words from their streams."""
+    inputs = ("step", "index_high", *spec.stream_names)
+    lines, results = statements(trace_keys(spec), C(), inputs)
     return _KEYS.format(
-        parameters=", ".join([f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in layout.keys]),
-        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(layout.keys, results, strict=True)]),
+        parameters=", ".join(
+            [f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in spec.key_names]
+        ),
+        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(spec.key_names, results, strict=True)]),
     )
 
 
-def _sizes(layout: Layout, scalars: Sequence[str]) -> dict[str, Any]:
+def _sizes(spec: StepSpec, scalars: Sequence[str]) -> dict[str, Any]:
     """What both templates are filled in with."""
-    names = columns(layout)
+    names = columns(spec)
     return {
         "n_columns": len(names),
-        "n_pointers": len(layout.tensors),
+        "n_pointers": len(spec.tensors),
         "n_scalars": len(scalars),
         "chunk": CHUNK,
         "block": BLOCK,
-        "columns": ", ".join(f"{name} = row[{k}]" for k, name in enumerate(names)),
+        "columns": ", ".join(f"{name} = segment[{k}]" for k, name in enumerate(names)),
     }

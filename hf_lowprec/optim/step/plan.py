@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
-from hf_lowprec.optim.allocation import zeros_apart
-from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.clipping import clip_factor
-from hf_lowprec.optim.matrices import check_matrix
-from hf_lowprec.optim.shards import Spread, is_sharded, local, spread
-from hf_lowprec.optim.step import Layout, Stored
-from hf_lowprec.optim.work import Group, Work
+from hf_lowprec.optim.hidden_matrices import check_matrix
+from hf_lowprec.optim.sharding import Sharding, is_sharded, local, sharding_of
+from hf_lowprec.optim.step.clipping import clip_factor
+from hf_lowprec.optim.step.fused import StepSpec, StoredState
+from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.base import LowPrecisionOptimizer
+    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 
 
 _KIND = operator.attrgetter("dtype", "shape", "layout")
@@ -33,15 +33,15 @@ _KIND = operator.attrgetter("dtype", "shape", "layout")
 _LOW = 1 << 36
 """Freed memory begins at 0, so a tensor there lies at its offset, below this address. Others may lie there, too."""
 
-Alike = dict[tuple[Layout, torch.device, Spread | None], list[Work]]
-"""What is stepped together: works by layout, device, and how they are spread over ranks."""
+Alike = dict[tuple[StepSpec, torch.device, Sharding | None], list[ParamEntry]]
+"""What is stepped together: entries by step_spec, device, and how they are spread over ranks."""
 
 
 class Plan:
-    """The batches of an optimizer's steps, while the same parameters have gradients of the same kind.
+    """The fused_groups of an optimizer's steps, while the same parameters have gradients of the same kind.
 
     Attributes:
-        batches: what is stepped together.
+        fused_groups: what is stepped together.
         strided: `(tensor, contiguous copy that is stepped)` of what is not contiguous.
         norm: of the coming step's gradients, where it is needed.
 
@@ -50,15 +50,15 @@ class Plan:
         ValueError: a parameter, mode or dtype is not supported. States may have been created, nothing else is changed.
     """
 
-    def __init__(self, optimizer: LowPrecisionOptimizer) -> None:
+    def __init__(self, optimizer: Algorithm) -> None:
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 validation.check_param(param, group, f"param group {k}")
-                if optimizer.directed(group):
+                if optimizer.orthogonalizes(group):
                     check_matrix(param)
                 if param.grad is not None:
                     validation.check_gradient(param.grad)
-        self._works: list[Work] = []
+        self._works: list[ParamEntry] = []
         self._tensors: list[Tensor] = []
         self.strided: list[tuple[Tensor, Tensor]] = []
         self.norm: Tensor | None = None
@@ -67,18 +67,18 @@ class Plan:
         for group in optimizer.param_groups:
             self._add_group(optimizer, group, first, alike)
             first += len(group["params"])
-        deferred = optimizer.capturable or optimizer.skip_nonfinite
-        self.batches = [Batch(*key, works, deferred) for key, works in alike.items()]
+        device_scalars = optimizer.capturable or optimizer.skip_nonfinite
+        self.fused_groups = [FusedGroup(*key, entries, device_scalars) for key, entries in alike.items()]
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
         self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]
         self._fingerprint, _ = self._look(optimizer)
 
-    def _add_group(self, optimizer: LowPrecisionOptimizer, group: Group, first: int, alike: Alike) -> None:
-        """Add the works of one group, whose first parameter has the index `first`."""
+    def _add_group(self, optimizer: Algorithm, group: ParamGroup, first: int, alike: Alike) -> None:
+        """Add the entries of one group, whose first parameter has the index `first`."""
         specs = {dtype: optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
-        layouts: dict[tuple, Layout] = {}
+        step_specs: dict[tuple, StepSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
             if grad is None:
@@ -93,13 +93,13 @@ class Plan:
                     validation.refuse_mismatch(index, param, state)
                 validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *[tensor.dtype for tensor in states])
-            if dtypes not in layouts:
-                layouts[dtypes] = _layout(optimizer, group, specs[param.dtype], dtypes)
+            if dtypes not in step_specs:
+                step_specs[dtypes] = _step_spec(optimizer, group, specs[param.dtype], dtypes)
             parts = [local(tensor) for tensor in (param, *states)]
             names = [spec.name for spec in specs[param.dtype]]
             for name, part in zip(names, parts[1:], strict=True):
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
-            work = Work(
+            entry = ParamEntry(
                 index + operator.index(validation.first_parameter(group)),
                 group,
                 state,
@@ -107,14 +107,14 @@ class Plan:
                 [part.contiguous() for part in parts],
                 names,
             )
-            alike[layouts[dtypes], param.device, spread(param)].append(work)
-            self._works.append(work)
+            alike[step_specs[dtypes], param.device, sharding_of(param)].append(entry)
+            self._works.append(entry)
             self._tensors += (param, *states)
-            pairs = zip(parts, work.written, strict=True)
+            pairs = zip(parts, entry.written, strict=True)
             self.strided += [(part, dense) for part, dense in pairs if dense is not part]
 
-    def collect(self, optimizer: LowPrecisionOptimizer) -> bool:
-        """Give every work its gradient for the coming step.
+    def collect(self, optimizer: Algorithm) -> bool:
+        """Give every entry its gradient for the coming step.
 
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
@@ -133,13 +133,13 @@ class Plan:
         contiguous = list(map(Tensor.contiguous, parts))
         if any(map(operator.is_not, parts, contiguous)):
             addresses = list(map(Tensor.data_ptr, contiguous))
-        for work, part, address in zip(self._works, contiguous, addresses, strict=True):
-            work.grad, work.grad_address = part, address
+        for entry, part, address in zip(self._works, contiguous, addresses, strict=True):
+            entry.grad, entry.grad_address = part, address
         for tensor, dense in self.strided:
             dense.copy_(tensor)
         return True
 
-    def _check_gradients(self, optimizer: LowPrecisionOptimizer) -> None:
+    def _check_gradients(self, optimizer: Algorithm) -> None:
         index = 0
         for group in optimizer.param_groups:
             for place, param in enumerate(group["params"]):
@@ -147,7 +147,7 @@ class Plan:
                     validation.check_memory(group, place, index, "its gradient", local(param.grad))
                 index += 1
 
-    def _look(self, optimizer: LowPrecisionOptimizer) -> tuple[tuple, list[Tensor]]:
+    def _look(self, optimizer: Algorithm) -> tuple[tuple, list[Tensor]]:
         """What decides whether the plan still holds, and the gradients; a dozen calls per parameter, all from C."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         maybe = [param.grad for param in params]
@@ -180,11 +180,11 @@ class Plan:
         assert self.norm is not None
         if max_norm is not None and factor is None:
             factor = clip_factor(self.norm, max_norm)
-        for batch in self.batches:
+        for fused_group in self.fused_groups:
             if max_norm is not None and factor is not None:
-                batch.clip = factor.to(batch.device)
+                fused_group.clip = factor.to(fused_group.device)
             if skip_nonfinite:
-                batch.enabled = self.norm.isfinite().to(batch.device)
+                fused_group.enabled = self.norm.isfinite().to(fused_group.device)
 
     def copy_back(self) -> None:
         """Write what was stepped in a contiguous copy where it belongs."""
@@ -193,8 +193,8 @@ class Plan:
 
     def release(self) -> None:
         """Let go of what belongs to one step."""
-        for batch in self.batches:
-            batch.release()
+        for fused_group in self.fused_groups:
+            fused_group.release()
 
 
 def _is_freed(part: Tensor, address: int) -> bool:
@@ -202,7 +202,7 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _initialized_state(
-    optimizer: LowPrecisionOptimizer, param: Tensor, group: Group, specs: tuple[State, ...]
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, specs: tuple[State, ...]
 ) -> dict[str, Any]:
     state = optimizer.state[param]
     if "step" not in state:
@@ -214,8 +214,8 @@ def _initialized_state(
     return state
 
 
-def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
-    """What shapes the work on each group, apart from its parameters; learning rates and the like may change."""
+def _settings(optimizer: Algorithm) -> list[tuple]:
+    """What shapes the entry on each group, apart from its parameters; learning rates and the like may change."""
     return [
         (
             optimizer.backend,
@@ -234,12 +234,12 @@ def _settings(optimizer: LowPrecisionOptimizer) -> list[tuple]:
     ]
 
 
-def _layout(
-    optimizer: LowPrecisionOptimizer, group: Group, specs: tuple[State, ...], dtypes: tuple[torch.dtype, ...]
-) -> Layout:
-    """The layout of a parameter whose tensors (itself, gradient, states) have `dtypes`."""
+def _step_spec(
+    optimizer: Algorithm, group: ParamGroup, specs: tuple[State, ...], dtypes: tuple[torch.dtype, ...]
+) -> StepSpec:
+    """The step_spec of a parameter whose tensors (itself, gradient, states) have `dtypes`."""
     param_dtype, grad_dtype, *state_dtypes = dtypes
-    return Layout(
+    return StepSpec(
         update=type(optimizer).update,
         options=tuple(sorted(optimizer.options(group).items())),
         scalars=tuple(optimizer.scalars(group, 0.0, 1)),
@@ -247,10 +247,11 @@ def _layout(
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
         states=tuple(
-            Stored.of(spec, dtype, group["state_rounding"]) for spec, dtype in zip(specs, state_dtypes, strict=True)
+            StoredState.of(spec, dtype, group["state_rounding"])
+            for spec, dtype in zip(specs, state_dtypes, strict=True)
         ),
         maximize=bool(group["maximize"]),
         clipped=optimizer.limit is not None,
-        measure=optimizer.measure,
-        directed=optimizer.directed(group),
+        tensor_mean=optimizer.tensor_mean,
+        orthogonalizes=optimizer.orthogonalizes(group),
     )

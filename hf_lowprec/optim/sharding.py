@@ -18,7 +18,7 @@ Run = tuple[int, int, int]
 """`(first local element, length, first global index)` of elements that are neighbours in both."""
 
 
-Spread = tuple[Any, tuple[int, ...]]
+Sharding = tuple[Any, tuple[int, ...]]
 """A device mesh, and its dimensions over which a tensor is sharded."""
 
 
@@ -34,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def spread(tensor: Tensor) -> Spread | None:
+def sharding_of(tensor: Tensor) -> Sharding | None:
     """How `tensor` is spread; None if every rank has all of it."""
     if not is_sharded(tensor):
         return None
@@ -68,10 +68,10 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
     return part
 
 
-def sum_over_shards(value: Tensor, spread: Spread | None) -> Tensor:
+def sum_over_shards(value: Tensor, sharding: Sharding | None) -> Tensor:
     """The sum of `value` over the ranks among which tensors spread so are divided; in place."""
-    if spread is not None:
-        mesh, dims = spread
+    if sharding is not None:
+        mesh, dims = sharding
         for dim in dims:
             torch.distributed.all_reduce(value, group=mesh.get_group(dim))
     return value

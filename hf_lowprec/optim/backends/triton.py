@@ -1,7 +1,7 @@
-"""The `triton` backend: one kernel launch for all parameters of a layout, whatever their number.
+"""The `triton` backend: one kernel launch for all parameters of a spec, whatever their number.
 
 A model has hundreds of tensors; a launch for each costs the host more than the device needs for a billion parameters.
-So a table of pointers and a table of chunks go to the device, and a program per chunk looks up what it works on.
+So a table of pointers and a table of chunks go to the device, and a program per chunk looks up what it entries on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.triton_source import render
+from hf_lowprec.optim.codegen.triton import render
+from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
@@ -79,72 +79,74 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def prepare(batch: Batch) -> None:
-    """Build the kernel and the static tables of `batch`.
+def prepare(fused_group: FusedGroup) -> None:
+    """Build the kernel and the static tables of `fused_group`.
 
     Raises:
-        TritonError: Triton is not installed, or does not run on the batch's device.
+        TritonError: Triton is not installed, or does not run on the fused_group's device.
     """
-    if "kernel" not in batch.kept:
-        require(batch.device)
-        batch.kept["step"], batch.kept["measure"] = kernels(batch.layout)
+    if "kernel" not in fused_group.kept:
+        require(fused_group.device)
+        fused_group.kept["step"], fused_group.kept["tensor_sum"] = kernels(fused_group.spec)
         always = torch.ones((), dtype=torch.int32, device="cpu")
-        batch.kept["chunks"] = batch.rows.chunks(CHUNK)
-        batch.kept["static"] = _upload(batch.device, batch.kept["chunks"], batch.rows.table, always)
+        fused_group.kept["chunks"] = fused_group.segments.chunks(CHUNK)
+        fused_group.kept["static"] = _upload(
+            fused_group.device, fused_group.kept["chunks"], fused_group.segments.table, always
+        )
 
 
-def run(batch: Batch) -> None:
-    """Step every parameter of `batch`, which was prepared, in place: one launch, without waiting for the device."""
-    chunks, rows, always = batch.kept["static"]
+def run(fused_group: FusedGroup) -> None:
+    """Step every parameter of `fused_group`, which was prepared, in place: one launch, without waiting for the device."""
+    chunks, segments, always = fused_group.kept["static"]
     if len(chunks) == 0:
         return
-    pointers, scalars, counts = _dynamic(batch)
-    enabled = always if batch.enabled is None else batch.enabled.to(torch.int32)
-    with _on(batch.device):
-        batch.kept["step"][(len(chunks),)](
-            *(chunks, rows, pointers, batch.factors(scalars), counts, enabled),
-            **_sizes(batch.device),
+    pointers, scalars, counts = _dynamic(fused_group)
+    enabled = always if fused_group.enabled is None else fused_group.enabled.to(torch.int32)
+    with _on(fused_group.device):
+        fused_group.kept["step"][(len(chunks),)](
+            *(chunks, segments, pointers, fused_group.all_scalars(scalars), counts, enabled),
+            **_sizes(fused_group.device),
         )
-    batch.kept["has run"] = True
+    fused_group.kept["has run"] = True
     # By the version of a weight autograd finds out about a write that it did not see; states are in no graph.
-    increment_version(batch.params)
+    increment_version(fused_group.params)
 
 
-def has_run(batch: Batch) -> bool:
-    """Whether the kernel of `batch` is loaded, or there is nothing to run."""
-    return "has run" in batch.kept or len(batch.kept["static"][0]) == 0
+def has_run(fused_group: FusedGroup) -> bool:
+    """Whether the kernel of `fused_group` is loaded, or there is nothing to run."""
+    return "has run" in fused_group.kept or len(fused_group.kept["static"][0]) == 0
 
 
-def measure(batch: Batch) -> Tensor:
-    """The sums of the algorithm's measure over each parameter of `batch`; FP64 of shape (works) on its device."""
-    chunks, rows, _ = batch.kept["static"]
-    sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
+def tensor_sums(fused_group: FusedGroup) -> Tensor:
+    """The sums of the `tensor_mean` formula over each parameter of `fused_group`; FP64 of shape (entries) on its device."""
+    chunks, segments, _ = fused_group.kept["static"]
+    sums = torch.empty(len(chunks), dtype=torch.float64, device=fused_group.device)
     if len(chunks) > 0:
-        pointers, scalars, _ = _dynamic(batch)
-        with _on(batch.device):
-            batch.kept["measure"][(len(chunks),)](
-                *(chunks, rows, pointers, batch.factors(scalars), sums), **_sizes(batch.device)
+        pointers, scalars, _ = _dynamic(fused_group)
+        with _on(fused_group.device):
+            fused_group.kept["tensor_sum"][(len(chunks),)](
+                *(chunks, segments, pointers, fused_group.all_scalars(scalars), sums), **_sizes(fused_group.device)
             )
-    return batch.sums_by_work(batch.kept["chunks"], sums)
+    return fused_group.sums_by_work(fused_group.kept["chunks"], sums)
 
 
-def square_sum(batch: Batch) -> Tensor:
-    """The sum of the squares of a batch's gradients; FP64 scalar on its device."""
+def square_sum(fused_group: FusedGroup) -> Tensor:
+    """The sum of the squares of a fused_group's gradients; FP64 scalar on its device."""
     import triton.language as tl
 
-    from hf_lowprec.optim.kernels import square_sum
+    from hf_lowprec.optim.backends.triton_kernels import square_sum
 
-    chunks, rows, _ = batch.kept["static"]
-    sums = torch.empty(len(chunks), dtype=torch.float64, device=batch.device)
+    chunks, segments, _ = fused_group.kept["static"]
+    sums = torch.empty(len(chunks), dtype=torch.float64, device=fused_group.device)
     if len(chunks) > 0:
-        pointers, *_ = _dynamic(batch)
+        pointers, *_ = _dynamic(fused_group)
         dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-        with _on(batch.device):
+        with _on(fused_group.device):
             square_sum[(len(chunks),)](
-                *(chunks, rows, pointers, sums),
-                **{"COLUMNS": rows.shape[1], "TENSORS": len(batch.layout.tensors)},
-                **{"DTYPE": dtype[batch.layout.grad_dtype]},
-                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(batch.device)},
+                *(chunks, segments, pointers, sums),
+                **{"COLUMNS": segments.shape[1], "TENSORS": len(fused_group.spec.tensors)},
+                **{"DTYPE": dtype[fused_group.spec.grad_dtype]},
+                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(fused_group.device)},
             )
     return sums.sum()
 
@@ -164,27 +166,29 @@ def _on(device: torch.device) -> Any:
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
-def _dynamic(batch: Batch) -> list[Tensor]:
+def _dynamic(fused_group: FusedGroup) -> list[Tensor]:
     """This step's pointers, scalars and counts on the device."""
-    if "dynamic" not in batch.passing:
-        if batch.deferred:
-            batch.passing["dynamic"] = [_deferred_pointers(batch), batch.scalars, batch.counts]
+    if "dynamic" not in fused_group.passing:
+        if fused_group.device_scalars:
+            fused_group.passing["dynamic"] = [_deferred_pointers(fused_group), fused_group.scalars, fused_group.counts]
         else:
-            batch.passing["dynamic"] = _upload(batch.device, batch.pointers(), batch.scalars, batch.counts)
-    return batch.passing["dynamic"]
+            fused_group.passing["dynamic"] = _upload(
+                fused_group.device, fused_group.pointers(), fused_group.scalars, fused_group.counts
+            )
+    return fused_group.passing["dynamic"]
 
 
 _captured: list[Any] = []
-"""What captured graphs read, as long as they may be replayed: batches with their tables, and host memory."""
+"""What captured graphs read, as long as they may be replayed: fused_groups with their tables, and host memory."""
 _RESERVE = 4
-"""Pieces of pinned memory that a batch keeps ready, one for each time that a capture asks for pointers."""
+"""Pieces of pinned memory that a fused_group keeps ready, one for each time that a capture asks for pointers."""
 
 
-def _deferred_pointers(batch: Batch) -> Tensor:
+def _deferred_pointers(fused_group: FusedGroup) -> Tensor:
     """The table of pointers: sent when an address has changed, and by every captured graph from memory of its own."""
-    pointers = batch.pointers()
-    reserve: list[Tensor] = batch.kept.setdefault("pinned", [])
-    if batch.device.type == "cuda" and capturing():
+    pointers = fused_group.pointers()
+    reserve: list[Tensor] = fused_group.kept.setdefault("pinned", [])
+    if fused_group.device.type == "cuda" and capturing():
         if not reserve:
             raise RuntimeError(
                 f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a graph "
@@ -192,14 +196,14 @@ def _deferred_pointers(batch: Batch) -> Tensor:
             )
         # Memory cannot be pinned during a capture, and what a graph copies from must stay as it is.
         pinned = reserve.pop().copy_(pointers)
-        _captured.append((batch, pinned))
-        return pinned.to(batch.device, non_blocking=True)
-    while batch.device.type == "cuda" and len(reserve) < _RESERVE:
+        _captured.append((fused_group, pinned))
+        return pinned.to(fused_group.device, non_blocking=True)
+    while fused_group.device.type == "cuda" and len(reserve) < _RESERVE:
         reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
-    known = batch.kept.get("pointers")
+    known = fused_group.kept.get("pointers")
     if known is None or not torch.equal(known[0], pointers):
-        pointers = pointers.clone()  # the batch writes its next ones over these
-        known = batch.kept["pointers"] = (pointers, *_upload(batch.device, pointers))
+        pointers = pointers.clone()  # the fused_group writes its next ones over these
+        known = fused_group.kept["pointers"] = (pointers, *_upload(fused_group.device, pointers))
     return known[1]
 
 
@@ -223,17 +227,17 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
 
 
 @functools.cache
-def kernels(layout: Layout) -> tuple[Any, Any]:
-    """The Triton functions that step `layout` and sum its measure, if it has one."""
-    source = render(layout)
+def kernels(spec: StepSpec) -> tuple[Any, Any]:
+    """The Triton functions that step `spec` and sum its `tensor_mean` formula, if it has one."""
+    source = render(spec)
     words = (
-        layout.update.__qualname__,
-        layout.rounding,
-        *(dtype_name(d) for d in layout.tensors.values()),
+        spec.update.__qualname__,
+        spec.rounding,
+        *(dtype_name(d) for d in spec.tensors.values()),
     )
-    name = f"<hf_lowprec {' '.join(words)} {hash(layout) & 0xFFFFFFFF:08x}>"
+    name = f"<hf_lowprec {' '.join(words)} {hash(spec) & 0xFFFFFFFF:08x}>"
     # Triton reads a function's source through `inspect`, which looks here.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
     exec(compile(source, name, "exec"), namespace)
-    return namespace["step"], namespace.get("measure")
+    return namespace["step"], namespace.get("tensor_sum")

@@ -9,28 +9,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import clipping, eager, launch, native
-from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.c_compiler import CompilerError, require_compiler
+from hf_lowprec.optim.backends import eager, native
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
+from hf_lowprec.optim.step import clipping
+from hf_lowprec.optim.step.fused_group import FusedGroup
 
 
 class Backend(NamedTuple):
-    """How batches are stepped.
+    """How fused_groups are stepped.
 
     Attributes:
-        run: steps a batch.
+        run: steps a fused_group.
         square_sum: sums the squares of its gradients; an FP64 scalar on its device.
-        measure: sums the algorithm's measure over each parameter; FP64 of shape (works) on its device.
+        tensor_sums: sums the `tensor_mean` formula over each parameter; FP64 of shape (entries) on its device.
     """
 
-    run: Callable[[Batch], None]
-    square_sum: Callable[[Batch], Tensor]
-    measure: Callable[[Batch], Tensor]
+    run: Callable[[FusedGroup], None]
+    square_sum: Callable[[FusedGroup], Tensor]
+    tensor_sums: Callable[[FusedGroup], Tensor]
 
 
-EAGER = Backend(eager.run, clipping.square_sum, eager.measure)
-NATIVE = Backend(native.run, clipping.square_sum, native.measure)
-TRITON = Backend(launch.run, launch.square_sum, launch.measure)
+EAGER = Backend(eager.run, clipping.square_sum, eager.tensor_sums)
+NATIVE = Backend(native.run, clipping.square_sum, native.tensor_sums)
+TRITON = Backend(launch.run, launch.square_sum, launch.tensor_sums)
 
 BACKENDS = ("auto", "triton", "native", "eager")
 _warned: set[str] = set()
@@ -46,35 +48,37 @@ def check(backend: str) -> None:
         require_compiler()
 
 
-def resolve(backend: str, batch: Batch) -> Backend:
-    """The backend that steps `batch`, and builds what it needs, before anything is changed.
+def resolve(backend: str, fused_group: FusedGroup) -> Backend:
+    """The backend that steps `fused_group`, and builds what it needs, before anything is changed.
 
     Raises:
-        RuntimeError: `backend` was asked for explicitly and cannot serve the batch's device.
+        RuntimeError: `backend` was asked for explicitly and cannot serve the fused_group's device.
     """
-    if "backend" not in batch.kept:
-        batch.kept["backend"] = _resolved(backend, batch)
-    resolved: Backend = batch.kept["backend"]
+    if "backend" not in fused_group.kept:
+        fused_group.kept["backend"] = _resolved(backend, fused_group)
+    resolved: Backend = fused_group.kept["backend"]
     return resolved
 
 
-def _resolved(backend: str, batch: Batch) -> Backend:
-    name = expected(backend, batch.device)
+def _resolved(backend: str, fused_group: FusedGroup) -> Backend:
+    name = expected(backend, fused_group.device)
     if name == "eager":
         return EAGER
     if name == "triton":
         try:
-            launch.prepare(batch)
+            launch.prepare(fused_group)
         except launch.TritonError as error:
             if backend == "triton":
                 raise
-            _warn_once(str(batch.device), error)
+            _warn_once(str(fused_group.device), error)
             return EAGER
         return TRITON
-    if batch.device.type != "cpu":
-        raise RuntimeError(f"backend='native' runs on the CPU and a parameter is on {batch.device}; use backend='auto'")
+    if fused_group.device.type != "cpu":
+        raise RuntimeError(
+            f"backend='native' runs on the CPU and a parameter is on {fused_group.device}; use backend='auto'"
+        )
     try:
-        native.prepare(batch)
+        native.prepare(fused_group)
     except CompilerError as error:
         if backend == "native":
             raise
@@ -92,10 +96,10 @@ def check_not_capturing() -> None:
         )
 
 
-def check_capture(batches: Sequence[Batch], capturable: bool) -> None:
+def check_capture(fused_groups: Sequence[FusedGroup], capturable: bool) -> None:
     """Raise RuntimeError if a graph is to hold a step that it cannot hold."""
-    on_gpu = [batch for batch in batches if batch.device.type != "cpu"]
-    if capturable and any(batch.kept["backend"] is EAGER for batch in on_gpu):
+    on_gpu = [fused_group for fused_group in fused_groups if fused_group.device.type != "cpu"]
+    if capturable and any(fused_group.kept["backend"] is EAGER for fused_group in on_gpu):
         raise RuntimeError("capturable=True needs backend='triton'; 'eager' asks the device during a step")
     if on_gpu and launch.capturing():
         if not capturable:
@@ -103,7 +107,7 @@ def check_capture(batches: Sequence[Batch], capturable: bool) -> None:
                 "this step would be captured in a graph with its step count and learning rate as they are now; build "
                 "the optimizer with capturable=True"
             )
-        if not all(launch.has_run(batch) for batch in on_gpu):
+        if not all(launch.has_run(fused_group) for fused_group in on_gpu):
             check_not_capturing()
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.step import fused_step, wanted_update
+from hf_lowprec.optim.step.fused import fused_step, wanted_update
+from hf_lowprec.optim.step.fused_group import FusedGroup
 
 SAMPLE = 1 << 12
 """Elements per parameter."""
@@ -35,26 +35,31 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
     """
     wanted_square = stored_product = 0.0
     with optimizer.next_step() as plan:
-        for batch in plan.batches:
-            if batch.layout.param_dtype == torch.float32:
+        for fused_group in plan.fused_groups:
+            if fused_group.spec.param_dtype == torch.float32:
                 continue
-            firsts = batch.rows.first.tolist()
-            for row, keys in enumerate(batch.row_keys()):
-                if firsts[row] == 0:  # one row of each parameter is sample enough
-                    wanted, stored = _changes(batch, row, keys, sample)
+            firsts = fused_group.segments.first.tolist()
+            for segment, keys in enumerate(fused_group.segment_keys()):
+                if firsts[segment] == 0:  # one segment of each parameter is sample enough
+                    wanted, stored = _changes(fused_group, segment, keys, sample)
                     wanted_square += float(wanted.square().sum())
                     stored_product += float((wanted * stored).sum())
     return 1 - stored_product / wanted_square if wanted_square else float("nan")
 
 
-def _changes(batch: Batch, row: int, keys: dict[int, tuple[int, int]], sample: int) -> tuple[Tensor, Tensor]:
-    """The wanted and the stored change of a sample of one row's elements, in FP64."""
-    count, shift = int(batch.rows.end[row]), int(batch.rows.shift[row])  # its elements begin at 0
+def _changes(
+    fused_group: FusedGroup, segment: int, keys: dict[int, tuple[int, int]], sample: int
+) -> tuple[Tensor, Tensor]:
+    """The wanted and the stored change of a sample of one segment's elements, in FP64."""
+    count, shift = (
+        int(fused_group.segments.end[segment]),
+        int(fused_group.segments.shift[segment]),
+    )  # its elements begin at 0
     taken = min(sample, count)
-    place = torch.arange(taken, device=batch.device) * count // taken
-    elements = batch.elements(int(batch.rows.owner[row]), place)
-    wanted, _ = wanted_update(batch.layout, *elements)
-    new_weight, new_state = fused_step(batch.layout, *elements, (place + shift).to(torch.int32), keys)
+    place = torch.arange(taken, device=fused_group.device) * count // taken
+    elements = fused_group.elements(int(fused_group.segments.entry_index[segment]), place)
+    wanted, _ = wanted_update(fused_group.spec, *elements)
+    new_weight, new_state = fused_step(fused_group.spec, *elements, (place + shift).to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()

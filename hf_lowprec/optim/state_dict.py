@@ -15,8 +15,7 @@ from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, k
 from hf_lowprec.rounding import MODES, dtype_name
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.base import LowPrecisionOptimizer
-    from hf_lowprec.optim.work import Group
+    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 
 FORMAT = 2
 """Version of the state dicts written here. Format 1, of the first commits, has no header."""
@@ -50,10 +49,10 @@ _WRITTEN_BY_TORCH = {
 """Keys that torch and its schedulers leave in param groups."""
 
 
-def saved_form(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
     """`state_dict` as it is saved: dtypes by name, since distributed checkpoints gather no `torch.dtype`; headers."""
 
-    def saved(group: Group) -> Group:
+    def saved(group: ParamGroup) -> ParamGroup:
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
@@ -69,7 +68,7 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
         ValueError: a header is damaged.
     """
 
-    def live(group: Group) -> Group:
+    def live(group: ParamGroup) -> ParamGroup:
         group = _with_state_dtype(group, _dtype)
         carried = group.get(_CARRIER)
         if not isinstance(carried, str) or not carried.startswith("{"):
@@ -91,19 +90,19 @@ def _dtype(value: Any) -> Any:
     return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
 
 
-def _with_state_dtype(group: Group, change: Callable[[Any], Any]) -> Group:
+def _with_state_dtype(group: ParamGroup, change: Callable[[Any], Any]) -> ParamGroup:
     value = group.get("state_dtype")
     value = {k: change(v) for k, v in value.items()} if isinstance(value, Mapping) else change(value)
     return {**group, "state_dtype": value} if "state_dtype" in group else group
 
 
-def algorithm(optimizer: LowPrecisionOptimizer) -> str:
+def algorithm(optimizer: Algorithm) -> str:
     """The name of the algorithm's class; a subclass of one of ours has its state and goes by its name."""
     ours = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
     return next(ours, type(optimizer)).__name__
 
 
-def checked(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def checked(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
     """`state_dict`, of `saved_form`, as torch may load it into `optimizer`; what it does not say has its default.
 
     Raises:
@@ -150,7 +149,7 @@ def checked(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> dic
     return found
 
 
-def _check_header(name: str, saved: Group, where: str) -> None:
+def _check_header(name: str, saved: ParamGroup, where: str) -> None:
     """Raise ValueError unless a group was saved by the algorithm `name`, in a format that is known here."""
     header = saved.get(HEADER, {"format": 1})
     if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
@@ -166,7 +165,7 @@ def _check_header(name: str, saved: Group, where: str) -> None:
         )
 
 
-def _completed(optimizer: LowPrecisionOptimizer, group: Group, saved: Group, where: str) -> Group:
+def _completed(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
     """`saved` without its header, and with what it does not say.
 
     Raises:
@@ -194,7 +193,7 @@ def _completed(optimizer: LowPrecisionOptimizer, group: Group, saved: Group, whe
     return {**{key: defaults[key] for key in missing}, **saved}
 
 
-def changed_options(optimizer: LowPrecisionOptimizer, saved_groups: list[Group]) -> list[str]:
+def changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
     """Arguments in which the groups that are loaded differ from those of `optimizer`, as `name=saved (was value)`.
 
     A learning rate is left out, and so is what a scheduler cycles with it: they differ in every training that goes on.
@@ -214,7 +213,7 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
 
 
-def warn_of_changes(optimizer: LowPrecisionOptimizer, changed: list[str]) -> None:
+def warn_of_changes(optimizer: Algorithm, changed: list[str]) -> None:
     """Warn, if there are any, that options of a loaded state dict took the place of those that were given."""
     if changed:
         warnings.warn(
@@ -235,7 +234,7 @@ def _check_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
 
 
 def _check_state(
-    optimizer: LowPrecisionOptimizer, param: Tensor, saved_group: Group, state: dict[str, Any], where: str
+    optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
 ) -> None:
     specs = optimizer.stored_states(saved_group, param.dtype)
     expected = {"step", *(spec.name for spec in specs)}
@@ -272,7 +271,7 @@ def _is_count(step: Any) -> bool:
         return False
 
 
-def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> None:
+def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
     """Put back the states whose dtype torch's loader changed to the parameter's; a step count becomes a tensor."""
     for param, identifier, _ in _pairs(optimizer, state_dict):
         if identifier in state_dict["state"]:
@@ -283,7 +282,7 @@ def restore_dtypes(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any])
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
 
 
-def _pairs(optimizer: LowPrecisionOptimizer, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, Group]]:
+def _pairs(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, ParamGroup]]:
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, identifier in zip(group["params"], saved["params"], strict=True):
             yield param, identifier, saved

@@ -1,4 +1,4 @@
-"""The optimizer shell every algorithm shares: groups, lazy state, one call per layout and step.
+"""The optimizer shell every algorithm shares: groups, lazy state, one call per step_spec and step.
 
 An algorithm is a subclass that gives its states, its host-side scalars and its formula; rounding, state dtypes,
 backends and checkpoints live here and below, once.
@@ -14,26 +14,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import (
-    backends,
-    checkpoint,
-    clipping,
-    interrupts,
-    launch,
-    numbering,
-    validation,
-    whole_tensors,
-)
-from hf_lowprec.optim.clipping import PendingClip
-from hf_lowprec.optim.plan import Plan
-from hf_lowprec.optim.shards import sum_over_shards
-from hf_lowprec.optim.signature import signature
-from hf_lowprec.optim.step import Formula, Update
-from hf_lowprec.optim.work import Group
-from hf_lowprec.rounding import MODES, State
+from hf_lowprec.optim import parameter_numbers as numbering
+from hf_lowprec.optim import state_dict as checkpoint
+from hf_lowprec.optim import validation
+from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
+from hf_lowprec.optim.backends import selection as backends
+from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.sharding import sum_over_shards
+from hf_lowprec.optim.shared_keywords import signature
+from hf_lowprec.optim.step import clipping, interrupts, per_tensor
+from hf_lowprec.optim.step.clipping import PendingClip
+from hf_lowprec.optim.step.plan import Plan
 
 
-class LowPrecisionOptimizer(torch.optim.Optimizer):
+class LowPrecisionOptimizer(Algorithm):
     """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
 
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
@@ -68,18 +62,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         RuntimeError: `backend` cannot run here.
     """
 
-    update: ClassVar[Update]
-    """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
-
-    It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step.py`.
-    """
-
-    measure: ClassVar[Formula | None] = None
-    """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.mean`."""
-
-    flags: ClassVar[tuple[str, ...]] = ()
-    """Boolean keys of parameter groups that the constructor does not take."""
-
     first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
     """Called before the first step after construction or loading, for layers above, which know of models and ranks.
 
@@ -93,7 +75,7 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: Group,
+        defaults: ParamGroup,
         *,
         rounding: str = "kahan",
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
@@ -135,30 +117,6 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
         self._pending: PendingClip | None = None
         self._skipped: Tensor | None = None
 
-    # What an algorithm defines.
-
-    def states(self, group: Group) -> tuple[State, ...]:
-        """The states a parameter of `group` has, in the order in which they are stored."""
-        raise NotImplementedError
-
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
-        """The factors of step number `step` (from 1), computed in double precision; each is cast to FP32 once."""
-        raise NotImplementedError
-
-    def options(self, group: Group) -> dict[str, bool]:
-        """Static choices of the formula; each combination is a kernel of its own."""
-        return {}
-
-    def directed(self, group: Group) -> bool:
-        """Whether `update` needs `state.direction`, made of a whole matrix; see `Directed`."""
-        return False
-
-    def check_hyperparameters(self, group: Group) -> None:
-        """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
-        raise NotImplementedError
-
-    # What the shell does.
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step, as a whole: Ctrl-C and other signals are handled before it or after it.
@@ -181,10 +139,10 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
 
         numbering.start_anew()
         with self.next_step() as plan, interrupts.deferred():
-            for batch in plan.batches:
-                backends.resolve(self.backend, batch).run(batch)
-            for batch in plan.batches:
-                batch.count()
+            for fused_group in plan.fused_groups:
+                backends.resolve(self.backend, fused_group).run(fused_group)
+            for fused_group in plan.fused_groups:
+                fused_group.count()
             plan.copy_back()
             self.grad_norm = plan.norm
             if self._pending is not None:
@@ -293,18 +251,21 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     check(self)
                 plan = self._plan = Plan(self)
                 plan.collect(self)
-            resolved = [backends.resolve(self.backend, batch) for batch in plan.batches]
-            backends.check_capture(plan.batches, self.capturable)
-            for batch in plan.batches:
-                batch.prepare(self.scalars)
+            resolved = [backends.resolve(self.backend, fused_group) for fused_group in plan.fused_groups]
+            backends.check_capture(plan.fused_groups, self.capturable)
+            for fused_group in plan.fused_groups:
+                fused_group.prepare(self.scalars)
             plan.norm = None
             if norm_only or self.limit is not None or self.skip_nonfinite:
                 known = pending is not None and pending.captured == launch.capturing()
                 if pending is not None and known and not norm_only and pending.expected is None:
                     plan.norm = pending.norm
                 else:
-                    pairs = zip(resolved, plan.batches, strict=True)
-                    sums = [sum_over_shards(backend.square_sum(batch), batch.spread) for backend, batch in pairs]
+                    pairs = zip(resolved, plan.fused_groups, strict=True)
+                    sums = [
+                        sum_over_shards(backend.square_sum(fused_group), fused_group.sharding)
+                        for backend, fused_group in pairs
+                    ]
                     plan.norm = clipping.global_norm(sums)
                     if pending is not None and pending.expected is not None:
                         pending.check(plan.norm)
@@ -312,19 +273,14 @@ class LowPrecisionOptimizer(torch.optim.Optimizer):
                     factor = pending.factor if pending is not None and known else None
                     plan.limit(self.limit, factor, self.skip_nonfinite)
             if not norm_only:
-                for backend, batch in zip(resolved, plan.batches, strict=True):
-                    whole_tensors.look(self, batch, backend.measure)
+                for backend, fused_group in zip(resolved, plan.fused_groups, strict=True):
+                    per_tensor.compute(self, fused_group, backend.tensor_sums)
             yield plan
         finally:
             if plan is not None:
                 plan.release()
 
-    def stored_states(self, group: Group, dtype: torch.dtype) -> tuple[State, ...]:
-        """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
-        own = self.states(group)
-        return own if dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
-
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Kernels that are the same for every layout; the step itself is printed by `triton_source.py`.
+"""Kernels that are the same for every spec; the step itself is printed by `triton_source.py`.
 
 Imported on first use only: this is the module that needs Triton.
 """
@@ -20,20 +20,20 @@ def _block_square_sum(address, count, lanes, DTYPE: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def square_sum(
-    chunks, rows, pointers, sums,
+    chunks, segments, pointers, sums,
     COLUMNS: tl.constexpr, TENSORS: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of each chunk's gradients, in FP64; tables as for a printed `step`.
 
-    Of a row's columns (see `work.columns`) it takes the first two, of an owner's tensors the gradient, which is second.
+    Of a segment's columns (see `entry.columns`) it takes the first two, of an entry_index's tensors the gradient, which is second.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    row = rows + tl.load(chunks + 2 * chunk) * COLUMNS
+    segment = segments + tl.load(chunks + 2 * chunk) * COLUMNS
     start = tl.load(chunks + 2 * chunk + 1)
-    owner, end = tl.load(row), tl.load(row + 1)
+    entry_index, end = tl.load(segment), tl.load(segment + 1)
     left = end - start
     size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(pointers + owner * TENSORS + 1) + start * size
+    address = tl.load(pointers + entry_index * TENSORS + 1) + start * size
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     if (left >= CHUNK) & ((address & 15) == 0):

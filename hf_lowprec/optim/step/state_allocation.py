@@ -2,7 +2,7 @@
 
 A load waits for an earlier store in flight whose address agrees with its own in the last twelve bits, though they be
 pages apart (AMD, Software Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it
-4-KByte aliasing). What the C library allocates in a row lies 64 bytes further into a page each time, so that a step
+4-KByte aliasing). What the C library allocates in a segment lies 64 bytes further into a page each time, so that a step
 would load from one state just where it stored to its neighbour a moment ago.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from hf_lowprec.optim.shards import distributed, is_sharded, local
+from hf_lowprec.optim.sharding import distributed, is_sharded, local
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address come again."""

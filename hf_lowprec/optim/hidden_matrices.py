@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim.work import Group
+from hf_lowprec.optim.algorithm import ParamGroup
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -48,7 +48,7 @@ def _heads(module: nn.Module) -> Iterable[nn.Module]:
         yield head
 
 
-def split_group(group: Group, matrices: Iterable[Tensor] | None) -> list[Group]:
+def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[ParamGroup]:
     """`group` as one or two groups that say `use_muon`, in the order matrices, rest.
 
     Args:
@@ -61,7 +61,7 @@ def split_group(group: Group, matrices: Iterable[Tensor] | None) -> list[Group]:
     ids = {id(matrix) for matrix in matrices}
     params = [given] if isinstance(given, Tensor) else list(given)
     inside = [id(_tensor(param)) in ids for param in params]
-    parts: list[Group] = []
+    parts: list[ParamGroup] = []
     for wanted in (True, False) if params else (False,):
         part = {**group, "params": list(compress(params, [is_one is wanted for is_one in inside])), "use_muon": wanted}
         if "param_names" in group:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.base import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_betas, check_range
-from hf_lowprec.optim.work import Group
 from hf_lowprec.rounding import State, sqrt_rn
 
 
@@ -20,18 +20,18 @@ class TwoMoments(LowPrecisionOptimizer):
     the weight decays by itself (arXiv:1711.05101) or as part of the gradient, an L2 penalty.
     """
 
-    def check_hyperparameters(self, group: Group) -> None:
+    def check_hyperparameters(self, group: ParamGroup) -> None:
         """Raise ValueError if a hyperparameter is out of range."""
         check_betas(group["betas"])
         check_range("eps", group["eps"], 0.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 
-    def states(self, group: Group) -> tuple[State, ...]:
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The moments, and with `amsgrad` the largest second moment so far."""
         moments = (State("exp_avg", 2), State("exp_avg_sq", 1))
         return (*moments, State("max_exp_avg_sq", 3, averages=False)) if self.options(group)["amsgrad"] else moments
 
-    def scalars(self, group: Group, lr: float, step: int) -> dict[str, float]:
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step size and bias corrections, so that an element needs one division and one root."""
         beta1, beta2 = group["betas"]
         return {

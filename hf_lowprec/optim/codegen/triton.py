@@ -1,4 +1,4 @@
-"""Print a traced step as Triton: a kernel over chunks of rows, a statement per operation.
+"""Print a traced step as Triton: a kernel over chunks of segments, a statement per operation.
 
 BF16 travels as 16-bit integers, so that neither a compiler nor Triton's interpreter rounds it a second time. Pointers
 come from a table, of which the compiler knows nothing; a chunk that is whole and lies on 16-byte boundaries promises
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_lowprec.optim.step import Layout
-from hf_lowprec.optim.trace import Dialect, indented, statements, trace, trace_keys, trace_measure, used
-from hf_lowprec.optim.work import columns
+from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
+from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.param_entry import columns
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -63,9 +63,9 @@ def part({operands}, count, BLOCK: tl.constexpr):
 {keys}
 @triton.jit
 def step(
-    chunks, rows, pointers, scalars, counts, enabled, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+    chunks, segments, pointers, scalars, counts, enabled, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # chunks: (row, element to begin with). rows: runs of an owner's elements. By owner:
+    # chunks: (segment, element to begin with). segments: runs of an entry_index's elements. By entry_index:
     # pointers[{n_tensors}], scalars[{n_scalars}], and the steps counted so far. enabled: 0 to leave all as it is.
 {chunk}
     base = (start + shift).to(tl.int32)
@@ -80,55 +80,55 @@ def step(
 _KEYS = """
 
 @triton.jit
-def row_keys({inputs}):
+def segment_keys({inputs}):
 {body}
     return {results}
 """
 
-_MEASURE = """
+_TENSOR_SUM = """
 
 @triton.jit
-def measured({inputs}):
+def tensor_mean_term({inputs}):
 {body}
     return {result}.to(tl.float64)
 
 
 @triton.jit
-def measure_whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def sum_whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
-        total += measured({inputs})
+        total += tensor_mean_term({inputs})
     return tl.sum(total)
 
 
 @triton.jit
-def measure_part({operands}, count, BLOCK: tl.constexpr):
+def sum_part({operands}, count, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for offset in range(0, count, BLOCK):
         mask = offset + lanes < count
 {masked_loads}
-        total += tl.where(mask, measured({inputs}), 0.0)
+        total += tl.where(mask, tensor_mean_term({inputs}), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
-def measure(
-    chunks, rows, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+def tensor_sum(
+    chunks, segments, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # The FP64 sum of `measured` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}.
+    # The FP64 sum of `tensor_mean_term` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}.
 {chunk}
 {prologue}
     if (left >= CHUNK) & ((({addresses}) & 15) == 0):
-        tl.store(sums + chunk, measure_whole({operands}, CHUNK, BLOCK))
+        tl.store(sums + chunk, sum_whole({operands}, CHUNK, BLOCK))
     else:
-        tl.store(sums + chunk, measure_part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL))
+        tl.store(sums + chunk, sum_part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL))
 """
 
 
-class Triton(Dialect):
+class Triton(Renderer):
     """Floats are `tl.float32`, integers `tl.int32`."""
 
     def assign(self, name: str, expression: str, floating: bool) -> str:
@@ -162,23 +162,23 @@ class Triton(Dialect):
         return f"{index} * {GOLDEN} + {key0}"
 
 
-def render(layout: Layout) -> str:
-    """The Python source of the Triton kernel `step` for one layout, and of `measure` if it has a measure."""
-    return _render_step(layout) + ("" if layout.measure is None else _render_measure(layout))
+def render(spec: StepSpec) -> str:
+    """The Python source of the Triton kernel `step` for one spec, and of `tensor_sum` if the algorithm has a `tensor_mean`."""
+    return _render_step(spec) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec))
 
 
-def _render_step(layout: Layout) -> str:
-    tensors, written = layout.tensors, layout.written
-    scalars = [f"scalar_{name}" for name in layout.factors]
-    keys = layout.keys
-    lines, results = statements(trace(layout), Triton(), {"index", *keys})
+def _render_step(spec: StepSpec) -> str:
+    tensors, written = spec.tensors, spec.written
+    scalars = [f"scalar_{name}" for name in spec.all_scalars]
+    keys = spec.key_names
+    lines, results = statements(trace(spec), Triton(), {"index", *keys})
     addresses = [f"a_{name}" for name in tensors]
 
-    prologue = _looked_up(layout, scalars)
+    prologue = _looked_up(spec, scalars)
     if keys:
-        words = ["tl.load(counts + owner).to(tl.int32) + 1", "index_high.to(tl.int32)"]
-        words += [f"{name}.to(tl.int32)" for name in layout.streams]
-        prologue.append(f"{', '.join(keys)} = row_keys({', '.join(words)})")
+        words = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
+        words += [f"{name}.to(tl.int32)" for name in spec.stream_names]
+        prologue.append(f"{', '.join(keys)} = segment_keys({', '.join(words)})")
 
     def stores(mask: str) -> str:
         values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
@@ -193,70 +193,70 @@ def _render_step(layout: Layout) -> str:
         results=", ".join(results),
         n_tensors=len(tensors),
         n_scalars=len(scalars),
-        keys=_keys(layout) if keys else "",
-        chunk=indented(4, _chunk(layout)),
+        keys=_keys(spec) if keys else "",
+        chunk=indented(4, _chunk(spec)),
         prologue=indented(4, prologue),
-        aligned_loads=_loads(layout, tensors, ""),
+        aligned_loads=_loads(spec, tensors, ""),
         aligned_stores=stores(""),
-        masked_loads=_loads(layout, tensors, ", mask=mask, other=0"),
+        masked_loads=_loads(spec, tensors, ", mask=mask, other=0"),
         masked_stores=stores(", mask=mask"),
     )
 
 
-def _render_measure(layout: Layout) -> str:
-    graph = trace_measure(layout)
+def _render_tensor_sum(spec: StepSpec) -> str:
+    graph = trace_tensor_mean(spec)
     lines, (result,) = statements(graph, Triton(), ())
-    read = used(graph, layout.tensors)
-    scalars = [f"scalar_{name}" for name in layout.known]
+    read = used(graph, spec.tensors)
+    scalars = [f"scalar_{name}" for name in spec.host_scalars]
     taken = used(graph, scalars)
-    return _MEASURE.format(
+    return _TENSOR_SUM.format(
         inputs=", ".join([*read, *taken]),
         operands=", ".join([*(f"a_{name}" for name in read), *taken]),
         body=indented(4, lines),
         result=result,
         n_scalars=len(scalars),
-        chunk=indented(4, _chunk(layout)),
-        prologue=indented(4, _looked_up(layout, scalars)),
+        chunk=indented(4, _chunk(spec)),
+        prologue=indented(4, _looked_up(spec, scalars)),
         addresses=" | ".join(f"a_{name}" for name in read),
-        aligned_loads=_loads(layout, read, ""),
-        masked_loads=_loads(layout, read, ", mask=mask, other=0"),
+        aligned_loads=_loads(spec, read, ""),
+        masked_loads=_loads(spec, read, ", mask=mask, other=0"),
     )
 
 
-def _table(name: str, row: str, entries: Sequence[str]) -> list[str]:
-    """Statements that take the entries of one row of a table."""
-    return [f"{entry} = tl.load({name} + {row} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+def _table(name: str, segment: str, entries: Sequence[str]) -> list[str]:
+    """Statements that take the entries of one segment of a table."""
+    return [f"{entry} = tl.load({name} + {segment} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
 
 
-def _chunk(layout: Layout) -> list[str]:
-    """Statements that find out which chunk of which row a program works on."""
+def _chunk(spec: StepSpec) -> list[str]:
+    """Statements that find out which chunk of which segment a program entries on."""
     return [
         "chunk = tl.program_id(0).to(tl.int64)",
-        *_table("chunks", "chunk", ["row", "start"]),
-        *_table("rows", "row", columns(layout)),
+        *_table("chunks", "chunk", ["segment", "start"]),
+        *_table("segments", "segment", columns(spec)),
         "left = end - start",
     ]
 
 
-def _looked_up(layout: Layout, scalars: list[str]) -> list[str]:
-    """Statements that take the owner's addresses and scalars from their tables, the addresses at the chunk's start."""
-    lines = _table("pointers", "owner", [f"a_{name}" for name in layout.tensors])
-    lines += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in layout.tensors.items()]
-    return lines + _table("scalars", "owner", scalars)
+def _looked_up(spec: StepSpec, scalars: list[str]) -> list[str]:
+    """Statements that take the entry_index's addresses and scalars from their tables, the addresses at the chunk's start."""
+    lines = _table("pointers", "entry_index", [f"a_{name}" for name in spec.tensors])
+    lines += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in spec.tensors.items()]
+    return lines + _table("scalars", "entry_index", scalars)
 
 
-def _keys(layout: Layout) -> str:
-    """The function that computes the keys of a row's random words from their streams."""
-    inputs = ["step", "index_high", *layout.streams]
-    lines, results = statements(trace_keys(layout), Triton(), inputs)
+def _keys(spec: StepSpec) -> str:
+    """The function that computes the keys of a segment's random words from their streams."""
+    inputs = ["step", "index_high", *spec.stream_names]
+    lines, results = statements(trace_keys(spec), Triton(), inputs)
     return _KEYS.format(inputs=", ".join(inputs), body=indented(4, lines), results=", ".join(results))
 
 
-def _loads(layout: Layout, names: Iterable[str], mask: str) -> str:
+def _loads(spec: StepSpec, names: Iterable[str], mask: str) -> str:
     """Statements that load a block of these tensors: masked, or promising alignment."""
     pointers, values = [], []
     for name in names:
-        dtype = layout.tensors[name]
+        dtype = spec.tensors[name]
         scalar = f"(a_{name} + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
         pointers.append(f"p_{name} = {scalar if mask else f'tl.multiple_of({scalar}, 16)'} + lanes")
         values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}")

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.batch import Batch
-from hf_lowprec.optim.shards import local
+from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.step.fused_group import FusedGroup
 
 PIECE = 1 << 16
 """Elements that are widened at a time; they stay in a core's cache."""
 
 
-def square_sum(batch: Batch) -> Tensor:
-    """The sum of the squares of a batch's gradients with torch's own operations; FP64 scalar on the batch's device."""
-    total = torch.zeros((), dtype=torch.float64, device=batch.device)
-    for work in batch.works:
-        assert work.grad is not None
-        flat = work.grad.view(-1)
+def square_sum(fused_group: FusedGroup) -> Tensor:
+    """The sum of the squares of a fused_group's gradients with torch's own operations; FP64 scalar on the fused_group's device."""
+    total = torch.zeros((), dtype=torch.float64, device=fused_group.device)
+    for entry in fused_group.entries:
+        assert entry.grad is not None
+        flat = entry.grad.view(-1)
         for piece in flat.split(PIECE) if flat.numel() > PIECE else (flat,):
             values = piece.double()
             total += torch.dot(values, values)

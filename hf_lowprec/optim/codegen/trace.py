@@ -1,6 +1,6 @@
 """The step as a graph of scalar operations, and how a target language writes it down.
 
-`torch.fx` records `fused_step` once per layout, and the measure if there is one; `c_source.py` and `triton_source.py`
+`torch.fx` records `fused_step` once per spec, and the `tensor_mean` formula if there is one; `c_source.py` and `triton_source.py`
 print the record, a statement per operation. So a formula exists once, as torch code, and no backend can differ from
 another by more than its arithmetic.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hf_lowprec.optim.step import Layout, evaluate, fused_step
+from hf_lowprec.optim.step.fused import StepSpec, evaluate, fused_step
 from hf_lowprec.rounding import quiet_nan, sqrt_rn, step_keys
 from hf_lowprec.rounding.random import weyl
 
@@ -37,7 +37,7 @@ _COMPARE: dict[Callable, str] = {
 }
 
 
-class Dialect:
+class Renderer:
     """How a language writes operations on FP32 and 32-bit integer scalars; operands come as text.
 
     Integers wrap around, their shifts to the right and their comparisons are signed; floats follow IEEE 754.
@@ -92,30 +92,30 @@ class Dialect:
         raise NotImplementedError
 
 
-def trace(layout: Layout) -> fx.Graph:
-    """Record `fused_step` of `layout` on symbolic elements; outputs are the weight, then the states in layout order."""
+def trace(spec: StepSpec) -> fx.Graph:
+    """Record `fused_step` of `spec` on symbolic elements; outputs are the weight, then the states in spec order."""
     element = _Elements()
-    weight, grad, state, scalars = element.tensors(layout.tensors, layout.factors)
+    weight, grad, state, scalars = element.tensors(spec.tensors, spec.all_scalars)
     index = element("index")
-    keys = dict(zip(layout.words, _pairs(layout.keys, element), strict=True))
-    new_weight, new_state = fused_step(layout, weight, grad, state, scalars, index, keys)
-    return element.graph_of([new_weight, *(new_state[stored.name] for stored in layout.states)])
+    keys = dict(zip(spec.random_words, _pairs(spec.key_names, element), strict=True))
+    new_weight, new_state = fused_step(spec, weight, grad, state, scalars, index, keys)
+    return element.graph_of([new_weight, *(new_state[stored.name] for stored in spec.states)])
 
 
-def trace_keys(layout: Layout) -> fx.Graph:
-    """Record `step_keys` on a row's streams, `step` and `index_high`; outputs are the keys of each random word."""
+def trace_keys(spec: StepSpec) -> fx.Graph:
+    """Record `step_keys` on a segment's streams, `step` and `index_high`; outputs are the keys of each random word."""
     element = _Elements()
     step, index_high = element("step"), element("index_high")
     return element.graph_of(
-        [key for halves in _pairs(layout.streams, element) for key in step_keys(*halves, step, index_high)]
+        [key for halves in _pairs(spec.stream_names, element) for key in step_keys(*halves, step, index_high)]
     )
 
 
-def trace_measure(layout: Layout) -> fx.Graph:
-    """Record the algorithm's `measure` on symbolic elements; the output is its value."""
-    assert layout.measure is not None
+def trace_tensor_mean(spec: StepSpec) -> fx.Graph:
+    """Record the algorithm's `tensor_mean` formula on symbolic elements; the output is its value."""
+    assert spec.tensor_mean is not None
     element = _Elements()
-    return element.graph_of([evaluate(layout.measure, layout, *element.tensors(layout.tensors, layout.known))])
+    return element.graph_of([evaluate(spec.tensor_mean, spec, *element.tensors(spec.tensors, spec.host_scalars))])
 
 
 def _pairs(names: Sequence[str], element: _Elements) -> list[tuple[Any, Any]]:
@@ -152,7 +152,7 @@ class _Elements:
         return self._graph
 
 
-def statements(graph: fx.Graph, dialect: Dialect, integers: Collection[str]) -> tuple[list[str], list[str]]:
+def statements(graph: fx.Graph, dialect: Renderer, integers: Collection[str]) -> tuple[list[str], list[str]]:
     """A statement per operation of `graph`, in order, and the names of its results.
 
     Args:
@@ -179,7 +179,7 @@ def indented(by: int, lines: Sequence[str]) -> str:
     return "\n".join(" " * by + line for line in lines)
 
 
-def _expression(node: fx.Node, is_float: dict[fx.Node, bool], dialect: Dialect) -> tuple[str, bool]:
+def _expression(node: fx.Node, is_float: dict[fx.Node, bool], dialect: Renderer) -> tuple[str, bool]:
     """The expression of one node, and whether it is a float."""
 
     def any_float(operands: Sequence[object]) -> bool:

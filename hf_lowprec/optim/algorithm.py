@@ -1,0 +1,68 @@
+"""The interface between an algorithm and the code that steps it: states, scalars, options and the update formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding import MODES, State
+
+ParamGroup = dict[str, Any]
+"""An entry of `optimizer.param_groups`."""
+
+Update = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+Formula = Callable[..., Tensor]
+
+
+class Algorithm(torch.optim.Optimizer):
+    """Declares what a subclass defines about its arithmetic, and the settings that every optimizer has."""
+
+    backend: str
+    capturable: bool
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+
+    @property
+    def limit(self) -> float | None:
+        """The norm by which the coming step clips gradients; None if it does not."""
+        raise NotImplementedError
+
+    update: ClassVar[Update]
+    """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
+
+    It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step/fused.py`.
+    """
+
+    tensor_mean: ClassVar[Formula | None] = None
+    """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.tensor_mean`."""
+
+    flags: ClassVar[tuple[str, ...]] = ()
+    """Boolean keys of parameter groups that the constructor does not take."""
+
+    def states(self, group: ParamGroup) -> tuple[State, ...]:
+        """The states a parameter of `group` has, in the order in which they are stored."""
+        raise NotImplementedError
+
+    def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
+        """The factors of step number `step` (from 1), computed in double precision; each is cast to FP32 once."""
+        raise NotImplementedError
+
+    def options(self, group: ParamGroup) -> dict[str, bool]:
+        """Static choices of the formula; each combination is a kernel of its own."""
+        return {}
+
+    def orthogonalizes(self, group: ParamGroup) -> bool:
+        """Whether `update` needs `state.orthogonalized`, made of a whole matrix; see `MatrixAlgorithm`."""
+        return False
+
+    def check_hyperparameters(self, group: ParamGroup) -> None:
+        """Raise ValueError if one of the algorithm's own hyperparameters is out of range."""
+        raise NotImplementedError
+
+    def stored_states(self, group: ParamGroup, dtype: torch.dtype) -> tuple[State, ...]:
+        """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
+        own = self.states(group)
+        return own if dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary

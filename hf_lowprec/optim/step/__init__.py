@@ -1,0 +1,1 @@
+"""One optimizer step: plan the parameters, compute scalars, update, store."""
