@@ -72,9 +72,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
     number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
     of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
-    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Where a
-    module multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they
-    are activations. Methods other than a module's call pass no boundary.
+    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Integer
+    tensors that are points in time by name (`timesteps`, `t`) count as such numbers outside of transformers, since
+    diffusion models make FP32 sines of them; any `torch.compile` needs a call with them before it. Where a module
+    multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they are
+    activations. Methods other than a module's call pass no boundary.
 
     Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
     a call of `model` also says which module that was, what to give as `keep_fp32`, and which FP32 numbers came in.
