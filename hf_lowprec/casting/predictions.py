@@ -54,7 +54,7 @@ def compared(model: str, modules: Modules) -> list[str]:
 
     A model computes one if its `forward` takes `return_loss`. Heads and projections are compared; where there are fewer
     than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside (FLAVA's
-    `flava.text_projection`).
+    `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
     """
     module = modules[model]
     if not type(module).__module__.startswith("transformers.") or "return_loss" not in arguments_of(module):
