@@ -43,6 +43,7 @@ class NarrowInputs:
     dtype: torch.dtype
     keeps_labels: bool
     positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
+    takes_times: bool  # whether an integer among its arguments may be a timestep: never in transformers' own classes
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype) -> "NarrowInputs":
@@ -51,7 +52,9 @@ class NarrowInputs:
         except (TypeError, ValueError):
             parameters = {}.values()
         skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
+        times = any(is_time(p.name) or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        times = times and not type(module).__module__.startswith("transformers.")
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip), times)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
@@ -59,7 +62,7 @@ class NarrowInputs:
         narrow = functools.partial(self._narrow, isinstance(module, _LAYERS), numbers)
         args = tuple([converted(arg, narrow, name) for arg, name in zip(args, names, strict=False)])
         kwargs = {name: converted(value, narrow, name) for name, value in kwargs.items()}
-        if not torch.compiler.is_compiling() and not type(module).__module__.startswith("transformers."):
+        if self.takes_times and not torch.compiler.is_compiling():
             given = (*zip(names, args, strict=False), *kwargs.items())
             if times := [name for name, value in given if is_time(name) and _is_integer(value)]:
                 follow_numbers(module, self.dtype, times, _INTEGERS)

@@ -132,7 +132,7 @@ def test_the_loss_is_that_of_the_formula_in_fp64(name: str, other: str) -> None:
     assert all(((e.norm(dim=-1) - 1).abs() <= (width + 2) * UNIT).all() for e in (ours, theirs))
     texts = torch.einsum("vtd,vd->tv", ours, theirs) if name == "XCLIPModel" else ours @ theirs.T
     expected = paired(texts * scale, 0.1 if name == "AlignModel" else 0.0)
-    # Logits, `scale` times products of unit vectors, are off by (width + 2) roundings of `scale` at most, a cross-entropy
+    # Logits, `scale` times products of unit vectors, are off by (width + 2) roundings of `scale` at most; a loss
     # by twice what its logits are, and by a few roundings of its own sums, which are below 2 here.
     assert outputs.loss.dtype == FP32 and 0 < expected < 1
     assert abs(outputs.loss.item() - expected.item()) <= 2 * (width + 2) * UNIT * scale.item() + 8 * UNIT * 2
