@@ -34,9 +34,10 @@ from encoder.pretraining import Pretraining, pretrained
 from encoder.text import Task, glue, packages
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_lowprec.cli.demo import quiet_libraries
-from hf_lowprec.cli.demo.report import json_text
-from hf_lowprec.cli.demo.training import WAYS, Settings
+from hf_lowprec.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.demo.report import json_text
+from hf_lowprec.demo.training import Settings
+from hf_lowprec.demo.variants import VARIANTS
 
 RESULTS = Path(__file__).parent / "results"
 WORK = Path(__file__).parent / ".cache" / "classification"
@@ -117,7 +118,7 @@ def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcom
         apart = max(largest_difference(runs[row.way], runs["fp32"]) for runs in by_seed)
         same = row.way == "fp32"
         cells = (
-            WAYS[row.way].label,
+            VARIANTS[row.way].label,
             over_seeds(row.accuracies, ".2%"),
             "" if same else over_seeds(row.differences, "+.2%"),
             over_seeds(row.losses, ".4f"),
@@ -153,7 +154,7 @@ def classify(
     by_seed = []
     for seed in seeds:
         runs = {}
-        for name, way in WAYS.items():
+        for name, way in VARIANTS.items():
             torch.manual_seed(seed)  # of the head
             encoder = AutoModelForSequenceClassification.from_pretrained(
                 model, num_labels=task.classes, dtype=torch.float32
@@ -248,10 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         },
         "settings": asdict(settings),
         "seeds": seeds,
-        "ways": {name: {"label": way.label, "what": way.what} for name, way in WAYS.items()},
+        "ways": {name: {"label": way.label, "what": way.what} for name, way in VARIANTS.items()},
         "accuracy": [asdict(row) for row in found],
         "largest_difference_of_training_loss": {
-            way: [largest_difference(runs[way], runs["fp32"]) for runs in by_seed] for way in WAYS
+            way: [largest_difference(runs[way], runs["fp32"]) for runs in by_seed] for way in VARIANTS
         },
         "runs": [
             {"seed": seed, **{way: asdict(run) for way, run in runs.items()}}

@@ -20,8 +20,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
-from hf_lowprec.reduction import MicroBatches
-from hf_lowprec.reduction.micro_batches import MODES
+from hf_lowprec.reduction import GradientAccumulator
+from hf_lowprec.reduction.grad_accumulation import MODES
 
 LENGTH, WARM_UP, COUNTS = 64, 60, (4, 16, 64, 256, 1024)
 BYTES = {"nearest": 0, "kahan": 2, "fp32": 4}
@@ -69,7 +69,7 @@ def measure(model: LlamaForCausalLM, rows: torch.Tensor, count: int) -> dict[str
     found = {"gradient noise": {"relative error": float((exact - other).norm() / exact.norm() / 2**0.5)}}
     for mode in MODES:
         model.zero_grad()
-        sums = MicroBatches(model, mode) if mode != "nearest" else None
+        sums = GradientAccumulator(model, mode) if mode != "nearest" else None
         for row in rows[:count]:
             gradients(model, row, 1 / count)
         added = torch.cat([p.grad.flatten() for p in halves]).double()

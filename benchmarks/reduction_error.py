@@ -37,9 +37,9 @@ from rich.table import Table
 from torch import Tensor
 
 from hf_lowprec import __version__
-from hf_lowprec.reduction import BucketMeans, mean_in_rank_order
+from hf_lowprec.reduction import BucketAverager, mean_in_rank_order
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Errors = dict[str, dict[int, dict[str, float]]]
@@ -140,9 +140,9 @@ def real(own: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
     part = torch.empty(own.numel() // ranks, dtype=BF16)
     scatter(part, own.clone(), group=group)
     wide_part = torch.empty(part.shape, dtype=FP32)
-    FP32ReduceScatter(BF16, Scratch(), False)(wide_part, own.float(), group, dist.ReduceOp.AVG)
+    FP32ReduceScatter(BF16, ScratchBuffers(), False)(wide_part, own.float(), group, dist.ReduceOp.AVG)
     mean = own.clone()
-    BucketMeans(group)(mean, True, True).wait()
+    BucketAverager(group)(mean, True, True).wait()
     return {
         "BF16 all-reduce": reduced(own.clone()),
         "BF16 reduce-scatter": whole(part).double() / ranks,

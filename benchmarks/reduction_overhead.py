@@ -40,14 +40,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec import AdamW, __version__, cast_model
 from hf_lowprec.reduction import (
-    BucketMeans,
+    BucketAverager,
     mean_in_rank_order,
     reduce_in_fp32,
     reduce_scatter_in_fp32,
     shard_fp32_parameters,
 )
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 RANKS = 2
 BUCKET = 25 * 2**20
@@ -162,7 +162,7 @@ def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
     own = torch.randn(BUCKET // 2, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     wide, received = own.float(), torch.empty_like(own)
     part, wide_part = own.new_empty(len(own) // RANKS), wide.new_empty(len(own) // RANKS)
-    means, scattering = BucketMeans(group), FP32ReduceScatter(torch.bfloat16, Scratch(), False)
+    means, scattering = BucketAverager(group), FP32ReduceScatter(torch.bfloat16, ScratchBuffers(), False)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed both
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     average = dist.ReduceOp.AVG

@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.cli.demo import quiet_libraries
-from hf_lowprec.cli.demo.report import json_text, numbers
-from hf_lowprec.cli.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
-from hf_lowprec.cli.demo.training import WAYS, train_way
+from hf_lowprec.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.demo.report import json_text, numbers
+from hf_lowprec.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
+from hf_lowprec.demo.training import train_variant
+from hf_lowprec.demo.variants import VARIANTS
 
 RESULTS = Path(__file__).parent / "results"
 PERTURBATION = 1e-3
@@ -112,7 +113,8 @@ def other_paths(stage: Stage, seed: int, paths: int, output_dir: Path) -> list[f
         return model
 
     blocks = pretraining_blocks(stage.settings.steps)
-    return [train_way(WAYS["fp32"], build(path), blocks, stage.settings, output_dir).final for path in range(paths)]
+    fp32, settings = VARIANTS["fp32"], stage.settings
+    return [train_variant(fp32, build(path), blocks, settings, output_dir).final for path in range(paths)]
 
 
 def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
@@ -132,7 +134,7 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
-            WAYS[quality.way].label,
+            VARIANTS[quality.way].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
             *(("0", "0") if quality.way == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
             f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
@@ -205,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     measured, apart = list[Numbers](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
-        stages = pretrain_and_fine_tune(list(WAYS.values()), options.steps, seed, options.output_dir, result(seed))
+        stages = pretrain_and_fine_tune(list(VARIANTS.values()), options.steps, seed, options.output_dir, result(seed))
         others = other_paths(stages[0], seed, options.paths, options.output_dir)
         apart += [loss - stages[0].runs["fp32"].final for loss in others]
         measured.append(numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun))

@@ -3,9 +3,10 @@
 | layer | units | may import |
 | --- | --- | --- |
 | L0 | rounding | itself |
-| L1 | optim, casting, reduction, insight | itself and L0; insight also optim and casting |
+| L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | cli, `__main__` | everything below; the public names of transformers |
+| L3 | user_inputs, demo, doctor | L0 to L2; demo also user_inputs; the public names of transformers |
+| L4 | cli, `__main__` | everything below; the public names of transformers |
 
 `hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages bind it.
 """
@@ -25,18 +26,23 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "insight"}
+BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics"}
 MAY_IMPORT = {
     "rounding": {"rounding"},
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
-    "insight": {"insight", "optim", "casting", "rounding"},
+    "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
     "integrations": {"integrations", *BELOW_INTEGRATIONS},
-    "cli": {"cli", "integrations", *BELOW_INTEGRATIONS},
+    "user_inputs": {"user_inputs"},
+    "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
+    "cli": {"cli", "demo", "doctor", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-KERNELS = {f"{PACKAGE}.optim.kernels", f"{PACKAGE}.reduction.kernels"}
+PROGRAMS = {"user_inputs", "demo", "doctor", "cli", "__main__"}
+"""The units behind the command line, which use this package and transformers by their public names."""
+KERNELS = {f"{PACKAGE}.optim.kernels", f"{PACKAGE}.reduction.mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 
@@ -127,17 +133,17 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             target = imported.parts[1] if len(imported.parts) > 1 else ""
             if target in MAY_IMPORT and target not in MAY_IMPORT[unit]:
                 found.append(f"{where} imports {imported.target}, and {unit} may not import {target}")
-            elif target not in MAY_IMPORT and unit not in {"cli", "__main__"}:
+            elif target not in MAY_IMPORT and unit not in PROGRAMS:
                 found.append(f"{where} imports {imported.target} from the top of the package, which knows all layers")
         if library in HUGGING_FACE and unit != "integrations":
-            if library != "transformers" or unit != "cli":
+            if library != "transformers" or unit not in PROGRAMS:
                 found.append(f"{where} imports {imported.target}, which only integrations may")
             elif any(_is_private(part) for part in imported.parts):
                 found.append(f"{where} imports {imported.target}, a private name")
         needs_triton = library == "triton" or any(f"{imported.target}.".startswith(f"{name}.") for name in KERNELS)
         if needs_triton and imported.at_import_time and module not in KERNELS:
             found.append(f"{where} imports {imported.target} at the top level, and with it triton")
-    if unit == "cli":
+    if unit in PROGRAMS:
         found += [
             f"{module}:{line} uses {name}, a private name" for name, line in _private_attributes(tree, "transformers")
         ]
@@ -186,17 +192,21 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
         ("rounding.modes", "import hf_lowprec"),
         ("optim.base", "if TYPE_CHECKING:\n    from hf_lowprec.casting import Report"),
         ("optim.base", "from importlib import import_module\nimport_module('hf_lowprec.cli')"),
-        ("optim.base", "import importlib\nimportlib.import_module('..insight', __package__)"),
-        ("optim.base", "from ..insight.memory import estimate"),
+        ("optim.base", "import importlib\nimportlib.import_module('..diagnostics', __package__)"),
+        ("optim.base", "from ..diagnostics.memory import estimate"),
         ("casting", "from .optim import AdamW"),
         ("casting", "import transformers"),
         ("reduction.ddp", "from hf_lowprec.casting import cast_model"),
         ("reduction.ddp", "def f():\n    import accelerate.utils"),
-        ("insight.report", "from hf_lowprec.reduction import ddp"),
-        ("insight.report", "from peft import PeftModel"),
+        ("diagnostics.precision_report", "from hf_lowprec.reduction import ddp"),
+        ("diagnostics.precision_report", "from peft import PeftModel"),
         ("integrations.trainer", "from hf_lowprec.cli import main"),
         ("integrations.trainer", "from hf_lowprec import LowPrecisionCallback"),
         ("cli.run", "import accelerate"),
+        ("demo.training", "from hf_lowprec.cli import main"),
+        ("demo.training", "from hf_lowprec.doctor import checks"),
+        ("doctor.checks", "import transformers._internal"),
+        ("user_inputs.empty_model", "from hf_lowprec.integrations import loading"),
         ("cli.run", "from transformers.trainer import _private"),
         ("cli.run", "import transformers._internal"),
         ("cli.run", "import transformers as t\nt.trainer._private()"),
@@ -224,9 +234,13 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
             "optim.base",
             "import torch\nfrom ..rounding import modes\nfrom .step import Step\nfrom . import step",
         ),
-        ("insight.report", "from hf_lowprec.optim.optimizer import Optimizer\nfrom .memory import estimate"),
+        (
+            "diagnostics.precision_report",
+            "from hf_lowprec.optim.optimizer import Optimizer\nfrom .memory import estimate",
+        ),
         ("integrations.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
         ("cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
+        ("demo.training", "from transformers import Trainer\nfrom hf_lowprec.user_inputs import input_errors"),
         ("__main__", "from hf_lowprec.cli import main"),
         ("optim.launch", "def kernels():\n    import triton\n    return triton.jit"),
         ("optim.launch", "if TYPE_CHECKING:\n    import triton"),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
 
 from hf_lowprec.casting.policy import kind_of
-from hf_lowprec.cli.demo.training import Settings, Way, cast_wholly
+from hf_lowprec.demo.training import Settings, cast_whole_model
+from hf_lowprec.demo.variants import Variant
 from hf_lowprec.integrations.callback import LowPrecisionCallback
 from hf_lowprec.optim.registry import optimizer_factory
 
@@ -58,7 +59,7 @@ class Outcome:
 
 
 def fine_tune(
-    way: Way,
+    way: Variant,
     model: nn.Module,
     train: Any,
     validation: Any,
@@ -79,7 +80,7 @@ def fine_tune(
     """
     by_name = not bfloat16_norms  # else the same optimizer, handed over as a class: nothing of ours sees the model
     if not (way.is_ours and by_name):
-        cast_wholly(model, way.dtype)
+        cast_whole_model(model, way.dtype)
     trainer = Trainer(
         model=model,
         args=_arguments(settings, way.optim if by_name else "adamw_torch", folder),

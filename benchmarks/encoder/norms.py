@@ -15,21 +15,22 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from encoder.fine_tuning import Outcome, fine_tune
 from encoder.text import PACKAGES, corpus, passages
-from hf_lowprec.cli.demo.stages import BATCH_SIZE, LENGTH, PRETRAINING_RATE, small_llama
-from hf_lowprec.cli.demo.text import (
+from hf_lowprec.demo.stages import BATCH_SIZE, LENGTH, PRETRAINING_RATE, small_llama
+from hf_lowprec.demo.text import (
     encode_bytes,
     standard_library_documentation,
     standard_library_modules,
     token_blocks,
 )
-from hf_lowprec.cli.demo.training import WAYS, Settings
+from hf_lowprec.demo.training import Settings
+from hf_lowprec.demo.variants import VARIANTS
 
 Build = Callable[[], nn.Module]
 
 BF16_NORMS = ", norms in BF16"
 RUNS = {
-    **{way.label: (way, False) for way in WAYS.values()},
-    **{way.label + BF16_NORMS: (way, True) for way in WAYS.values() if way.is_ours},
+    **{way.label: (way, False) for way in VARIANTS.values()},
+    **{way.label + BF16_NORMS: (way, True) for way in VARIANTS.values() if way.is_ours},
 }
 """Label -> the way, and whether our cast is left out."""
 
@@ -114,5 +115,5 @@ def _pretrained_llama(moving: Moving) -> Build:
     model, steps = small_llama(0), moving.llama_steps
     code = token_blocks(standard_library_modules(), encode_bytes, LENGTH, steps * BATCH_SIZE, validation=1)
     settings = Settings(steps, BATCH_SIZE, PRETRAINING_RATE, "cosine", max(1, steps // 20), 0)
-    fine_tune(WAYS["fp32"], model, code.train, None, settings, moving.work / "trainer")
+    fine_tune(VARIANTS["fp32"], model, code.train, None, settings, moving.work / "trainer")
     return partial(deepcopy, model)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hf_lowprec.cli.demo.text import InputError, standard_library_documentation, standard_library_sources
+from hf_lowprec.demo.text import InputError, standard_library_documentation, standard_library_sources
 
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 """The classes."""

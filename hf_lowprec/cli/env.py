@@ -1,4 +1,4 @@
-"""`hf-lowprec env`: what a report of a bug should say about the machine."""
+"""`hf-lowprec env`: print the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def env() -> None:
 
 
 def facts() -> dict[str, str]:
-    """What there is, by name, in the order in which it is printed."""
+    """Collect versions, devices and backends by name, in the order in which they are printed."""
     import torch
 
     import hf_lowprec

@@ -1,4 +1,4 @@
-"""`hf-lowprec estimate MODEL`: the memory that training will hold, from the model's configuration alone."""
+"""`hf-lowprec estimate MODEL`: estimate the memory of training from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from hf_lowprec.insight.memory import MemoryUse
+    from hf_lowprec.diagnostics.memory import MemoryUse
 
 FP32 = "FP32 or autocast, AdamW"
 """The row to compare with: weights in FP32, as torch's AdamW has them with BF16 autocast and without."""
 WIDTH = 120
-"""Columns that any table fits."""
+"""Columns in which any table fits."""
 
 
 class Row(NamedTuple):
-    """What one way of training holds.
+    """The memory of training with one optimizer.
 
     Attributes:
-        way: what it is called.
+        name: the row's title: `FP32` or the value of `optim`.
         memory: of weights, gradients and state.
-        residuals: bytes of what adds up micro-batches in addition to the gradients, on every GPU.
-        kept: how many parameters stay in FP32.
+        accumulation: bytes for adding up micro-batches in addition to the gradients, on every GPU.
+        fp32_parameters: how many parameters stay in FP32.
     """
 
-    way: str
+    name: str
     memory: MemoryUse
-    residuals: int
-    kept: int
+    accumulation: int
+    fp32_parameters: int
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
-        return self.memory.total + self.residuals
+        """Total bytes."""
+        return self.memory.total + self.accumulation
 
     def per_gpu(self, gpus: int) -> float:
         """Bytes on each of `gpus`."""
-        return self.memory.total / gpus + self.residuals
+        return self.memory.total / gpus + self.accumulation
 
 
 def estimate(
@@ -65,9 +65,9 @@ def estimate(
     """
     from rich.console import Console
 
-    from hf_lowprec.cli.inputs import InputError
-    from hf_lowprec.cli.model_config import empty_model, load_config
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+    from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
+    from hf_lowprec.user_inputs.input_errors import InputError
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_kahan", "adamw_bf16_sr")))
     if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:
@@ -75,15 +75,16 @@ def estimate(
             f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
     try:
-        config, kind = load_config(model)
+        config, cls = load_config(model)
         steps = gradient_accumulation_steps
-        ours = [_ours(empty_model(config, kind), name, optim_args, gpus, steps) for name in names]
-        rows = [_float32(empty_model(config, kind), gpus, steps), *ours]
+        rows = [_fp32_row(build_empty_model(config, cls), gpus, steps)]
+        rows += [_low_precision_row(build_empty_model(config, cls), name, optim_args, gpus, steps) for name in names]
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(width=max(Console().width, WIDTH))  # a cut number would be a wrong one
     console.print(
-        f"{model}: {kind.__name__}, {rows[0].memory.parameters:,} parameters, {rows[-1].kept:,} of which stay in FP32",
+        f"{model}: {cls.__name__}, {rows[0].memory.parameters:,} parameters, "
+        f"{rows[-1].fp32_parameters:,} of which stay in FP32",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -92,7 +93,7 @@ def estimate(
 
 
 def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
-    """The rows for people, in MiB or GiB."""
+    """Format the rows as a table, in MiB or GiB."""
     from rich import box
     from rich.table import Table
 
@@ -105,19 +106,20 @@ def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
     for heading in headings:
         lines.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        held = [sum(row.memory.weights.values()), sum(row.memory.gradients.values()) + row.residuals]
-        cells = [size / 2**power for size in (*held, sum(row.memory.state.values()), row.total)]
+        sizes = [sum(row.memory.weights.values()), sum(row.memory.gradients.values()) + row.accumulation]
+        cells = [size / 2**power for size in (*sizes, sum(row.memory.state.values()), row.total)]
         cells += [row.total / row.memory.parameters]
         cells += [row.per_gpu(gpus) / 2**power] if gpus > 1 else []
         cells += [gpu_memory - row.per_gpu(gpus) / 2**30] if gpu_memory is not None else []
-        lines.add_row(row.way, *(f"{cell:,.2f}" for cell in cells))
+        lines.add_row(row.name, *(f"{cell:,.2f}" for cell in cells))
     return lines
 
 
-def _float32(model: nn.Module, gpus: int, steps: int) -> Row:
+def _fp32_row(model: nn.Module, gpus: int, steps: int) -> Row:
+    """The memory of `model` in FP32 with torch's AdamW."""
     import torch
 
-    from hf_lowprec.insight.memory import MemoryUse
+    from hf_lowprec.diagnostics.memory import MemoryUse
 
     count = sum(param.numel() for param in model.parameters())
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -126,29 +128,29 @@ def _float32(model: nn.Module, gpus: int, steps: int) -> Row:
     return Row(FP32, memory, _whole_gradients(memory, gpus, steps), count)
 
 
-def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
-    """`model`, cast and with its optimizer as Trainer would have them."""
+def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
+    """The memory of `model` with one of our optimizers, cast and built as Trainer would do it."""
     import torch
     from transformers import Trainer, TrainingArguments
 
     from hf_lowprec import cast_model
-    from hf_lowprec.cli.inputs import InputError, input_errors
-    from hf_lowprec.insight.memory import expected_memory
+    from hf_lowprec.diagnostics.memory import expected_memory
     from hf_lowprec.integrations.arguments import callback_arguments
-    from hf_lowprec.reduction.micro_batches import check_mode, residual_bytes
+    from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
+    from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
-    with input_errors(f"--optim {name}"):
+    with explain_input_errors(f"--optim {name}"):
         args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
-        asked = callback_arguments(args)
-        accumulation = check_mode(asked.get("grad_accumulation", "nearest"))
-        if gpus > 1 and accumulation == "kahan":
+        options = callback_arguments(args)
+        mode = check_grad_accumulation(options.get("grad_accumulation", "nearest"))
+        if gpus > 1 and mode == "kahan":
             raise InputError("grad_accumulation='kahan' does not go with FSDP2; give fp32 or nearest, or one GPU")
-        cast_model(model, keep_fp32=asked.get("keep_fp32", ()))
+        cast_model(model, keep_fp32=options.get("keep_fp32", ()))
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
-    kept = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
-    residuals = residual_bytes(model.parameters(), accumulation) or _whole_gradients(memory, gpus, steps)
-    return Row(name, memory, residuals, kept)
+    fp32_parameters = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
+    accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
+    return Row(name, memory, accumulation, fp32_parameters)
 
 
 def _whole_gradients(memory: MemoryUse, gpus: int, steps: int) -> int:

@@ -1,20 +1,42 @@
-"""`hf-lowprec run SCRIPT ARGS…`: an unmodified training script that knows our `--optim` names."""
+"""`hf-lowprec run SCRIPT ARGS…`: run an unmodified training script with our optimizer names registered.
+
+It reaches one process. A launcher starts the training in processes of its own, so it must start `hf_lowprec run`, and
+not the other way round; `launcher_command` knows the launchers and says what to type instead.
+"""
 
 from __future__ import annotations
 
 import runpy
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import hf_lowprec
-from hf_lowprec.cli.launchers import working_command
 
 # Everything after the script's name is the script's, options included.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+_ACCELERATE = "accelerate launch -m hf_lowprec run"
+_TORCHRUN = "torchrun --nproc-per-node 2 -m hf_lowprec run"
+_LAUNCHERS = {
+    "accelerate-launch": _ACCELERATE,
+    "accelerate.commands.launch": _ACCELERATE,
+    "torchrun": _TORCHRUN,
+    "torch.distributed.run": _TORCHRUN,
+    "torch.distributed.launch": _TORCHRUN,
+    "deepspeed": _TORCHRUN,
+    "deepspeed.launcher.runner": _TORCHRUN,
+}
+"""Programs and modules that launch whatever their arguments are → the command that starts `hf_lowprec run` instead."""
+_ACCELERATE_CLI = ("accelerate", "accelerate.commands.accelerate_cli")
+_TRL_CLI = ("trl", "trl.cli.main")
+_TRL_TRAINERS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft")
+"""Commands of the program `trl` that launch a training run."""
 
 
 def run(
@@ -23,7 +45,7 @@ def run(
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
 ) -> None:
     """Run a training script as `python SCRIPT ARGS…` would, with our optimizer names registered."""
-    if command := working_command(script, arguments or [], module):
+    if command := launcher_command(script, arguments or [], module):
         typer.echo(
             f"Error: {script} starts training in new processes, where the optimizer names are not registered. Run "
             "hf_lowprec inside the launcher; launcher options, including those from a config file, go before -m:"
@@ -43,12 +65,29 @@ def run(
     try:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     except ImportError as error:
-        if not _is_of_runpy(error):
+        if not _raised_by_runpy(error):
             raise
         raise typer.BadParameter(str(error), param_hint="-m") from None
 
 
-def _is_of_runpy(error: ImportError) -> bool:
-    """Whether the module was not found, rather than something that it imports."""
+def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str | None:
+    """The command to use instead if `script` with `arguments` launches processes that train; None if it does not.
+
+    Args:
+        script: a path, the name of a program, or that of a module.
+        arguments: those of the script.
+        module: whether `script` is a module's name.
+    """
+    name = script if module else Path(script).name
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
+    if name in _TRL_CLI and command in _TRL_TRAINERS:
+        return f"{_ACCELERATE} {shlex.join(['-m', f'trl.scripts.{command}', *rest])}"
+    if name in _ACCELERATE_CLI and command == "launch":
+        return f"{_ACCELERATE} script.py …"
+    return f"{_LAUNCHERS[name]} script.py …" if name in _LAUNCHERS else None
+
+
+def _raised_by_runpy(error: ImportError) -> bool:
+    """Whether the module itself was not found, rather than something that it imports."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return all(frame.filename == runpy.run_module.__code__.co_filename for frame in frames)

@@ -27,17 +27,19 @@ from hf_lowprec.integrations.refusals import refuse_unsupported
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
-from hf_lowprec.reduction.micro_batches import MicroBatches, check_mode
-from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, unwrapped
-from hf_lowprec.reduction.settings import check_same_settings, model_settings, on_every_rank
-from hf_lowprec.reduction.status import Reduction, Wrapped
+from hf_lowprec.reduction.grad_accumulation import GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.replicas import find_replica_difference, synchronized_parameters
+from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
+from hf_lowprec.reduction.status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> Reduction:
+def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
     """Let `accelerator` reduce gradients with FP32 sums, under DDP, FSDP2 and HSDP; call it before `prepare`.
 
     Gradients travel in the parameters' dtype; the mean over ranks is summed in FP32 in rank order and rounded once.
@@ -61,8 +63,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
             or FSDP2 has wrapped one of its models already.
     """
-    check_mode(grad_accumulation)
-    done: Reduction | None = getattr(accelerator, "_hf_lowprec", None)
+    check_grad_accumulation(grad_accumulation)
+    done: ReductionStatus | None = getattr(accelerator, "_hf_lowprec", None)
     if done is not None:
         if done.grad_accumulation != grad_accumulation:
             raise ValueError(f"the accelerator was prepared with grad_accumulation={done.grad_accumulation!r}")
@@ -73,7 +75,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
     for model in prepared:  # with one process that is early enough
         _return_float32_if_cast(model)
-    reduction = Reduction(grad_accumulation)
+    reduction = ReductionStatus(grad_accumulation)
     if seams.switch_autocast_off(accelerator):
         say_autocast_is_off(reduction)
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -102,7 +104,7 @@ def _any_in_ddp(models: list[nn.Module]) -> bool:
     return any(getattr(wrapper, "module", None) is model for wrapper in wrappers for model in models)
 
 
-def say_autocast_is_off(reduction: Reduction) -> None:
+def say_autocast_is_off(reduction: ReductionStatus) -> None:
     """Note that mixed precision was asked for and is off, and log it."""
     reduction.notes.append(AUTOCAST_OFF)
     logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
@@ -142,7 +144,7 @@ class _Models(weakref.WeakSet):
 
 
 def _prepare(
-    accelerator: Accelerator, reduction: Reduction, known: _Models, original: Callable, *args: Any, **kwargs: Any
+    accelerator: Accelerator, reduction: ReductionStatus, known: _Models, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """`Accelerator.prepare`, which is where FSDP2 is applied."""
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
@@ -169,13 +171,13 @@ def _prepare(
     reduction.fp32_modules.extend(apart)
     scratch = reduce_scatter_in_fp32(seams.prepared_models(accelerator)[-1])
     known.add(model)
-    reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+    reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
 
 
 def _prepare_model(
     accelerator: Accelerator,
-    reduction: Reduction,
+    reduction: ReductionStatus,
     known: _Models,
     original: Callable,
     model: nn.Module,
@@ -190,22 +192,22 @@ def _prepare_model(
         with seams.prepared_again_later(model):
             return original(model, *args, **kwargs)
     _compare_models(accelerator, reduction, model)
-    sums = None
+    accumulator = None
     if reduction.grad_accumulation != "nearest":
-        sums = MicroBatches(model, reduction.grad_accumulation)
-        reduction.sums.append(sums)
+        accumulator = GradientAccumulator(model, reduction.grad_accumulation)
+        reduction.accumulators.append(accumulator)
     wrapped = {id(module) for module in model.modules()}
     prepared = original(model, *args, **kwargs)
     for module in prepared.modules():
         if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
-            means = reduce_in_fp32(module)
-            means.finished = None if sums is None else sums.restart
-            reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
+            averager = reduce_in_fp32(module)
+            averager.on_last_bucket = None if accumulator is None else accumulator.restart
+            reduction.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
     known.update((model, prepared))
     return prepared
 
 
-def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Module) -> None:
+def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
     """Compare what is to be wrapped, while ranks that differ can still tell each other so."""
     if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
         check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
@@ -213,10 +215,12 @@ def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Mo
 
 def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
     """FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights."""
-    if accelerator.num_processes == 1 or any(on_every_rank(any(param.is_meta for param in model.parameters()))):
+    if accelerator.num_processes == 1 or any(gather_objects(any(param.is_meta for param in model.parameters()))):
         return  # weights of a model on the meta device are loaded after sharding
     ignored = seams.ignored_by_fsdp2(accelerator, model)
-    found = difference_of_replicas((name, param) for name, param in common_parameters(model) if param not in ignored)
+    found = find_replica_difference(
+        (name, param) for name, param in synchronized_parameters(model) if param not in ignored
+    )
     if found is not None and accelerator.is_main_process:
         logger.warning(
             "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
@@ -229,7 +233,7 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """`Accelerator.prepare_optimizer`: ranks are compared before the first step."""
     prepared = original(*args, **kwargs)
-    comparison.watch(unwrapped(prepared))
+    comparison.watch(unwrap_optimizer(prepared))
     return prepared
 
 

@@ -13,8 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
-from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, workarounds
-from hf_lowprec.insight.report import precision_report
+from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
+from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
 from hf_lowprec.integrations.arguments import check_liger, optimizer_name
 from hf_lowprec.integrations.beside import cast_beside, is_evaluation
@@ -24,9 +24,9 @@ from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.micro_batches import check_mode
-from hf_lowprec.reduction.replicas import unwrapped
-from hf_lowprec.reduction.status import Reduction
+from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
+from hf_lowprec.reduction.status import ReductionStatus
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
@@ -46,7 +46,7 @@ class LowPrecisionCallback(TrainerCallback):
     train in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
 
     Added to every training log: `lost_updates`, if weights of 16 bits train: the share of the intended weight changes
-    of that step that rounding did not store (0 is none, 1 is all; see `insight.updates`); with `skip_nonfinite` also
+    of that step that rounding did not store (0 is none, 1 is all; see `optim.lost_updates`); with `skip_nonfinite` also
     `skipped_steps`, how many steps were left out so far.
 
     Args:
@@ -93,11 +93,13 @@ class LowPrecisionCallback(TrainerCallback):
         """
         own = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
         self._patterns = (*own, *keep_fp32)
-        self._accumulation = check_mode(self.grad_accumulation if grad_accumulation is None else grad_accumulation)
+        self._accumulation = check_grad_accumulation(
+            self.grad_accumulation if grad_accumulation is None else grad_accumulation
+        )
         self._check_every = self.check_replicas_every if check_replicas_every is None else check_replicas_every
         if self._check_every < 0:
             raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
-        self.reduction: Reduction | None = None
+        self.reduction: ReductionStatus | None = None
         self.cast_report: CastReport | None = None
         self._trained: nn.Module | None = None
         self._lost: float | None = None
@@ -154,7 +156,7 @@ class LowPrecisionCallback(TrainerCallback):
                 "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]), so "
                 "that the model is cast before it is moved and wrapped"
             )
-        optimizer = unwrapped(kwargs["optimizer"])
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
             raise ValueError(
@@ -180,7 +182,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Warn of convolutions that this device computes wrongly in 16 bits; whatever happens, training begins."""
         model = self._trained
         try:
-            broken = [] if model is None else broken_convolutions(model)
+            broken = [] if model is None else find_broken_convolutions(model)
         except Exception as error:  # of code that has replaced torch's own, for example
             logger.info("hf_lowprec: layers could not be probed: %r", error)
             return
@@ -200,7 +202,7 @@ class LowPrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the coming step if it will be logged."""
-        optimizer = unwrapped(kwargs["optimizer"])
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
         if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
             return
         step = state.global_step + 1
@@ -234,7 +236,7 @@ class LowPrecisionCallback(TrainerCallback):
         if self._lost is not None:
             found[LOST_UPDATES] = self._lost
             self._lost = None
-        optimizer = unwrapped(kwargs.get("optimizer"))
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
             found[SKIPPED_STEPS] = optimizer.skipped_steps
         logs |= found
@@ -249,7 +251,7 @@ class LowPrecisionCallback(TrainerCallback):
             return
         if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included
             cast_model(kwargs["model"], self.dtype, self._patterns)
-        optimizer = unwrapped(kwargs["optimizer"])
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             for values in optimizer.state.values():
                 if isinstance(values, dict) and "compensation" in values:

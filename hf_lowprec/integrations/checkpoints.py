@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lowprec.integrations import structure
 from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, changed_files, read_json, read_manifest
-from hf_lowprec.reduction.settings import on_every_rank
+from hf_lowprec.reduction.object_gather import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _MANY = 5
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
 
-_on_every_rank = functools.partial(on_every_rank, purpose="choosing a checkpoint")
+_on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoint")
 
 
 class Problem(NamedTuple):

@@ -13,8 +13,9 @@ from accelerate import Accelerator
 
 from hf_lowprec.integrations import seams
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, with_states
-from hf_lowprec.reduction.settings import check_same_settings, gather_where_different, optimizer_settings, plain
+from hf_lowprec.reduction.object_gather import gather_if_different
+from hf_lowprec.reduction.replicas import find_replica_difference, synchronized_parameters, with_optimizer_states
+from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings, to_plain_value
 
 
 class RankComparison:
@@ -51,11 +52,13 @@ class RankComparison:
             return
         hook.remove()
         names = {
-            param: name for model in seams.prepared_models(self.accelerator) for name, param in common_parameters(model)
+            param: name
+            for model in seams.prepared_models(self.accelerator)
+            for name, param in synchronized_parameters(model)
         }
         check_same_settings(
             {
-                "max_grad_norm": plain(max_grad_norm),
+                "max_grad_norm": to_plain_value(max_grad_norm),
                 "gradient_accumulation_steps": self.accelerator.gradient_accumulation_steps,
                 **optimizer_settings(optimizer, names),
             }
@@ -63,8 +66,8 @@ class RankComparison:
         trained = (param for group in optimizer.param_groups for param in group["params"] if param in names)
         ours = isinstance(optimizer, LowPrecisionOptimizer)  # states of others may be parts, each rank's own
         named = ((names[param], param) for param in trained)
-        found = difference_of_replicas(with_states(named, optimizer if ours else None))
-        every = gather_where_different(found) or [found]  # replicas of shards are compared in several groups
+        found = find_replica_difference(with_optimizer_states(named, optimizer if ours else None))
+        every = gather_if_different(found) or [found]  # replicas of shards are compared in several groups
         if any(every):
             raise RuntimeError(
                 f"before the first step, {next(filter(None, every))}: start all ranks from the same weights"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimiz
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
-from hf_lowprec.reduction.replicas import unwrapped
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
@@ -151,7 +151,7 @@ def prepared_models(accelerator: Any) -> list[Any]:
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has wrapped, unwrapped."""
-    return [unwrapped(optimizer) for optimizer in accelerator._optimizers]
+    return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 
 def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:

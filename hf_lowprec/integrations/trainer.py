@@ -36,8 +36,8 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.hidden_matrices import hidden_matrices
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
-from hf_lowprec.reduction.replicas import unwrapped
-from hf_lowprec.reduction.settings import on_every_rank
+from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _CALLBACK = "_hf_lowprec_callback"
@@ -233,7 +233,7 @@ def _save_checkpoint(original: Callable, trainer: Trainer, args: tuple, kwargs: 
     if trainer.args.should_save:
         trial = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["trial"]
         folder, step = seams.checkpoint_folder(trainer, trial), trainer.state.global_step
-        manifests.begin(folder, step, unwrapped(trainer.optimizer))
+        manifests.begin(folder, step, unwrap_optimizer(trainer.optimizer))
     trainer.accelerator.wait_for_everyone()  # no rank writes into an older checkpoint that does not say so
     with seams.after_trainer_state(manifests.complete):
         original(trainer, *args, **kwargs)
@@ -258,7 +258,7 @@ def _save_random_state(original: Callable, trainer: Trainer, args: tuple, kwargs
     original(trainer, *args, **kwargs)
     if getattr(trainer, _CALLBACK, None) is not None:
         folder = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["output_dir"]
-        for records in on_every_rank(records_of_rank(Path(folder), trainer.args.process_index), "saving a checkpoint"):
+        for records in gather_objects(records_of_rank(Path(folder), trainer.args.process_index), "saving a checkpoint"):
             _manifests(trainer).add(records)
 
 

@@ -1,14 +1,14 @@
 """Gradients that travel in 16 bits and are summed in FP32: across ranks and across micro-batches."""
 
-from hf_lowprec.reduction.ddp import BucketMeans, reduce_in_fp32
+from hf_lowprec.reduction.ddp import BucketAverager, reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import reduce_scatter_in_fp32, shard_fp32_parameters
+from hf_lowprec.reduction.grad_accumulation import GradientAccumulator
 from hf_lowprec.reduction.mean import mean_in_rank_order
-from hf_lowprec.reduction.micro_batches import MicroBatches
 from hf_lowprec.reduction.replicas import check_replicas
 
 __all__ = [
-    "BucketMeans",
-    "MicroBatches",
+    "BucketAverager",
+    "GradientAccumulator",
     "check_replicas",
     "mean_in_rank_order",
     "reduce_in_fp32",

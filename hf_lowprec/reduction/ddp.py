@@ -1,13 +1,15 @@
 """DistributedDataParallel: a communication hook that averages each gradient bucket in FP32.
 
-A reduce-scatter by all-to-all, then an all-gather: the bytes on the wire are those of a native all-reduce of the same
-dtype. (NVIDIA's Megatron-LM reduces so too, by `reduce_scatter_with_fp32_accumulation`.)
+An all-reduce in two steps: an all-to-all brings each rank every rank's version of one shard of the bucket, the rank
+averages its shard in FP32, and an all-gather distributes the averages. The bytes on the wire are those of a native
+all-reduce of the same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too, as
+`reduce_scatter_with_fp32_accumulation`.)
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,129 +19,151 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction.lost_ranks import exchanging
+from hf_lowprec.reduction.collective_errors import explain_lost_rank
 from hf_lowprec.reduction.mean import mean_in_rank_order
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
+from hf_lowprec.reduction.torch_private import forget_comm_hooks
 
-PIECE = 64 * 2**20
-"""Bytes that are reduced at once. DDP's buckets are smaller by default, but one is all of its first pass."""
+CHUNK_BYTES = 64 * 2**20
+"""Bytes that are reduced at once. DDP's buckets are smaller by default, except that its first backward has only one."""
 
 
 @dataclass
-class _Piece:
-    """Part of a bucket on its way."""
+class _ChunkInFlight:
+    """A chunk of a bucket between the start of its all-to-all and the end of its all-gather.
+
+    Attributes:
+        gradient: the chunk, a view of the bucket; its average will be written here.
+        padded: the chunk, with zeros up to a multiple of the number of ranks; `gradient` itself if none are needed.
+        received: every rank's version of this rank's shard of the chunk, as long as `padded`.
+        work: handle of the running collective.
+        on_complete: called when the average is in `gradient`.
+    """
 
     gradient: Tensor
     padded: Tensor
     received: Tensor
     work: Any
-    finished: Callable[[], None] | None
+    on_complete: Callable[[], None] | None
 
 
-class BucketMeans:
-    """The state of the hook: pieces of buckets on their way, and the memory they use.
+class BucketAverager:
+    """The state of the communication hook: it averages buckets over ranks, chunk by chunk in a pipeline of two.
 
-    A piece's all-to-all runs while backward computes the next one; its sum and its all-gather follow when the next
-    piece starts. So all ranks issue their collectives in the same order, whatever their timing, and two pieces need
-    scratch memory at a time.
+    The all-to-all of a chunk runs while backward computes the next one. Its average and its all-gather follow when the
+    next chunk starts, so all ranks issue their collectives in the same order, whatever their timing. At most two chunks
+    are in flight, each with scratch buffers of its own.
 
     Args:
         group: the process group to average over.
-        finished: called when the last bucket of a backward pass is done, if there is more than one rank.
-        first_alone: wait for what looks like the first bucket. DDP with `static_graph=True` reduces all buckets of its
-            first pass at the end, and calls each of them the first.
+        on_last_bucket: called when the last bucket of a backward pass is done, if there is more than one rank.
+        wait_for_first: complete what is called the first bucket before returning. DDP with `static_graph=True` reduces
+            all buckets of its first pass at the end, and calls each of them the first.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, finished: Callable[[], None] | None = None, first_alone: bool = False
+        self, group: dist.ProcessGroup, on_last_bucket: Callable[[], None] | None = None, wait_for_first: bool = False
     ) -> None:
         self.group = group
-        self.first_alone = first_alone
-        self.finished = finished
-        self.scratch = Scratch()
-        self._pending: list[_Piece] = []
-        self._slot = 0
+        self.wait_for_first = wait_for_first
+        self.on_last_bucket = on_last_bucket
+        self.scratch = ScratchBuffers()
+        self._in_flight: list[_ChunkInFlight] = []
+        self._parity = 0  # of the next chunk; tells the scratch buffers of two chunks in flight apart
         self._streams: dict[torch.device, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """As DDP itself: without what is on its way, and for the default group."""
-        return {"finished": self.finished, "first_alone": self.first_alone}
+        """Like DDP itself, pickle without the chunks in flight, and return for the default group."""
+        return {"on_last_bucket": self.on_last_bucket, "wait_for_first": self.wait_for_first}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(dist.group.WORLD, **state)  # type: ignore[misc]
 
     def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
-        """Average one bucket, a flat tensor, in place; buckets come in the order that all ranks share."""
+        """Average one bucket in place.
+
+        Args:
+            gradient: the bucket, a flat tensor. Buckets come in the same order on all ranks.
+            is_first: whether it is the first bucket of a backward pass.
+            is_last: whether it is the last one.
+
+        Returns:
+            A future of `gradient`, completed when the averages are in it.
+        """
         future = _future(gradient.device)
-        done = functools.partial(future.set_result, gradient)
+        set_result = functools.partial(future.set_result, gradient)
         if self.group.size() == 1:
-            done()
+            set_result()
             return future
         if is_first:
-            self._pending, self._slot = [], 0  # an interrupted pass may have left some
-        with self._lane(gradient.device):
-            *pieces, last = gradient.split(self._piece(gradient))
-            for piece in pieces:
-                self._advance(piece, None)
-            self._advance(last, done)
-            if is_last or (is_first and self.first_alone):
-                self._gather(self._pending[-1])
-                while self._pending:
-                    self._finish(self._pending.pop(0))
-        if is_last and self.finished is not None:
-            self.finished()
+            self._in_flight, self._parity = [], 0  # an interrupted pass may have left chunks behind
+        with self._side_stream(gradient.device):
+            *chunks, last_chunk = gradient.split(self._chunk_size(gradient))
+            for chunk in chunks:
+                self._enter_pipeline(chunk, None)
+            self._enter_pipeline(last_chunk, set_result)
+            if is_last or (is_first and self.wait_for_first):
+                self._drain_pipeline()
+        if is_last and self.on_last_bucket is not None:
+            self.on_last_bucket()
         return future
 
-    def _piece(self, gradient: Tensor) -> int:
-        """Elements of a piece, a multiple of the number of ranks."""
+    def _chunk_size(self, gradient: Tensor) -> int:
+        """Elements of a chunk, a multiple of the number of ranks."""
         ranks = self.group.size()
-        return max(PIECE // gradient.element_size() // ranks, 1) * ranks
+        return max(CHUNK_BYTES // gradient.element_size() // ranks, 1) * ranks
 
-    def _advance(self, gradient: Tensor, finished: Callable[[], None] | None) -> None:
-        """Start a piece, and take the two before it one step further."""
-        if len(self._pending) > 1:
-            self._finish(self._pending.pop(0))
-        piece = self._start(gradient, finished)
-        for earlier in self._pending:
-            self._gather(earlier)
-        self._pending.append(piece)
-        self._slot = 1 - self._slot
+    def _enter_pipeline(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> None:
+        """Start a chunk, and take each of the two chunks before it one step further."""
+        if len(self._in_flight) > 1:
+            self._complete(self._in_flight.pop(0))
+        chunk = self._start_all_to_all(gradient, on_complete)
+        for earlier in self._in_flight:
+            self._average_and_start_all_gather(earlier)
+        self._in_flight.append(chunk)
+        self._parity = 1 - self._parity
 
-    def _start(self, gradient: Tensor, finished: Callable[[], None] | None) -> _Piece:
-        """Send each rank its part."""
+    def _drain_pipeline(self) -> None:
+        """Complete all chunks in flight; only the newest one is not yet averaged."""
+        self._average_and_start_all_gather(self._in_flight[-1])
+        while self._in_flight:
+            self._complete(self._in_flight.pop(0))
+
+    def _start_all_to_all(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> _ChunkInFlight:
+        """Send each rank its shard of a chunk."""
         ranks = self.group.size()
-        count, part = gradient.numel(), -(-gradient.numel() // ranks)
+        count, shard_size = gradient.numel(), -(-gradient.numel() // ranks)
         padded = gradient
-        if part * ranks > count:
-            padded = self.scratch(f"padded {self._slot}", part * ranks, gradient)
+        if shard_size * ranks > count:
+            padded = self.scratch.get(f"padded {self._parity}", shard_size * ranks, gradient)
             padded[:count] = gradient
             padded[count:] = 0
-        received = self.scratch(f"received {self._slot}", part * ranks, gradient)
-        with exchanging(self.group):
+        received = self.scratch.get(f"received {self._parity}", shard_size * ranks, gradient)
+        with explain_lost_rank(self.group):
             work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
-        return _Piece(gradient, padded, received, work, finished)
+        return _ChunkInFlight(gradient, padded, received, work, on_complete)
 
-    def _gather(self, piece: _Piece) -> None:
-        """Average the part that this rank received and send it to all."""
-        with exchanging(self.group):
-            piece.work.wait()
+    def _average_and_start_all_gather(self, chunk: _ChunkInFlight) -> None:
+        """Average the shard that this rank received and send it to all ranks."""
+        with explain_lost_rank(self.group):
+            chunk.work.wait()
         ranks, rank = self.group.size(), self.group.rank()
-        own = piece.padded.view(ranks, -1)[rank]
-        mean_in_rank_order(piece.received.view(ranks, -1), ranks, own)
-        with exchanging(self.group):
-            piece.work = _all_gather(piece.padded, own, group=self.group, async_op=True)
+        shard = chunk.padded.view(ranks, -1)[rank]
+        mean_in_rank_order(chunk.received.view(ranks, -1), ranks, shard)
+        with explain_lost_rank(self.group):
+            chunk.work = _all_gather(chunk.padded, shard, group=self.group, async_op=True)
 
-    def _finish(self, piece: _Piece) -> None:
-        """Leave the result where the gradient was; hand the bucket to DDP if this is its last piece."""
-        with exchanging(self.group):
-            piece.work.wait()
-        if piece.padded is not piece.gradient:
-            piece.gradient.copy_(piece.padded[: piece.gradient.numel()])
-        if piece.finished is not None:
-            piece.finished()
+    def _complete(self, chunk: _ChunkInFlight) -> None:
+        """Wait for the averages of all ranks and put them where the gradient was."""
+        with explain_lost_rank(self.group):
+            chunk.work.wait()
+        if chunk.padded is not chunk.gradient:
+            chunk.gradient.copy_(chunk.padded[: chunk.gradient.numel()])
+        if chunk.on_complete is not None:
+            chunk.on_complete()
 
-    def _lane(self, device: torch.device) -> Any:
-        """A stream of our own behind the current one, so that backward does not wait for sums."""
+    def _side_stream(self, device: torch.device) -> AbstractContextManager:
+        """A stream that runs behind the current one, so that backward does not wait for the averages; none on a CPU."""
         if device.type == "cpu":
             return nullcontext()
         module = torch.get_device_module(device)
@@ -149,41 +173,42 @@ class BucketMeans:
         return module.stream(self._streams[device])
 
 
-def fp32_mean_hook(state: BucketMeans, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The hook that `DistributedDataParallel.register_comm_hook` takes."""
+def fp32_mean_hook(state: BucketAverager, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket; the hook that `DistributedDataParallel.register_comm_hook` takes."""
     return state(bucket.buffer(), bucket.index() == 0, bucket.is_last())
 
 
 class FP32MeanDDP(DistributedDataParallel):
     """A DDP that keeps its hook when it is unpickled or copied, where torch builds a new reducer without one."""
 
-    means: BucketMeans
+    averager: BucketAverager
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._comm_hooks.clear()  # torch copies the list, and registering adds to it
-        self.register_comm_hook(self.means, fp32_mean_hook)
+        forget_comm_hooks(self)  # torch copies its list of hooks, and registering adds to it
+        self.register_comm_hook(self.averager, fp32_mean_hook)
 
 
-def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
+def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
     """Let `model` average its gradients in FP32; its class becomes `FP32MeanDDP`, unless it is one of the user's.
 
     Raises:
         RuntimeError: the model has a communication hook already.
     """
-    state = BucketMeans(model.process_group, first_alone=model.static_graph)
-    model.register_comm_hook(state, fp32_mean_hook)
+    averager = BucketAverager(model.process_group, wait_for_first=model.static_graph)
+    model.register_comm_hook(averager, fp32_mean_hook)
     if type(model) is DistributedDataParallel:
         model.__class__ = FP32MeanDDP
-        model.means = state  # type: ignore[assignment]
-    return state
+        model.averager = averager  # type: ignore[assignment]
+    return averager
 
 
 def _future(device: torch.device) -> torch.futures.Future:
+    """A future that DDP can wait for on `device`."""
     return torch.futures.Future() if device.type == "cpu" else torch.futures.Future(devices=[device])
 
 
-def _all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:
-    # Torch 2.13 renamed it.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, part, **options)
+def _all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
+    """All-gather into one tensor, under the name that this torch has for it: 2.13 renamed it."""
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(output, shard, **options)

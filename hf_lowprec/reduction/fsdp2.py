@@ -1,9 +1,9 @@
-"""FSDP2 (`fully_shard`): reduce-scatter that sums in FP32, and groups of one dtype each.
+"""FSDP2 (`fully_shard`): a reduce-scatter that sums in FP32, and FP32 parameters in a sharding group of their own.
 
-FSDP2 lays out a group's gradients so that part `r` belongs to rank `r`; an all-to-all brings every rank all versions of
-its part. With `MixedPrecisionPolicy(reduce_dtype=torch.float32)` FSDP2 hands over and takes FP32 values: it uses that
-for sums over micro-batches, and here also for replicas of shards (HSDP), whose all-reduce is FSDP2's own. They are
-rounded to the parameters' dtype before the wire, and nowhere else until the end.
+FSDP2 orders a group's gradients so that shard `r` belongs to rank `r`; an all-to-all brings every rank all versions of
+its shard. With `MixedPrecisionPolicy(reduce_dtype=torch.float32)` FSDP2 passes FP32 gradients in and expects FP32 out:
+it uses that to sum micro-batches, and here it also serves replicas of shards (HSDP), whose all-reduce is FSDP2's own.
+Such gradients are rounded to the parameters' dtype before they are sent, and nowhere else until the end.
 """
 
 from __future__ import annotations
@@ -17,40 +17,47 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.lost_ranks import exchanging
+from hf_lowprec.reduction.collective_errors import explain_lost_rank
 from hf_lowprec.reduction.mean import mean_in_rank_order
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
 
 
 class FP32ReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes.
+    """The reduce-scatter that `FSDPModule.set_custom_reduce_scatter` takes: it sums in FP32.
 
     Args:
-        wire: dtype in which gradients travel: that of the parameters.
+        wire_dtype: dtype in which gradients are sent: that of the parameters.
         scratch: memory to receive in; modules share it.
-        native_follows: FSDP2 goes on computing with the result, so it must be FP32.
+        fp32_output: whether FSDP2 goes on computing with the result, which must be FP32 then.
     """
 
-    def __init__(self, wire: torch.dtype, scratch: Scratch, native_follows: bool) -> None:
-        self.wire = wire
+    def __init__(self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool) -> None:
+        self.wire_dtype = wire_dtype
         self.scratch = scratch
-        self.native_follows = native_follows
+        self.fp32_output = fp32_output
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what FSDP2 sends and receives."""
+        """Allocate the memory from which FSDP2 sends, and into which it receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """`output_tensor = Σ_ranks fp32(part of input_tensor)`, divided by their number if `op` is `AVG`.
+        """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided by their number for `AVG`.
+
+        Args:
+            output_tensor: this rank's shard of the result.
+            input_tensor: this rank's gradients, the shards of all ranks one after the other.
+            group: the ranks to sum over.
+            op: `ReduceOp.SUM` or `ReduceOp.AVG`.
+            async_op: accepted for FSDP2, which passes False.
 
         Raises:
-            RuntimeError: FSDP2 would round again what it gets, or asks for another operation.
+            RuntimeError: FSDP2 would round the result again, or asks for another operation.
         """
         ranks = group.size()
-        if self.native_follows and input_tensor.dtype != torch.float32:
+        if self.fp32_output and input_tensor.dtype != torch.float32:
             raise RuntimeError(
                 "FP16 gradients and shards with replicas (HSDP) need "
                 "fully_shard(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
@@ -59,14 +66,14 @@ class FP32ReduceScatter:
             raise RuntimeError(
                 f"the reduce operation {op} (of set_gradient_divide_factor) is not supported: use SUM or AVG"
             )
-        sent = input_tensor.to(self.wire)
-        received = self.scratch("received", sent.numel(), sent)
-        with exchanging(group):
+        sent = input_tensor.to(self.wire_dtype)
+        received = self.scratch.get("received", sent.numel(), sent)
+        with explain_lost_rank(group):
             dist.all_to_all_single(received, sent, group=group)
         mean_in_rank_order(received.view(ranks, -1), ranks if op == dist.ReduceOp.AVG else 1, output_tensor)
 
 
-def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
+def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
     """Let every FSDP2 module in `model` sum its gradients in FP32.
 
     Args:
@@ -76,26 +83,26 @@ def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
     Returns:
         The memory it receives in, as large as the largest group of modules.
     """
-    scratch = Scratch()
+    scratch = ScratchBuffers()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Those that are no DTensors were named in `ignored_params`.
-            own = [param for param in _own_parameters(module) if param.requires_grad and isinstance(param, DTensor)]
-            if not own:
+            # Parameters that are not DTensors were named in `ignored_params`.
+            params = [p for p in _parameters_of_group(module) if p.requires_grad and isinstance(p, DTensor)]
+            if not params:
                 continue
-            replicated = own[0].device_mesh.ndim > 1
-            wire = own[0].dtype
-            comm = FP32ReduceScatter(wire, scratch, replicated or wire == torch.float16)
-            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+            replicated = params[0].device_mesh.ndim > 1
+            dtype = params[0].dtype
+            reduce_scatter = FP32ReduceScatter(dtype, scratch, fp32_output=replicated or dtype == torch.float16)
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
     return scratch
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
-    """Shard the FP32 modules of a model in 16 bits as one group, before anything around them is sharded.
+    """Shard the FP32 modules of a 16-bit model as one group; call it before anything around them is sharded.
 
     Args:
-        model: a model none of whose FP32 modules, nor anything above them, is sharded yet.
-        options: what `fully_shard` takes.
+        model: a model in which neither the FP32 modules nor anything above them is sharded yet.
+        options: the options of `fully_shard`.
 
     Returns:
         The names of the modules; empty if all trainable parameters have one dtype.
@@ -103,34 +110,34 @@ def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
     Raises:
         ValueError: as `fp32_modules`.
     """
-    found = fp32_modules(model)
-    shard_together(found.values(), **options)
-    return list(found)
+    modules = fp32_modules(model)
+    shard_together(modules.values(), **options)
+    return list(modules)
 
 
 def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with FP32 parameters that FSDP2 must shard apart from the others, by name.
+    """Find the modules with FP32 parameters that FSDP2 must shard apart from the others.
 
-    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two. What is sharded
-    already has a group, and is left out.
+    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two dtypes. Modules that
+    are sharded already have a group, and are left out.
 
     Returns:
-        The modules, some of them below others; empty if all trainable parameters have one dtype.
+        Name → module, some of them below others; empty if all trainable parameters have one dtype.
 
     Raises:
         ValueError: a module holds trainable FP32 parameters itself and others in 16 bits, itself or below.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     dtypes: set[torch.dtype] = set()
     sharded = {below for module in model.modules() if isinstance(module, FSDPModule) for below in module.modules()}
     for name, module in model.named_modules():
         if module in sharded:
             continue
-        direct = {param.dtype for param in module.parameters(recurse=False) if param.requires_grad}
-        dtypes |= direct
-        if torch.float32 not in direct:
+        direct_dtypes = {param.dtype for param in module.parameters(recurse=False) if param.requires_grad}
+        dtypes |= direct_dtypes
+        if torch.float32 not in direct_dtypes:
             continue
-        params = {param: param.dtype for param in _own_parameters(module) if param.requires_grad}
+        params = {param: param.dtype for param in _parameters_of_group(module) if param.requires_grad}
         if set(params.values()) != {torch.float32}:
             names = {param: n for n, param in module.named_parameters()}
             raise ValueError(
@@ -138,25 +145,25 @@ def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
                 + ", ".join(f"{names[p]} in {dtype_name(dtype)}" for p, dtype in params.items())
                 + "; use DDP for this model"
             )
-        found[name] = module
-    return found if len(dtypes) > 1 else {}
+        modules[name] = module
+    return modules if len(dtypes) > 1 else {}
 
 
 def shard_together(modules: Iterable[nn.Module], **options: Any) -> None:
     """Shard `modules` as one group that stays gathered between forward and backward: they are small.
 
     Args:
-        modules: those of `fp32_modules`.
-        options: what `fully_shard` takes.
+        modules: the values of `fp32_modules`.
+        options: the options of `fully_shard`.
     """
     group = list(modules)
     if group:
         fully_shard(group, **{**options, "reshard_after_forward": False})
 
 
-def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters below `module` that no FSDP2 module below it has."""
+def _parameters_of_group(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that `module` shards: those below it, except those below an FSDP2 module inside it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            yield from _own_parameters(child)
+            yield from _parameters_of_group(child)

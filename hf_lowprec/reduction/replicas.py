@@ -1,10 +1,9 @@
-"""Are replicas still the same? A checksum per tensor is exchanged, so the check costs one read and a few bytes."""
+"""Check that replicas are still the same. Ranks exchange a checksum per tensor: one read, and a few bytes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,18 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.settings import gather_where_different
-
-_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""What torch leaves on a model whose DDP is told to leave parameters alone: their names."""
-_ODD = 0x1E3779B97F4A7C15
+from hf_lowprec.reduction.checksum import checksum
+from hf_lowprec.reduction.object_gather import gather_if_different
+from hf_lowprec.reduction.torch_private import names_ignored_by_ddp
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Compare weights and optimizer states between the ranks that should hold the same; every rank must call it.
 
-    Of sharded tensors (FSDP2) those parts are compared that HSDP replicates; without replicas there is nothing to do.
-    Parameters that DDP or FSDP2 is told to ignore are each rank's own, and left out.
+    Sharded tensors (FSDP2) are compared between the replicas that HSDP keeps of a shard; without HSDP they have no
+    replicas and are left out. Parameters that DDP or FSDP2 was told to ignore may differ, and are left out too.
 
     Args:
         model: the model, wrapped or not.
@@ -35,114 +33,76 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     if not dist.is_initialized():
         return
-    found = difference_of_replicas(with_states(common_parameters(model), unwrapped(optimizer)))
-    if found is not None:
-        raise RuntimeError(found)
+    tensors = with_optimizer_states(synchronized_parameters(model), unwrap_optimizer(optimizer))
+    difference = find_replica_difference(tensors)
+    if difference is not None:
+        raise RuntimeError(difference)
 
 
-def difference_of_replicas(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """What differs among tensors with names that ranks should have in common; every rank must call it.
+def find_replica_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Compare tensors that replicas should have in common, by checksums; every rank must call it.
+
+    Args:
+        tensors: name and tensor, in the same order on all ranks.
 
     Returns:
-        The first difference in words, on every rank of the group in which it was found; None without one.
+        A description of the first difference, on every rank of the group in which it was found; None without one.
     """
-    groups: dict[Any, list[tuple[str, Tensor]]] = defaultdict(list)
+    by_group: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors:
-        for group in _replicating(tensor):
-            groups[group].append((name, tensor))
-    # All of them, whatever is found in one: the ranks of another group wait for this one.
-    found = [_difference(group, held) for group, held in groups.items() if group.size() > 1]
-    return next(filter(None, found), None)
+        for group in _replica_groups(tensor):
+            by_group[group].append((name, tensor))
+    # All groups are compared, even after a difference: the ranks of another group wait for this one.
+    differences = [_compare_in_group(group, held) for group, held in by_group.items() if group.size() > 1]
+    return next(filter(None, differences), None)
 
 
-def _difference(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> str | None:
+def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> str | None:
+    """Describe the first difference between the tensors of the ranks of `group`; None without one."""
     device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    sums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
-    every = gather_where_different([(name, total) for (name, _), total in zip(tensors, sums, strict=True)], group)
-    if every is None:
+    checksums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
+    by_rank = gather_if_different([(name, total) for (name, _), total in zip(tensors, checksums, strict=True)], group)
+    if by_rank is None:
         return None
-    names = [[name for name, _ in held] for held in every]
-    if any(held != names[0] for held in names):
+    names = [[name for name, _ in of_rank] for of_rank in by_rank]
+    if any(of_rank != names[0] for of_rank in names):
         missing = sorted(set.union(*map(set, names)) - set.intersection(*map(set, names)))
         return f"replicas differ: {', '.join(missing[:3]) or 'the order of tensors'} is not on every rank"
-    different = [k for k, found in enumerate(zip(*every, strict=True)) if len(set(found)) > 1]
+    different = [k for k, entries in enumerate(zip(*by_rank, strict=True)) if len(set(entries)) > 1]
     first = different[0]
     ranks = dist.get_process_group_ranks(group)
-    wrong = [str(rank) for rank, held in zip(ranks, every, strict=True) if held[first] != every[0][first]]
+    wrong = [str(rank) for rank, held in zip(ranks, by_rank, strict=True) if held[first] != by_rank[0][first]]
     return (
         f"replicas differ: {names[0][first]} on rank {', '.join(wrong)} is not that of rank {ranks[0]} "
         f"({len(different)} of {len(tensors)} tensors differ)"
     )
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar on the tensor's device that changes with any one element, and with their order.
-
-    Of a tensor on the meta device, which holds nothing, it is 0 on the CPU.
-    """
-    if tensor.is_meta:
-        return torch.zeros((), dtype=torch.int64)
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    flat = local.detach().contiguous().view(-1)
-    if flat.element_size() == 2 and flat.storage_offset() % 2:
-        flat = flat.clone()  # pairs are read at even offsets
-    # At most 32 bits, which an odd factor keeps apart modulo 2^64.
-    pattern = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    patterns, size = flat.view(pattern.get(flat.element_size(), torch.int32)), _piece_size(flat.device)
-    factors = _factors(min(patterns.numel(), size), flat.device)
-    for number, piece in enumerate(patterns.split(size)):
-        values = piece.to(torch.int64)
-        total += (values * factors[: piece.numel()]).sum() + values.sum() * _signed(number * size)
-    return total
-
-
-def _piece_size(device: torch.device) -> int:
-    """Patterns read at a time, at 8 bytes each: they fit a CPU's cache; elsewhere each piece costs several launches."""
-    return 1 << 16 if device.type == "cpu" else 1 << 22
-
-
-def _factors(count: int, device: torch.device) -> Tensor:
-    """Of the values of a first piece; those of a later one, and its place times `_ODD`, are the same modulo 2^64."""
-    return torch.arange(count, device=device) * _signed(1) + 1
-
-
-def _signed(place: int) -> int:
-    """`2 · _ODD · place` modulo 2^64, as an int64."""
-    factor = 2 * _ODD * place % 2**64
-    return factor - 2**64 if factor >= 2**63 else factor
-
-
-def common_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, with names, that ranks have in common or share among them, without each rank's own."""
-    own: set[Tensor] = set()
+def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and parameter of all that DDP and FSDP2 keep the same or shard, without those they were told to ignore."""
+    ignored: set[Tensor] = set()
     for module in model.modules():
-        ignored = getattr(module, _IGNORED_BY_DDP, ())
-        if ignored:  # a tied parameter by all of its names
+        names = names_ignored_by_ddp(module)
+        if names:  # a tied parameter is ignored if all of its names are
             named = list(module.named_parameters(remove_duplicate=False))
-            own |= {param for name, param in named if name in ignored} - {p for name, p in named if name not in ignored}
-        if isinstance(module, FSDPModule):  # those that are no DTensors were named in `ignored_params`
-            own |= {param for param in module.parameters() if not isinstance(param, DTensor)}
-    return ((name, param) for name, param in model.named_parameters() if param not in own)
+            ignored |= {p for name, p in named if name in names} - {p for name, p in named if name not in names}
+        if isinstance(module, FSDPModule):  # parameters that are not DTensors were named in `ignored_params`
+            ignored |= {param for param in module.parameters() if not isinstance(param, DTensor)}
+    return ((name, param) for name, param in model.named_parameters() if param not in ignored)
 
 
-def with_states(
+def with_optimizer_states(
     parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """`parameters` with names, each followed by the tensors that `optimizer` keeps of it."""
+    """Yield name and parameter, each followed by the name and tensor of its states in `optimizer`."""
     for name, param in parameters:
         yield name, param
         states = {} if optimizer is None else optimizer.state.get(param, {})
         yield from ((f"{name} ({key})", value) for key, value in states.items() if isinstance(value, Tensor))
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrapper, or `optimizer` itself."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _replicating(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
-    """The groups whose ranks all hold what this rank holds of `tensor`."""
+def _replica_groups(tensor: Tensor) -> Iterable[dist.ProcessGroup]:
+    """The groups whose ranks all hold the same part of `tensor` as this rank."""
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return [dist.group.WORLD]  # type: ignore[list-item]

@@ -1,51 +1,52 @@
-"""What is being reduced, and what it costs: the answer to "is it active?"."""
+"""Which models' gradients are reduced in FP32, and the memory that takes: the answer to "is it active?"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hf_lowprec.reduction.micro_batches import MicroBatches
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.grad_accumulation import GradientAccumulator
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 
 @dataclass(frozen=True)
-class Wrapped:
-    """A model whose gradients are reduced.
+class ReducedModel:
+    """A model whose gradients are reduced in FP32.
 
     Attributes:
-        kind: `"DDP"`, `"FSDP2"` or `"HSDP"`.
-        ranks: how many processes share a sum.
+        wrapper: `"DDP"`, `"FSDP2"` or `"HSDP"`.
+        ranks: the number of processes that a sum goes over.
         scratch: the memory it needs in addition to the gradients.
     """
 
-    kind: str
+    wrapper: str
     ranks: int
-    scratch: Scratch
+    scratch: ScratchBuffers
 
 
 @dataclass
-class Reduction:
-    """What `prepare_accelerator` does; filled as models are prepared.
+class ReductionStatus:
+    """What `prepare_accelerator` has set up so far; it fills as models are prepared. Print it to see.
 
     Attributes:
-        grad_accumulation: how micro-batches are added up.
-        wrapped: the models whose gradients are summed in FP32 over ranks.
-        sums: the sums over micro-batches.
+        grad_accumulation: how gradients of micro-batches are added up: `"nearest"`, `"kahan"` or `"fp32"`.
+        models: the models whose gradients are summed in FP32 over ranks.
+        accumulators: one for each model whose micro-batches are not added up as torch does.
         fp32_modules: names of the modules that FSDP2 shards as one group in FP32.
-        notes: what else was changed.
+        notes: further changes to the accelerator, one sentence each.
     """
 
     grad_accumulation: str
-    wrapped: list[Wrapped] = field(default_factory=list)
-    sums: list[MicroBatches] = field(default_factory=list)
+    models: list[ReducedModel] = field(default_factory=list)
+    accumulators: list[GradientAccumulator] = field(default_factory=list)
     fp32_modules: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line per thing that is done; none where there is nothing to do."""
+        """The lines of the report, one for each reduction and each note; empty if there is nothing to do."""
         lines = [
-            f"{one.kind}: FP32 sums over {one.ranks} ranks, 16-bit gradients on the wire{_scratch(one.scratch.nbytes)}"
-            for one in self.wrapped
+            f"{model.wrapper}: FP32 sums over {model.ranks} ranks, 16-bit gradients on the wire"
+            f"{_describe_scratch(model.scratch.nbytes)}"
+            for model in self.models
         ]
         if self.grad_accumulation != "nearest":
             extra = {"kahan": "a 16-bit residual, 2 bytes", "fp32": "an FP32 sum, 4 bytes"}[self.grad_accumulation]
@@ -56,5 +57,5 @@ class Reduction:
         return "\n".join(self.lines()) or "nothing is reduced: one process, or no model was prepared yet"
 
 
-def _scratch(size: int) -> str:
-    return f", {size / 2**20:,.1f} MiB of scratch memory" if size else ""
+def _describe_scratch(nbytes: int) -> str:
+    return f", {nbytes / 2**20:,.1f} MiB of scratch memory" if nbytes else ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_lowprec
 from hf_lowprec.casting.float32_code import FLOAT32_CODE
 from hf_lowprec.casting.predictions import widen_predictions
-from hf_lowprec.insight.layer_probes import Probe
+from hf_lowprec.diagnostics.layer_probes import Probe
 from tests.casting.broken_layers import broken_layers
 from tests.casting.inspection import BF16, FP32, bits
 from tests.casting.tiny_batches import Batch, offers

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.insight.layer_probes import Probe, description, probe_layer
+from hf_lowprec.diagnostics.layer_probes import Probe, describe_layer, probe_layer
 
 Batch = dict[str, Any]
 Built = tuple[nn.Module, Batch]
@@ -41,7 +41,7 @@ def broken_layers(model: nn.Module, batch: Batch) -> dict[str, Probe]:
     for name, shapes in called.items():
         layer = model.get_submodule(name)
         for shape in shapes:
-            key = (description(layer), shape)
+            key = (describe_layer(layer), shape)
             if key not in known:
                 known[key] = _probe(layer, shape)
             if (probe := known[key]) is not None and probe.broken:

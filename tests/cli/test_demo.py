@@ -20,9 +20,10 @@ from hf_lowprec.optim.lost_updates import lost_updates
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
-from hf_lowprec.cli.demo import stages
-from hf_lowprec.cli.demo.lost_updates import LostUpdates
-from hf_lowprec.cli.demo.training import WAYS, cast_wholly
+from hf_lowprec.demo import stages
+from hf_lowprec.demo.lost_updates import LostUpdates
+from hf_lowprec.demo.training import cast_whole_model
+from hf_lowprec.demo.variants import VARIANTS
 
 STEPS = 6
 HEADINGS = ("way", "validation", "change", "weights", "grads", "state", "updates", "seconds")
@@ -58,7 +59,7 @@ def test_the_tables_have_every_way_and_column_uncut(done: Result, folder: Path) 
     assert "…" not in done.output
     for heading in HEADINGS:
         assert done.output.count(heading) >= 2, heading
-    for way in WAYS.values():
+    for way in VARIANTS.values():
         assert sum(line.strip().startswith(f"{way.label}  ") for line in done.output.splitlines()) == 2
     assert "norms included" in done.output
     assert str(folder / "results.json") in done.output.replace("\n", "")
@@ -68,7 +69,7 @@ def test_the_table_shows_the_numbers_of_the_file(done: Result, folder: Path) -> 
     for stage in results(folder)["stages"]:
         for name, run in stage["runs"].items():
             shown = (f"{run['final']:.4f}", f"{run['final'] - run['start']:+.4f}")
-            rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(WAYS[name].label)]
+            rows = [line.split() for line in done.output.splitlines() if line.strip().startswith(VARIANTS[name].label)]
             assert any(set(shown) <= set(row) for row in rows), (name, shown)
 
 
@@ -165,7 +166,7 @@ def test_lost_updates_of_a_stalled_and_of_an_exact_optimizer() -> None:
 def test_the_naive_way_casts_norms_and_keeps_the_rotary_frequencies() -> None:
     model = stages.small_llama(0)
     frequencies = model.model.rotary_emb.inv_freq.clone()
-    cast_wholly(model, torch.bfloat16)
+    cast_whole_model(model, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from hf_lowprec import AdamW
 from hf_lowprec.cli import app
-from hf_lowprec.cli.doctor.layers import probes
+from hf_lowprec.doctor.layers import probe_layers
 from hf_lowprec.optim.backends import native
 from tests.broken_kernels import break_function, off_by
 from tests.ranks import run_ranks
@@ -20,7 +20,7 @@ CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
 @pytest.fixture(autouse=True, scope="module")
 def broken_here() -> int:
     """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX: there the doctor has to say so."""
-    return int(any(probe.broken for probe in probes(torch.device("cpu"))[0]))
+    return int(any(probe.broken for probe in probe_layers(torch.device("cpu"))[0]))
 
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_lowprec.cli import app, estimate, model_config
-from hf_lowprec.reduction import MicroBatches
-from hf_lowprec.reduction.micro_batches import residual_bytes
+from hf_lowprec.cli import app, estimate
+from hf_lowprec.reduction import GradientAccumulator
+from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
+from hf_lowprec.user_inputs import empty_model
 from tests.integrations.tiny_training import arguments, counting_data, llama
 
 GIB = 2**30
@@ -65,11 +66,11 @@ def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(llama().config)
-    row = estimate._ours(model, optim, optim_args)
+    row = estimate._low_precision_row(model, optim, optim_args)
     assert sum(row.memory.weights.values()) == sum(p.nbytes for p in trainer.model.parameters())
     assert sum(row.memory.gradients.values()) == gradients.nbytes
     assert sum(row.memory.state.values()) == state
-    assert row.kept == sum(p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32)
+    assert row.fp32_parameters == sum(p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32)
 
 
 def test_the_table_of_a_large_model(tmp_path):
@@ -109,16 +110,16 @@ def test_tied_weights_count_once(tmp_path):
 
 def test_sums_of_micro_batches_are_not_sharded(tmp_path):
     with torch.device("meta"):
-        row = estimate._ours(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
-    assert row.residuals == 4 * 1010
+        row = estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
+    assert row.accumulation == 4 * 1010
     assert row.per_gpu(4) == 8 * 1010 / 4 + 4 * 1010
 
 
 def test_whole_gradients_stay_where_fsdp2_adds_up_micro_batches():
     with torch.device("meta"):
         model = nn.Linear(100, 10)
-        rows = [estimate._float32(model, 4, steps) for steps in (1, 2)]
-        rows += [estimate._ours(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
+        rows = [estimate._fp32_row(model, 4, steps) for steps in (1, 2)]
+        rows += [estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
     assert [row.per_gpu(4) / 1010 for row in rows] == [16 / 4, 16 / 4 + 4, 8 / 4, 8 / 4 + 2]
 
 
@@ -127,7 +128,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         models = [nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 10)) for _ in range(2)]
     for model in models:
         model[0].requires_grad_(False)
-    rows = [estimate._float32(models[0], 1, 1), estimate._ours(models[1], "adamw_bf16_kahan", None)]
+    rows = [estimate._fp32_row(models[0], 1, 1), estimate._low_precision_row(models[1], "adamw_bf16_kahan", None)]
     assert [row.total for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
 
 
@@ -151,11 +152,11 @@ def test_code_beside_a_configuration_is_not_run(tmp_path):
 def test_residual_bytes_are_those_held(mode, each, norm):
     model = nn.ModuleDict({"linear": nn.Linear(5, 3).bfloat16(), "norm": nn.LayerNorm(3)})
     model["frozen"] = nn.Linear(2, 2).bfloat16().requires_grad_(False)
-    expected = residual_bytes(model.parameters(), mode)
+    expected = accumulator_bytes(model.parameters(), mode)
     assert expected == 18 * each + 6 * norm
     if mode == "nearest":
         return
-    sums = MicroBatches(model, mode)
+    sums = GradientAccumulator(model, mode)
     for _ in range(2):
         hidden: Tensor = model["linear"](torch.ones(1, 5, dtype=torch.bfloat16)).float()
         model["norm"](hidden).square().sum().backward()
@@ -267,7 +268,7 @@ NO_DEFAULTS = {"gemma4_assistant": StrictDataclassClassValidationError, "nougat"
 def test_the_defaults_of_every_configuration_pass():
     names = set(CONFIG_MAPPING)
     for name in names - set(NO_DEFAULTS):
-        model_config._check(json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False)), name)
+        empty_model._check_config(json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False)), name)
     for name in names & set(NO_DEFAULTS):
         with pytest.raises(NO_DEFAULTS[name]):
             CONFIG_MAPPING[name]()
@@ -300,7 +301,7 @@ def test_a_backbone_of_another_repository_is_not_asked_for(tmp_path, monkeypatch
 
 
 def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_config, "MAX_MODULES", 1000)
+    monkeypatch.setattr(empty_model, "MAX_MODULES", 1000)
     config = {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
     config |= {"d_model": 8, "num_experts": 10**9, "expert_capacity": 1}
     folder = write_config(tmp_path / "model", LlamaConfig(), **config)

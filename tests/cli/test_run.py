@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
-from hf_lowprec.cli.launchers import working_command
+from hf_lowprec.cli.run import launcher_command
 from tests.integrations.tiny_text import sentences, tokenizer
 from tests.integrations.tiny_training import llama
 
@@ -141,8 +141,8 @@ def test_a_launcher_is_told_to_start_us_and_not_the_other_way_round(words, comma
 @pytest.mark.parametrize("words", ["trl env", "trl", "accelerate config", "trl.py sft", "train.py torchrun"])
 def test_what_launches_nothing_is_run(words):
     script, *arguments = words.split()
-    assert working_command(script, arguments, module=False) is None
-    assert working_command("torchrun", [], module=False) is not None
+    assert launcher_command(script, arguments, module=False) is None
+    assert launcher_command("torchrun", [], module=False) is not None
 
 
 def launched(command: list[str], **environment: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.insight.memory import memory_use
+from hf_lowprec.diagnostics.memory import memory_use
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends import triton as launch
 from hf_lowprec.optim.backends.selection import expected

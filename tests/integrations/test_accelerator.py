@@ -200,7 +200,7 @@ def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn
     for part in inputs:
         built.backward(model(part).square().sum())
     gradients = [param.grad for param in model.parameters()]
-    assert len(reduction.sums) == (accumulation != "nearest")
+    assert len(reduction.accumulators) == (accumulation != "nearest")
     fresh = torch.nn.Linear(32, 32).bfloat16()
     fresh.load_state_dict(model.state_dict())
     for part in inputs:
@@ -294,7 +294,7 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     assert model not in seams.prepared_models(built)
     reduction = hf_lowprec.prepare_accelerator(found, grad_accumulation="fp32")
     assert reduction is not hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
-    assert len(reduction.sums) == 1
+    assert len(reduction.accumulators) == 1
     inputs = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     for part in inputs:
         found.backward(model(part).square().sum())
@@ -308,7 +308,7 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     assert float(found.clip_grad_norm_(model.parameters(), 0.5)) > 0.5
     assert optimizer.limit == 0.5
     assert found.prepare_model(model) is model
-    assert len(reduction.sums) == 1  # the copy knows what it has prepared
+    assert len(reduction.accumulators) == 1  # the copy knows what it has prepared
     assert inspect.signature(found.prepare_model) == inspect.signature(stock().prepare_model)
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.insight.memory import memory_use
-from hf_lowprec.insight.report import precision_report
+from hf_lowprec.diagnostics.memory import memory_use
+from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.quantization import quantization_notes
 from tests import tiny_models
 from tests.integrations.tiny_training import arguments, counting_data, losses, optimizer_of, trained

@@ -54,9 +54,9 @@ def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
 def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
     """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
     assert hasattr(Trainer, seams.SAVE_RANDOM_STATE), f"Trainer.{seams.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited, wait = [], trainer.on_every_rank
+    waited, wait = [], trainer.gather_objects
     monkeypatch.setattr(
-        trainer, "on_every_rank", lambda *args: (waited.append(sorted(tmp_path.glob("*/*"))), wait(*args))[1]
+        trainer, "gather_objects", lambda *args: (waited.append(sorted(tmp_path.glob("*/*"))), wait(*args))[1]
     )
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
     there = {path.name for path in waited[-1]}

@@ -9,8 +9,17 @@ import torch
 
 from hf_lowprec.reduction import mean as module
 from hf_lowprec.reduction import mean_in_rank_order
-from hf_lowprec.reduction.mean import BLOCK
-from tests.reduction.definition import ALL, agrees, as_tensor, gradients, mean, mean_in_16_bits, narrow, widen
+from hf_lowprec.reduction.mean import CHUNK
+from tests.reduction.numpy_reference import (
+    ALL_PATTERNS,
+    as_tensor,
+    bf16_to_fp32,
+    gradients,
+    mean,
+    mean_in_16_bits,
+    round_to_bf16,
+    same_bits,
+)
 
 RANKS = [1, 2, 3, 4, 8]
 SPECIAL = np.array(
@@ -31,44 +40,50 @@ def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.
 
 def test_the_rounding_of_the_definition_is_the_nearest_of_all_values():
     """Checked by exact distances, so that the definition stands on its own feet."""
-    finite = widen(ALL)[np.isfinite(widen(ALL))].astype(np.float64)
+    finite = bf16_to_fp32(ALL_PATTERNS)[np.isfinite(bf16_to_fp32(ALL_PATTERNS))].astype(np.float64)
     grid = np.unique(finite)
     values = np.random.default_rng(0).integers(0, 0x7F7F_0000, 20_000, dtype=np.uint32)
     values[:4000] = values[:4000] & 0xFFFF_0000 | 0x8000
     values = values.view(np.float32)
     above = np.searchsorted(grid, values.astype(np.float64)).clip(1, len(grid) - 1)
     low, high = grid[above - 1], grid[above]
-    rounded = widen(narrow(values)).astype(np.float64)
+    rounded = bf16_to_fp32(round_to_bf16(values)).astype(np.float64)
     wide = values.astype(np.float64)
     assert np.array_equal(np.abs(rounded - wide), np.minimum(wide - low, high - wide))
     tie = wide - low == high - wide
     assert tie.sum() > 3000
-    assert not (narrow(values)[tie] & 1).any()
+    assert not (round_to_bf16(values)[tie] & 1).any()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_mean_over_all_bit_patterns(ranks):
     """Every pattern meets random ones, those of its own exponent, and its negative."""
     random = np.random.default_rng(ranks)
-    anything = [ALL, *(random.permutation(ALL) for _ in range(ranks - 1))]
-    alike = [ALL, *(ALL ^ random.integers(0, 128, ALL.size, dtype=np.uint16) for _ in range(ranks - 1))]
-    opposite = [ALL, *(ALL ^ (0x8000 if rank % 2 else random.choice(4, ALL.size)) for rank in range(1, ranks))]
+    anything = [ALL_PATTERNS, *(random.permutation(ALL_PATTERNS) for _ in range(ranks - 1))]
+    alike = [
+        ALL_PATTERNS,
+        *(ALL_PATTERNS ^ random.integers(0, 128, ALL_PATTERNS.size, dtype=np.uint16) for _ in range(ranks - 1)),
+    ]
+    opposite = [
+        ALL_PATTERNS,
+        *(ALL_PATTERNS ^ (0x8000 if rank % 2 else random.choice(4, ALL_PATTERNS.size)) for rank in range(1, ranks)),
+    ]
     for versions in (anything, alike, opposite):
         versions = [version.astype(np.uint16) for version in versions]
-        assert agrees(result(versions), mean(versions))
+        assert same_bits(result(versions), mean(versions))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_special_values_meet_each_other(ranks):
     versions = [part.reshape(-1) for part in np.meshgrid(*[SPECIAL] * ranks)]
-    assert agrees(result(versions), mean(versions))
+    assert same_bits(result(versions), mean(versions))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_values_overflow_as_fp32_does(ranks):
     versions = [np.array([0x7F7F, 0xFF7F, 0x7F00, 0x7F7F], dtype=np.uint16)] * ranks
     wanted = {1: [0x7F7F, 0xFF7F, 0x7F00, 0x7F7F], 2: [0x7F80, 0xFF80, 0x7F80, 0x7F80]}[min(ranks, 2)]
-    assert agrees(result(versions), np.array(wanted, dtype=np.uint16))
+    assert same_bits(result(versions), np.array(wanted, dtype=np.uint16))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -83,31 +98,31 @@ def test_minus_zero_stays_only_if_all_have_it(ranks):
 def test_order_and_width_would_show_on_these_gradients(ranks):
     versions = gradients(torch.bfloat16, (4000,), ranks, seed=1)
     forward, backward = as_tensor(mean(versions)), mean(versions[::-1])
-    assert not agrees(forward, backward)
-    assert not agrees(forward, mean_in_16_bits(versions))
-    assert agrees(result(versions), mean(versions))
+    assert not same_bits(forward, backward)
+    assert not same_bits(forward, mean_in_16_bits(versions))
+    assert same_bits(result(versions), mean(versions))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 63, 1001, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 63, 1001, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_any_size(dtype, count):
     versions = gradients(dtype, (count,), 3, seed=count)
-    assert agrees(result(versions), mean(versions))
+    assert same_bits(result(versions), mean(versions))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_other_dtypes(dtype, ranks):
     versions = gradients(dtype, (5000,), ranks, seed=ranks)
-    assert agrees(result(versions), mean(versions))
+    assert same_bits(result(versions), mean(versions))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_sum_of_16_bits_is_rounded_once_also_in_fp16(ranks):
-    patterns = np.random.default_rng(ranks).permuted(np.tile(ALL, (ranks, 1)), axis=1)
+    patterns = np.random.default_rng(ranks).permuted(np.tile(ALL_PATTERNS, (ranks, 1)), axis=1)
     versions = list(patterns.view(np.float16))
-    assert agrees(result(versions), mean(versions))
-    assert agrees(result(versions, divisor=1), mean(versions, divisor=1))
+    assert same_bits(result(versions), mean(versions))
+    assert same_bits(result(versions, divisor=1), mean(versions, divisor=1))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -115,16 +130,16 @@ def test_a_sum_into_fp32_is_not_rounded_to_16_bits(ranks):
     """What FSDP2 goes on computing with."""
     versions = gradients(torch.bfloat16, (3000,), ranks, seed=5)
     with np.errstate(all="ignore"):
-        total = widen(versions[0])
+        total = bf16_to_fp32(versions[0])
         for version in versions[1:]:
-            total = total + widen(version)
-    assert agrees(result(versions, 1, torch.float32), total)
+            total = total + bf16_to_fp32(version)
+    assert same_bits(result(versions, 1, torch.float32), total)
 
 
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7, 8])
 def test_the_mean_of_equal_fp32_values_is_exact(ranks):
     values = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32).view(np.float32)
-    assert agrees(result([values] * ranks), values)
+    assert same_bits(result([values] * ranks), values)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -144,10 +159,10 @@ def test_out_may_be_one_of_the_versions_to_send():
     sent = as_tensor(versions[1])
     received = as_tensor(versions)
     mean_in_rank_order(received, 4, sent)
-    assert agrees(sent, mean(list(versions)))
+    assert same_bits(sent, mean(list(versions)))
 
 
 def test_blocks_are_no_part_of_the_result():
     versions = gradients(torch.bfloat16, (1000,), 3, seed=4)
-    with mock.patch.object(module, "BLOCK", 7):
-        assert agrees(result(versions), mean(versions))
+    with mock.patch.object(module, "CHUNK", 7):
+        assert same_bits(result(versions), mean(versions))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.reduction.definition import ALL, agrees, as_tensor, gradients, mean, widen
+from tests.reduction.numpy_reference import ALL_PATTERNS, as_tensor, bf16_to_fp32, gradients, mean, same_bits
 from tests.triton_here import require_triton
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
     require_triton()
-    from hf_lowprec.reduction.kernels import launch_mean
+    from hf_lowprec.reduction.mean_kernel import launch_mean
 
     stacked = torch.stack([as_tensor(version) for version in versions]).to(DEVICE)
     out = torch.full(stacked.shape[1:], 7, dtype=dtype or stacked.dtype, device=DEVICE)
@@ -31,31 +31,31 @@ def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_the_kernel_over_all_bit_patterns(ranks):
     random = np.random.default_rng(ranks)
-    anything = [ALL, *(random.permutation(ALL) for _ in range(ranks - 1))]
-    opposite = [ALL, *(ALL ^ np.uint16(0x8000 if rank % 2 else 1) for rank in range(1, ranks))]
+    anything = [ALL_PATTERNS, *(random.permutation(ALL_PATTERNS) for _ in range(ranks - 1))]
+    opposite = [ALL_PATTERNS, *(ALL_PATTERNS ^ np.uint16(0x8000 if rank % 2 else 1) for rank in range(1, ranks))]
     for versions in (anything, opposite):
-        assert agrees(result(versions), mean(versions))
+        assert same_bits(result(versions), mean(versions))
     halves = [version.view(np.float16) for version in anything]
-    assert agrees(result(halves), mean(halves))
+    assert same_bits(result(halves), mean(halves))
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5001])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernel_for_any_size(dtype, count):
     versions = gradients(dtype, (count,), 3, seed=count)
-    assert agrees(result(versions), mean(versions))
+    assert same_bits(result(versions), mean(versions))
 
 
 def test_the_kernel_keeps_order():
     versions = gradients(torch.bfloat16, (3000,), 4, seed=3)
-    assert not agrees(as_tensor(mean(versions)), mean(versions[::-1]))
-    assert agrees(result(versions), mean(versions))
+    assert not same_bits(as_tensor(mean(versions)), mean(versions[::-1]))
+    assert same_bits(result(versions), mean(versions))
 
 
 def test_the_kernel_sums_into_fp32():
     versions = gradients(torch.bfloat16, (2000,), 2, seed=6)
     with np.errstate(all="ignore"):
-        assert agrees(result(versions, 1, torch.float32), widen(versions[0]) + widen(versions[1]))
+        assert same_bits(result(versions, 1, torch.float32), bf16_to_fp32(versions[0]) + bf16_to_fp32(versions[1]))
 
 
 COMPILE = """

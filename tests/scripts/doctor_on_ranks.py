@@ -6,7 +6,7 @@ import sys
 import torch
 
 from hf_lowprec.cli import app
-from hf_lowprec.cli.doctor import checks
+from hf_lowprec.doctor import checks
 from hf_lowprec.reduction import ddp
 
 WORD, RANK = sys.argv[-1], os.environ["RANK"]
@@ -35,5 +35,5 @@ if WORD == "broken":
 if WORD == "differs" and RANK == "1":
     ddp._all_gather = gather_otherwise
 if WORD == "alone" and RANK == "1":
-    checks.trained = fail
+    checks.train = fail
 app(["doctor"])

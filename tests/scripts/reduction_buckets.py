@@ -1,4 +1,4 @@
-"""`BucketMeans` on flat buckets of every size and dtype, as many ranks as there are; a part of `reduction_ddp.py`."""
+"""`BucketAverager` on flat buckets of every size and dtype, on any number of ranks; a part of `reduction_ddp.py`."""
 
 import time
 from unittest import mock
@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.reduction import BucketMeans, ddp
-from hf_lowprec.reduction.mean import BLOCK
-from tests.reduction.definition import agrees, as_tensor, gradients, mean
+from hf_lowprec.reduction import BucketAverager, ddp
+from hf_lowprec.reduction.mean import CHUNK
+from tests.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PASSES = {
@@ -23,11 +23,11 @@ PASSES = {
     "three": [(5001, BF16), (2, BF16), (64, BF16)],
     "many": [(size, BF16) for size in (3, 1, 1001, 2, 64, 5, 5000, 24, 1, 1, 30)],
     "both dtypes": [(40, BF16), (7, FP32), (1001, BF16), (64, BF16), (3, FP32), (1, FP32), (25, BF16)],
-    "over a block of the mean": [(2 * BLOCK + 9, BF16), (1, BF16)],
+    "over a chunk of the mean": [(2 * CHUNK + 9, BF16), (1, BF16)],
 }
 
 
-def run_pass(means: BucketMeans, buckets: list[torch.Tensor], sizes: list, seed: int, late: int = 0) -> None:
+def run_pass(means: BucketAverager, buckets: list[torch.Tensor], sizes: list, seed: int, late: int = 0) -> None:
     """Fill the buckets with this rank's gradients, average, compare; rank r dawdles in `late` ways."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     every = [gradients(dtype, (size,), ranks, 100 * seed + k) for k, (size, dtype) in enumerate(sizes)]
@@ -40,14 +40,14 @@ def run_pass(means: BucketMeans, buckets: list[torch.Tensor], sizes: list, seed:
     for k, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
         assert future.done(), k
         assert future.value() is bucket, k
-        assert agrees(bucket, mean(every[k])), f"rank {rank} of {ranks}: pass {seed}, bucket {k} of {sizes}"
+        assert same_bits(bucket, mean(every[k])), f"rank {rank} of {ranks}: pass {seed}, bucket {k} of {sizes}"
 
 
 def make(sizes: list) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=dtype) for size, dtype in sizes]
 
 
-def check_scratch(means: BucketMeans, sizes: list) -> None:
+def check_scratch(means: BucketAverager, sizes: list) -> None:
     """Two times what is received, and two times what is padded, of the largest bucket of each dtype."""
     ranks = dist.get_world_size()
     largest: dict[torch.dtype, int] = {}
@@ -57,12 +57,12 @@ def check_scratch(means: BucketMeans, sizes: list) -> None:
 
 
 def check_sizes() -> None:
-    shared = BucketMeans(dist.group.WORLD)
+    shared = BucketAverager(dist.group.WORLD)
     for number, (name, sizes) in enumerate(PASSES.items()):
-        means = BucketMeans(dist.group.WORLD)
+        means = BucketAverager(dist.group.WORLD)
         buckets = make(sizes)
         held = []
-        if "block" in name and dist.get_world_size() != 2:
+        if "chunk" in name and dist.get_world_size() != 2:
             continue
         for turn in range(3):
             run_pass(means, buckets, sizes, 10 * number + turn, late=turn)
@@ -73,11 +73,11 @@ def check_sizes() -> None:
     check_scratch(shared, [one for sizes in PASSES.values() for one in sizes])
 
 
-def check_finished() -> None:
+def check_on_last_bucket() -> None:
     """Called once per pass, when results are there."""
     ranks, seen = dist.get_world_size(), []
     buckets = make([(10, BF16), (11, BF16), (12, BF16)])
-    means = BucketMeans(dist.group.WORLD, lambda: seen.append([bucket[0].item() for bucket in buckets]))
+    means = BucketAverager(dist.group.WORLD, lambda: seen.append([bucket[0].item() for bucket in buckets]))
     for turn in range(2):
         for k, bucket in enumerate(buckets):
             bucket.fill_(2.0 * dist.get_rank() + turn)
@@ -89,7 +89,7 @@ def check_overlap() -> None:
     """Backward goes on while a bucket is on its way: rank 0's first call returns before others have that bucket."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     beside, token = dist.new_group(), torch.zeros(1)
-    means = BucketMeans(dist.group.WORLD)
+    means = BucketAverager(dist.group.WORLD)
     every = [gradients(BF16, (1001,), ranks, seed) for seed in (1, 2)]
     buckets = [as_tensor(one[rank]) for one in every]
     if rank:
@@ -99,7 +99,7 @@ def check_overlap() -> None:
         dist.send(token, other, group=beside)
     means(buckets[1], False, True)
     for bucket, wanted in zip(buckets, every, strict=True):
-        assert agrees(bucket, mean(wanted))
+        assert same_bits(bucket, mean(wanted))
 
 
 def check_interrupted(buckets_before: int, late: float) -> None:
@@ -111,7 +111,7 @@ def check_interrupted(buckets_before: int, late: float) -> None:
     ranks = dist.get_world_size()
     sizes = [(ranks * 100, BF16), (ranks * 200, BF16), (ranks * 50 + 1, BF16), (7, BF16)]
     buckets = make(sizes)
-    means = BucketMeans(dist.group.WORLD)
+    means = BucketAverager(dist.group.WORLD)
     for turn in range(3):
         for k in range(buckets_before):
             buckets[k].fill_(1000.0)
@@ -133,15 +133,15 @@ def check_group() -> None:
     if rank:
         every = gradients(BF16, (77,), ranks, seed=1)
         bucket = as_tensor(every[rank])
-        BucketMeans(group)(bucket, True, True)
-        assert agrees(bucket, mean(every[1:]))
+        BucketAverager(group)(bucket, True, True)
+        assert same_bits(bucket, mean(every[1:]))
 
 
-def check_pieces() -> None:
-    """Buckets larger than a piece, as DDP's first one is; scratch memory is that of two pieces, padded or not."""
+def check_chunks() -> None:
+    """Buckets larger than a chunk, as DDP's first one is; scratch memory is that of two chunks, padded or not."""
     sizes = [(5001, BF16), (500, BF16), (2503, FP32), (1, BF16), (4000, BF16)]
-    with mock.patch.object(ddp, "PIECE", 1000):
-        means = BucketMeans(dist.group.WORLD)
+    with mock.patch.object(ddp, "CHUNK_BYTES", 1000):
+        means = BucketAverager(dist.group.WORLD)
         buckets = make(sizes)
         for turn in range(3):
             run_pass(means, buckets, sizes, 90 + turn, late=turn)
@@ -150,8 +150,8 @@ def check_pieces() -> None:
 
 def check_buckets() -> None:
     check_sizes()
-    check_pieces()
-    check_finished()
+    check_chunks()
+    check_on_last_bucket()
     check_interrupted(1, late=0.05)
     check_interrupted(3, late=0)
     if dist.get_world_size() > 1:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.reduction import BucketMeans
+from hf_lowprec.reduction import BucketAverager
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
-from hf_lowprec.reduction.scratch import Scratch
+from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from tests.scripts.reduction_worlds import run_worlds
 
 RANKS = 4
@@ -60,8 +60,8 @@ def traffic(reduce: Callable[[], object]) -> Traffic:
 def check() -> None:
     bucket = torch.ones(ELEMENTS, dtype=torch.bfloat16)
     wide = torch.ones(ELEMENTS)
-    means = BucketMeans(dist.group.WORLD)
-    scatter = FP32ReduceScatter(torch.bfloat16, Scratch(), native_follows=True)
+    means = BucketAverager(dist.group.WORLD)
+    scatter = FP32ReduceScatter(torch.bfloat16, ScratchBuffers(), fp32_output=True)
     part = torch.empty(ELEMENTS // RANKS)
 
     def average() -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction import BucketMeans, reduce_in_fp32
-from tests.reduction.definition import agrees, as_tensor, gradients, mean, narrow, widen
+from hf_lowprec.reduction import BucketAverager, reduce_in_fp32
+from tests.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 from tests.scripts.reduction_buckets import check_buckets, check_scratch
 from tests.scripts.reduction_worlds import run_worlds
 
@@ -59,20 +59,20 @@ class Linear(nn.Module):
 
 def record_buckets() -> None:
     """Note what the hook is given."""
-    original = BucketMeans.__call__
+    original = BucketAverager.__call__
 
     def call(self, gradient, is_first, is_last):
         seen.append((gradient.numel(), gradient.dtype))
         ends.append((is_first, is_last))
         return original(self, gradient, is_first, is_last)
 
-    BucketMeans.__call__ = call
+    BucketAverager.__call__ = call
 
 
 def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """What `p.grad` accumulates: a sum rounded to its dtype."""
     with np.errstate(all="ignore"):
-        return narrow(widen(first) + widen(second)) if first.dtype == np.uint16 else first + second
+        return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
 
 
 def check_case(name: str, dtypes: list[torch.dtype], unused: str = "", **options) -> int:
@@ -113,7 +113,7 @@ def check_case(name: str, dtypes: list[torch.dtype], unused: str = "", **options
                 assert weight.grad is None or not weight.grad.any(), (name, step)
                 continue
             where = f"{name}: rank {rank} of {ranks}, step {step}, parameter {k}"
-            assert agrees(weight.grad, mean(every)), where
+            assert same_bits(weight.grad, mean(every)), where
         ddp.zero_grad(set_to_none=step != 1)
     # DDP forms its buckets anew after the first backward, or the second if the graph is static.
     assert len(set(held[2:])) == 1, f"{name}: scratch memory grows, {held}"
@@ -168,7 +168,7 @@ def check_interrupted() -> None:
             model.zero_grad()
             ddp(as_tensor(every[rank]), False).backward()
             for weight in model.parameters():
-                assert agrees(weight.grad, mean(every)), (rank, turn)
+                assert same_bits(weight.grad, mean(every)), (rank, turn)
         seen.clear()
         try:
             ddp(as_tensor(every[rank]), True).backward()
@@ -197,7 +197,7 @@ def check_copies() -> None:
                 model([as_tensor(every[rank]) for every in drawn]).backward()
                 assert seen, (options, number)
                 for weight, every in zip(weights, drawn, strict=True):
-                    assert agrees(weight.grad, mean(every)), (options, number, step)
+                    assert same_bits(weight.grad, mean(every)), (options, number, step)
 
 
 def check() -> None:

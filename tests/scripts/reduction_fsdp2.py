@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
-from tests.reduction.definition import agrees, as_tensor, gradients, mean, narrow, widen
+from tests.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 from tests.scripts.reduction_worlds import run_worlds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -76,20 +76,20 @@ class InFunction(Block):
 def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """A sum rounded to the dtype of both."""
     with np.errstate(all="ignore"):
-        return narrow(widen(first) + widen(second)) if first.dtype == np.uint16 else first + second
+        return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
 
 
 def mean_of_replicas(versions: list[np.ndarray], replicas: int = 2) -> np.ndarray:
     """Replicas of shards over two ranks: an FP32 mean over each, the mean of those in FP32, one rounding."""
     with np.errstate(all="ignore"):
-        wide = [widen(v) if v.dtype == np.uint16 else v.astype(np.float32) for v in versions]
+        wide = [bf16_to_fp32(v) if v.dtype == np.uint16 else v.astype(np.float32) for v in versions]
         if versions[0].dtype == np.float32:
             wide = [version.astype(np.float64) for version in versions]
         means = [((one + other) / 2).astype(np.float32) for one, other in zip(wide[::2], wide[1::2], strict=True)]
         total = (means[0] + means[1]) / np.float32(replicas)
         if versions[0].dtype == np.float32:
             return total
-        return narrow(total) if versions[0].dtype == np.uint16 else total.astype(np.float16)
+        return round_to_bf16(total) if versions[0].dtype == np.uint16 else total.astype(np.float16)
 
 
 def draw(model: Layers, seed: int) -> list[list[np.ndarray]]:
@@ -112,7 +112,7 @@ def backward(model: Layers, seed: int) -> list[list[np.ndarray]]:
 
 def compare(model: Layers, expected: list[np.ndarray], where: str) -> None:
     for (name, param), wanted in zip(model.named_parameters(), expected, strict=True):
-        assert agrees(param.grad.full_tensor(), wanted), f"{where}: {name} on rank {dist.get_rank()}"
+        assert same_bits(param.grad.full_tensor(), wanted), f"{where}: {name} on rank {dist.get_rank()}"
 
 
 def fp32_names(model: Layers) -> list[str]:
@@ -187,7 +187,7 @@ def check() -> None:
         square("replicas in FP16", Layers(FP16, FP16))
         square("replicas, checkpointed", Layers(BF16, FP32, checkpointed=True))
     if dist.get_rank() == 0:
-        print(f"FSDP2 agrees on {dist.get_world_size()} ranks", flush=True)
+        print(f"FSDP2 same_bits on {dist.get_world_size()} ranks", flush=True)
 
 
 if __name__ == "__main__":

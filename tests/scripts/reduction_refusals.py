@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
-from tests.reduction.definition import agrees, as_tensor, gradients, mean
+from tests.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
 from tests.scripts.reduction_worlds import run_worlds
 
@@ -58,14 +58,14 @@ def check_divisors() -> None:
     model = sharded(BF16)
     model.set_gradient_divide_factor(4.0)
     for param, every in zip(model.parameters(), backward(model), strict=True):
-        assert agrees(param.grad.full_tensor(), mean(every))
+        assert same_bits(param.grad.full_tensor(), mean(every))
     model.set_gradient_divide_factor(2.5)
     refusal(RuntimeError, lambda: backward(model), "set_gradient_divide_factor", "not supported", "SUM or AVG")
 
     model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
     model.set_gradient_divide_factor(2.0)
     for param, every in zip(model.parameters(), backward(model), strict=True):
-        assert agrees(param.grad.full_tensor(), mean_of_replicas(every, replicas=1))
+        assert same_bits(param.grad.full_tensor(), mean_of_replicas(every, replicas=1))
     model.set_gradient_divide_factor(1.0)
     refusal(RuntimeError, lambda: backward(model), "set_gradient_divide_factor", "not supported", "SUM or AVG")
 
@@ -102,7 +102,7 @@ def check_frozen_parameters() -> None:
         norm.factors = [torch.zeros(param.shape) for param in norm.parameters()]
     model(torch.zeros((), requires_grad=True)).backward()
     for param, wanted in zip(model.main.parameters(), every, strict=True):
-        assert agrees(param.grad.full_tensor(), mean(wanted))
+        assert same_bits(param.grad.full_tensor(), mean(wanted))
     assert all(param.grad is None for param in (*model.before.parameters(), *model.after.parameters()))
 
 
@@ -135,7 +135,7 @@ def check_an_fp32_parameter_above_a_16_bit_layer() -> None:
         every += zip(params, drawn, strict=True)
     model(torch.zeros((), requires_grad=True)).backward()
     for param, wanted in every:
-        assert agrees(param.grad.full_tensor(), mean(wanted))
+        assert same_bits(param.grad.full_tensor(), mean(wanted))
 
 
 def check_norms_stay_gathered() -> None:
@@ -160,8 +160,8 @@ def check_replicas_agree_with_the_other_definition() -> None:
     model = sharded(BF16, mesh=replicated(), mp_policy=WIDE)
     differ = 0
     for param, every in zip(model.parameters(), backward(model, seed=5), strict=True):
-        assert agrees(param.grad.full_tensor(), mean_of_replicas(every))
-        differ += not agrees(as_tensor(mean(every)), mean_of_replicas(every))
+        assert same_bits(param.grad.full_tensor(), mean_of_replicas(every))
+        differ += not same_bits(as_tensor(mean(every)), mean_of_replicas(every))
     assert differ
 
 

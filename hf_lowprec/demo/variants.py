@@ -1,0 +1,50 @@
+"""The variants of training that are compared: they differ in the weights' dtype and in `optim=`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant of training.
+
+    Attributes:
+        name: as in `--ways`.
+        label: as in tables and plots.
+        optim: `TrainingArguments.optim`.
+        is_ours: whether `optim` is a name of hf_lowprec, which casts the model by itself.
+        dtype: the dtype to which the whole model is cast beforehand otherwise.
+        description: the dtypes and the optimizer, in a sentence.
+    """
+
+    name: str
+    label: str
+    optim: str
+    is_ours: bool
+    dtype: torch.dtype
+    description: str
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("fp32", "FP32 AdamW", "adamw_torch", False, torch.float32, 'everything in FP32, optim="adamw_torch"'),
+        Variant(
+            *("nearest", "BF16 nearest", "adamw_torch", False, torch.bfloat16),
+            'model.to(torch.bfloat16), norms included, rotary frequencies kept in FP32; optim="adamw_torch": '
+            "torch.optim.AdamW, whose moments are then BF16 too and whose every operation rounds to nearest",
+        ),
+        Variant(
+            *("kahan", "BF16 Kahan", "adamw_bf16_kahan", True, torch.bfloat16),
+            'optim="adamw_bf16_kahan": weights, gradients and state in BF16, norms in FP32, Kahan summation',
+        ),
+        Variant(
+            *("sr", "BF16 stochastic", "adamw_bf16_sr", True, torch.bfloat16),
+            'optim="adamw_bf16_sr": weights, gradients and state in BF16, norms in FP32, stochastic rounding',
+        ),
+    )
+}
+"""The variants by name, in the order in which they are trained."""

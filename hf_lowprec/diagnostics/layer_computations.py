@@ -1,0 +1,177 @@
+"""The computation that a layer does, as a function of plain tensors, so that it can be run in any dtype.
+
+Only the layer's configuration is read. The layer itself, its hooks and its weights take no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Convolution: TypeAlias = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+)
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+_BATCH = 2
+_ROWS = 8
+"""Rows of a matrix product's input; tokens of an embedding."""
+_MAX_POSITIONS = {1: 24, 2: 5, 3: 3}
+"""Most kernel positions per dimension of a default input, by number of dimensions."""
+_MAX_MULTIPLICATIONS = 2**22
+"""Most multiplications of a convolution of a default input; fewer kernel positions above it."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A layer's computation.
+
+    Attributes:
+        compute: a function of the tensors by name, in any floating dtype and on any device.
+        shapes: the tensors' names and shapes.
+        scales: the standard deviation of a tensor's values, where it is not 1.
+        channels_last: whether to run it a second time with `input`'s channels last in memory, as after a transpose:
+            libraries have other kernels for that.
+    """
+
+    compute: Callable[..., Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    scales: dict[str, float] = field(default_factory=dict)
+    channels_last: bool = False
+
+
+def layer_computations(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -> list[Computation]:
+    """The computation of a layer on an input of a shape; by default on one or two small inputs.
+
+    Supported are convolutions and transposed convolutions, `Linear`, `Embedding`, and torch's norms as `cast_model`
+    leaves them, FP32 inside. For other modules the list is empty.
+
+    Args:
+        layer: a module on any device, the meta device included.
+        input_shape: shape of the input.
+    """
+    if isinstance(layer, Convolution):
+        return _convolutions(layer, input_shape)
+    if isinstance(layer, nn.Linear):
+        shapes = {"input": input_shape or (_ROWS, layer.in_features), "weight": (layer.out_features, layer.in_features)}
+        shapes |= {} if layer.bias is None else {"bias": (layer.out_features,)}
+        return [Computation(F.linear, shapes, {"weight": layer.in_features**-0.5})]
+    if isinstance(layer, nn.Embedding):
+        count = layer.num_embeddings
+
+        def embed(weight: Tensor) -> Tensor:
+            tokens = torch.arange(_ROWS, device=weight.device).remainder(min(count, _ROWS - 2))  # two of them twice
+            return F.embedding(tokens, weight)
+
+        return [Computation(embed, {"weight": (count, layer.embedding_dim)})]
+    return _norms(layer, input_shape)
+
+
+def default_sizes(layer: Convolution) -> Iterator[tuple[int, ...]]:
+    """Yield the spatial sizes of a convolution's default inputs.
+
+    The first holds several positions of the kernel. A convolution that cuts its input into patches also gets one patch.
+    """
+    dims = len(layer.kernel_size)
+    several = max(2, min(_MAX_POSITIONS[dims], int((_MAX_MULTIPLICATIONS / weight_count(layer)) ** (1 / dims))))
+    for positions in (several, 1) if tuple(layer.kernel_size) == tuple(layer.stride) else (several,):
+        if layer.transposed:
+            yield (positions,) * dims
+        else:
+            # Padding adds positions. The smallest extents leave it some, so that each weight meets the input.
+            spans = zip(_kernel_spans(layer), _zero_padding(layer), layer.stride, strict=True)
+            yield tuple([max((positions - 1) * step + span - 2 * pad, span - pad, 1) for span, pad, step in spans])
+
+
+def weight_count(layer: Convolution) -> int:
+    """Elements of a convolution's weight, from its configuration."""
+    return layer.in_channels * layer.out_channels // layer.groups * math.prod(layer.kernel_size)
+
+
+def multiplications_per_weight(layer: Convolution, size: tuple[int, ...]) -> int:
+    """How often a convolution of a batch of a spatial size multiplies by each weight."""
+    if layer.transposed:
+        return _BATCH * math.prod(size)
+    dims = zip(size, _kernel_spans(layer), _zero_padding(layer), layer.stride, strict=True)
+    return _BATCH * math.prod((extent + 2 * pad - span) // step + 1 for extent, span, pad, step in dims)
+
+
+def _convolutions(layer: Convolution, input_shape: tuple[int, ...] | None) -> list[Computation]:
+    """The convolution of an input of the shape, or of the default inputs."""
+    dims = len(layer.kernel_size)
+    options: dict[str, Any] = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups}
+    options["padding"] = layer.padding if layer.padding_mode == "zeros" else 0  # other modes pad before they convolve
+    function: Callable[..., Tensor]
+    if layer.transposed:
+        options["output_padding"] = layer.output_padding
+        function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        channels = layer.in_channels, layer.out_channels // layer.groups
+    else:
+        function = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        channels = layer.out_channels, layer.in_channels // layer.groups
+    weight = (*channels, *layer.kernel_size)
+    shapes = {"weight": weight} | ({} if layer.bias is None else {"bias": (layer.out_channels,)})
+    inputs = [input_shape] if input_shape else [(_BATCH, layer.in_channels, *size) for size in default_sizes(layer)]
+    return [
+        Computation(
+            lambda **tensors: function(**tensors, **options),
+            {"input": shape} | shapes,
+            {"weight": math.prod(weight[1:]) ** -0.5},
+            channels_last=True,
+        )
+        for shape in inputs
+    ]
+
+
+def _kernel_spans(layer: Convolution) -> list[int]:
+    """Extents of the kernel with its dilation."""
+    return [gap * (size - 1) + 1 for size, gap in zip(layer.kernel_size, layer.dilation, strict=True)]
+
+
+def _zero_padding(layer: Convolution) -> list[int]:
+    """Zeros that the convolution itself adds on each side."""
+    if layer.padding_mode != "zeros" or layer.padding == "valid":
+        return [0] * len(layer.kernel_size)
+    return [span // 2 for span in _kernel_spans(layer)] if isinstance(layer.padding, str) else list(layer.padding)
+
+
+def _norms(layer: nn.Module, input_shape: tuple[int, ...] | None) -> list[Computation]:
+    """The computation of one of torch's norms; empty for any other module."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        function = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+        shape = tuple(layer.normalized_shape)
+        return [_norm(layer, function, (shape,), input_shape or (_ROWS, *shape), shape)]
+    if isinstance(layer, nn.GroupNorm):
+        size = input_shape or (_BATCH, layer.num_channels, _ROWS)
+        return [_norm(layer, F.group_norm, (layer.num_groups,), size, (layer.num_channels,))]
+    if isinstance(layer, BatchNorm):
+        return [_norm(layer, _batch_norm, (), input_shape or (_ROWS, layer.num_features, _ROWS), (layer.num_features,))]
+    return []
+
+
+def _norm(
+    layer: nn.Module,
+    function: Callable[..., Tensor],
+    settings: tuple[Any, ...],
+    input_shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+) -> Computation:
+    """The computation `function(input, *settings, weight=, bias=)` in FP32 or wider, as between the cast's hooks."""
+    shapes = {name: weight_shape for name in ("weight", "bias") if getattr(layer, name, None) is not None}
+
+    def compute(input: Tensor, **weights: Tensor) -> Tensor:
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        upcast = {name: weight.to(dtype) for name, weight in weights.items()}
+        return function(input.to(dtype), *settings, **upcast).to(input.dtype)
+
+    return Computation(compute, {"input": input_shape} | shapes)
+
+
+def _batch_norm(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.batch_norm(input, None, None, weight, bias, training=True)

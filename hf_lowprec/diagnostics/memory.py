@@ -1,0 +1,98 @@
+"""Count the bytes of weights, gradients and optimizer state: of existing tensors, or of those that a step will make."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.validation import state_dtype
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by purpose and dtype, on this rank.
+
+    Attributes:
+        parameters: number of parameters; of sharded ones those that this rank holds.
+        weights: bytes of the parameters, by dtype; quantized ones count in the dtypes they are stored in, without
+            tensors that a quantizer keeps outside of parameters.
+        gradients: bytes of the gradients, by dtype.
+        state: bytes of the optimizer state, by dtype.
+    """
+
+    parameters: int
+    weights: Counter[torch.dtype]
+    gradients: Counter[torch.dtype]
+    state: Counter[torch.dtype]
+
+    @property
+    def total(self) -> int:
+        """Total bytes."""
+        return sum(map(sum, (self.weights.values(), self.gradients.values(), self.state.values())))
+
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per parameter of `weights`, `gradients` and `state`."""
+        count = max(self.parameters, 1)
+        return {name: sum(getattr(self, name).values()) / count for name in ("weights", "gradients", "state")}
+
+
+def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
+    """Count the tensors that exist now: gradients exist from backward to `zero_grad`, state after the first step."""
+    parameters = list(model.parameters())
+    dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
+    states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
+    return MemoryUse(
+        sum(local(p).numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(p.grad for p in parameters if p.grad is not None),
+        _bytes(states),
+    )
+
+
+def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
+    """Count the tensors that a step will need: gradients of all trainable parameters, and all states.
+
+    Parameters may be on the meta device.
+    """
+    parameters = list(model.parameters())
+    state: Counter[torch.dtype] = Counter()
+    for elements in expected_states(optimizer).values():
+        state.update({dtype: count * dtype.itemsize for dtype, count in elements.items()})
+    return MemoryUse(
+        sum(local(p).numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(p for p in parameters if p.requires_grad),
+        state,
+    )
+
+
+def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
+    """State name → elements by dtype, for states that exist and for those that the first step will make."""
+    elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    for group in optimizer.param_groups:
+        for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
+            for state in optimizer.stored_states(group, param.dtype):
+                elements[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
+    return elements
+
+
+def storage_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the plain tensors in which `tensors` are stored on this rank: shards, quantized data and its scales."""
+    for tensor in map(local, tensors):
+        if type(tensor.data) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            yield from storage_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def _bytes(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    count: Counter[torch.dtype] = Counter()
+    for tensor in storage_tensors(tensors):
+        count[tensor.dtype] += tensor.numel() * tensor.element_size()
+    return count

@@ -1,0 +1,87 @@
+"""The precision report that is printed before training: dtypes, their memory, and the rounding modes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting import CastReport
+from hf_lowprec.casting.quantized import holds_codes
+from hf_lowprec.diagnostics.memory import expected_states, storage_tensors
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.backends.selection import expected
+from hf_lowprec.rounding import dtype_name
+
+
+def precision_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cast: CastReport, notes: Iterable[str] = ()
+) -> str:
+    """Write the report.
+
+    Args:
+        model: the model about to be trained.
+        optimizer: its optimizer; states that do not exist yet are counted as they will be.
+        cast: the report that `cast_model` returned.
+        notes: further lines.
+
+    Returns:
+        The text, one line per item.
+    """
+    trainable = _by_dtype(p for p in model.parameters() if p.requires_grad)
+    frozen = _by_dtype(_frozen(model))
+    lines = [f"hf_lowprec: {dtype_name(cast.dtype)} training of {type(model).__name__}"]
+    lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
+    lines.append(_row("gradients", trainable))
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
+        lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
+    else:
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
+    if cast.kept:
+        reasons = Counter(cast.kept.values())
+        lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
+    lines += [f"  {'note':<16}{note}" for note in (*notes, *cast.warnings)]
+    return "\n".join(lines)
+
+
+def _frozen(model: nn.Module) -> Iterator[Tensor]:
+    """Yield frozen parameters, and the buffers of modules whose weights are quantized into buffers."""
+    for module in model.modules():
+        yield from module.buffers(recurse=False) if holds_codes(module) else ()
+    yield from (param for param in model.parameters() if not param.requires_grad)
+
+
+def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
+    modes = {
+        f"weights {group['rounding']}, 16-bit states {group['state_rounding']}, seed {group['seed']}"
+        for group in optimizer.param_groups
+    }
+    return "; ".join(sorted(modes))
+
+
+def _backends(optimizer: LowPrecisionOptimizer) -> str:
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    return ", ".join(sorted({expected(optimizer.backend, device) for device in devices}))
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    """Count stored elements by dtype."""
+    count: Counter[torch.dtype] = Counter()
+    for tensor in storage_tensors(tensors):
+        count[tensor.dtype] += tensor.numel()
+    return count
+
+
+def _row(title: str, count: Counter[torch.dtype]) -> str:
+    """Format one line: size, bytes per parameter where an element is a parameter, and the elements by dtype."""
+    total = sum(count.values())
+    size = sum(n * dtype.itemsize for dtype, n in count.items())
+    # An element of quantized data may be several weights, or a part of one.
+    floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
+    each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
+    shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
+    return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"

@@ -1,0 +1,50 @@
+"""A training run of seconds: a tiny Llama learns to count, with the stock Trainer."""
+
+from __future__ import annotations
+
+from tempfile import gettempdir
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+
+from hf_lowprec import LowPrecisionCallback
+
+VOCABULARY, LENGTH, STEPS = 64, 16, 12
+
+
+def training_arguments(**options: object) -> TrainingArguments:
+    """Arguments that write nothing and print nothing, on the device that Trainer chooses."""
+    quiet = {
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "log_level": "error",
+        "ddp_find_unused_parameters": False,
+    }
+    use_cpu = not torch.accelerator.is_available()  # unless it is told, accelerate starts no process group there
+    return TrainingArguments(gettempdir(), use_cpu=use_cpu, **quiet, **options)  # type: ignore[arg-type]
+
+
+def train() -> tuple[Trainer, dict[str, torch.Tensor]]:
+    """Train the tiny Llama.
+
+    Returns:
+        The trainer after training, and a copy of the weights before it, by name, on the CPU.
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
+    )
+    tokens = (torch.arange(VOCABULARY).unsqueeze(1) + torch.arange(LENGTH)) % VOCABULARY
+    trainer = Trainer(
+        model,
+        training_arguments(optim="adamw_bf16_kahan", learning_rate=1e-2, max_steps=STEPS, logging_steps=1),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],  # type: ignore[arg-type]
+        callbacks=[LowPrecisionCallback(report=False)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = {name: param.detach().to("cpu", copy=True) for name, param in model.named_parameters()}
+    trainer.train()
+    return trainer, before

@@ -1,0 +1,31 @@
+"""Turn a collective that failed because a rank was lost into an error that says where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def explain_lost_rank(group: dist.ProcessGroup, purpose: str = "averaging gradients") -> Iterator[None]:
+    """Explain the failure of a collective: another rank has died, hangs or cannot be reached.
+
+    Args:
+        group: the process group of the collectives inside.
+        purpose: what they are for, for the message.
+
+    Raises:
+        RuntimeError: in place of the backend's RuntimeError, whose text it repeats.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        rank, ranks = group.rank(), group.size()
+        raise RuntimeError(
+            f"rank {rank} of {ranks} lost another rank while {purpose} ({error}). Look at the output of the "
+            "rank that ended first: the others only lost their connection to it. A rank that hangs is waited for until "
+            "the process group's timeout. Training goes on from the last complete checkpoint with "
+            "resume_from_checkpoint=True"
+        ) from error

@@ -1,0 +1,167 @@
+"""Build a model without weights from its config.json alone.
+
+The file may be anybody's, so no code and no weights that it names are loaded, and its numbers are checked first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hf_lowprec.user_inputs.input_errors import InputError, check_path_exists, explain_input_errors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MAX_REPEATS = 10_000
+"""Most layers, blocks or stages of a model; the deepest published ones have about a thousand."""
+MAX_LABELS = 1_000_000
+MAX_MODULES = 200_000
+"""Most modules of a model, which take 20 seconds to build; 2048 experts in every second of 30 layers are half of it."""
+
+_REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
+"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
+_TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
+"""Model names that make timm load the model's definition from somewhere."""
+_IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+
+
+def load_config(name: str) -> tuple[Any, Any]:
+    """Load a model's configuration and find the model's class.
+
+    Args:
+        name: a model on the hub, or a folder.
+
+    Returns:
+        The configuration, and a class of transformers.
+
+    Raises:
+        InputError: there is no configuration, it is not one of a transformers model, or its numbers cannot be right.
+    """
+    import transformers
+
+    check_path_exists(name, "MODEL")
+    with explain_input_errors(f"the configuration of {name!r} cannot be loaded"):
+        content, _ = transformers.PreTrainedConfig.get_config_dict(name)
+        _check_config(content, name)
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(_drop_implementations(content)))
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, attn_implementation="eager"
+            )
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise InputError(
+            f"the configuration of {name!r} has no list of architectures; add the name of the model's class"
+        )
+    cls = getattr(transformers, str(names[0]), None)
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
+    return config, cls
+
+
+def build_empty_model(config: Any, cls: Any) -> nn.Module:
+    """Build a model in FP32 on the meta device, where weights take no memory.
+
+    Args:
+        config: a configuration of transformers.
+        cls: the model's class.
+
+    Raises:
+        InputError: the model's class cannot be built with this configuration, or is left with an empty weight.
+    """
+    import torch
+
+    with (
+        explain_input_errors(f"{cls.__name__} cannot be built from its configuration"),
+        torch.device("meta"),
+        _limit_modules(),
+    ):
+        model: nn.Module = cls(config)
+    for name, param in model.named_parameters():
+        if not param.numel():
+            raise InputError(
+                f"with the numbers in its configuration {cls.__name__} has a weight without elements: {name} of shape "
+                f"{tuple(param.shape)}"
+            )
+    return model
+
+
+def _check_config(content: dict[str, Any], name: str) -> None:
+    """Raise InputError for a configuration that is too large, has negative counts, or makes libraries load files.
+
+    Args:
+        content: the parsed config.json.
+        name: the model's, for the message.
+    """
+    for key, value in _items(content):
+        if key == "quantization_config" and value is not None:
+            raise InputError(
+                f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of"
+            )
+        # urlsplit, with which timm reads the name, leaves tabs and line breaks out.
+        if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
+            raise InputError(
+                f"{key}={value!r} in the configuration of {name!r} has timm load files, which estimate does not; give "
+                "the name of an architecture of timm"
+            )
+        if key == "backbone" and isinstance(value, str) and "/" in value:
+            raise InputError(
+                f"backbone={value!r} in the configuration of {name!r} is another repository, which estimate does not "
+                "read; give its configuration as backbone_config"
+            )
+        highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
+        if highest is None or not isinstance(value, int | float):
+            continue
+        lowest = 0 if _COUNT.search(key) else -highest
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"{key}={value} in the configuration of {name!r} is not between {lowest:,} and {highest:,}"
+            )
+
+
+def _items(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, at any depth. The elements of a list have the list's key."""
+    yield key, content
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield from _items(value, name)
+    elif isinstance(content, list):
+        for element in content:
+            yield from _items(element, key)
+
+
+def _drop_implementations(content: Any) -> Any:
+    """Copy `content` without its choices of code for attention and experts, which may name a repository on the hub.
+
+    An argument of `from_pretrained` does not override them: transformers applies the file's choice after it.
+    """
+    if isinstance(content, dict):
+        return {key: _drop_implementations(value) for key, value in content.items() if not _IMPLEMENTATION.search(key)}
+    return [_drop_implementations(value) for value in content] if isinstance(content, list) else content
+
+
+@contextmanager
+def _limit_modules() -> Iterator[None]:
+    """Raise InputError when a model built inside gets more than MAX_MODULES, whichever number asks for them."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def count_module(module: nn.Module, name: str, child: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise InputError(f"the model has more than {MAX_MODULES:,} modules, the most that estimate supports")
+
+    hook = register_module_module_registration_hook(count_module)
+    try:
+        yield
+    finally:
+        hook.remove()

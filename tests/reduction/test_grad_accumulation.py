@@ -1,0 +1,216 @@
+"""Sums over micro-batches against FP32 and FP64 sums of the same gradients, computed with NumPy."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_lowprec.reduction import GradientAccumulator
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIZE = 999
+
+
+class Given(torch.nn.Module):
+    """A module whose gradient is what it is called with."""
+
+    def __init__(self, dtype=BF16, size=SIZE):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, gradient):
+        return (self.weight * gradient).sum()
+
+
+def gradients(count: int, dtype=BF16, seed=0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    reach = 8 if dtype == FP16 else 20
+    scale = torch.exp2(torch.randint(-reach, reach, (SIZE,), generator=generator).float())
+    return [(torch.randn(SIZE, generator=generator) * scale).to(dtype) for _ in range(count)]
+
+
+def numpy_sum(given: list[torch.Tensor], dtype) -> np.ndarray:
+    total = given[0].double().numpy().astype(dtype)
+    for gradient in given[1:]:
+        total = total + gradient.double().numpy().astype(dtype)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_fp32_sums_are_rounded_once_and_valid_at_any_time(dtype):
+    model = Given(dtype)
+    sums = GradientAccumulator(model, "fp32")
+    given = gradients(7, dtype)
+    for count, gradient in enumerate(given, 1):
+        model(gradient).backward()
+        # NumPy's FP32 addition is IEEE's; torch's cast rounds to nearest, which tests of rounding show.
+        assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given[:count], np.float32)).to(dtype))
+    assert model.weight.grad.dtype == dtype
+    assert sums.nbytes == 4 * SIZE
+
+
+def test_fp32_parameters_are_summed_in_fp64():
+    model = Given(FP32)
+    GradientAccumulator(model, "fp32")
+    given = gradients(9, FP32)
+    for gradient in given:
+        model(gradient).backward()
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float64)).float())
+    assert model.weight.grad.dtype == FP32
+
+
+def test_a_residual_keeps_sixteen_digits():
+    """A partial sum is known to a residual's ulp, 2^-8 of half an ulp of the sum: 2^-17 of its magnitude, and each of
+    the k additions loses half of that at most; the last rounding, 2^-9, is `p.grad`'s own."""
+    model = Given()
+    sums = GradientAccumulator(model, "kahan")
+    given = gradients(64)
+    for gradient in given:
+        model(gradient).backward()
+    exact = numpy_sum(given, np.float64)
+    magnitude = np.abs(np.stack([g.double().numpy() for g in given])).sum(0)
+    error = np.abs(model.weight.grad.double().numpy() - exact)
+    assert (error <= 2.0**-8 * np.abs(exact) + 64 * 2.0**-17 * magnitude).all()
+    assert sums.nbytes == 2 * SIZE
+    plain = Given()
+    for gradient in given:
+        plain(gradient).backward()
+    native = np.abs(plain.weight.grad.double().numpy() - exact)
+    assert np.linalg.norm(native / magnitude) > 3 * np.linalg.norm(error / magnitude)
+
+
+def test_small_gradients_are_not_lost():
+    """256 + 256 × 0.5: BF16 itself never leaves 256, whose ulp is 2."""
+    given = [torch.full((SIZE,), 256.0, dtype=BF16)] + [torch.full((SIZE,), 0.5, dtype=BF16)] * 256
+    for mode, expected in (("nearest", 256.0), ("kahan", 384.0), ("fp32", 384.0)):
+        model = Given()
+        sums = GradientAccumulator(model, mode) if mode != "nearest" else None
+        for gradient in given:
+            model(gradient).backward()
+        assert model.weight.grad.unique().tolist() == [expected], mode
+        del sums
+
+
+@pytest.mark.parametrize("mode", ["kahan", "fp32"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_new_sum_begins_after_zero_grad(mode, to_none):
+    model, given = Given(), gradients(6)
+    GradientAccumulator(model, mode)
+    for gradient in given[:3]:
+        model(gradient).backward()
+    model.zero_grad(set_to_none=to_none)
+    for gradient in given[3:]:
+        model(gradient).backward()
+    fresh = Given()
+    GradientAccumulator(fresh, mode)
+    for gradient in given[3:]:
+        fresh(gradient).backward()
+    assert torch.equal(model.weight.grad, fresh.weight.grad)
+
+
+@pytest.mark.parametrize("mode", ["kahan", "fp32"])
+def test_a_gradient_that_was_changed_outside_is_the_new_start(mode):
+    model, (first, second, third) = Given(), gradients(3)
+    GradientAccumulator(model, mode)
+    model(first).backward()
+    model(second).backward()
+    model.weight.grad.mul_(0.5)
+    start = model.weight.grad.float()
+    model(third).backward()
+    assert torch.equal(model.weight.grad, (start + third.float()).to(BF16))
+
+
+@pytest.mark.parametrize("mode", ["kahan", "fp32"])
+def test_signed_zeros_infinities_and_nans_arrive(mode):
+    model = Given(size=5)
+    GradientAccumulator(model, mode)
+    inf, nan = math.inf, math.nan
+    model(torch.tensor([-0.0, inf, inf, 1.0, nan], dtype=BF16)).backward()
+    model(torch.tensor([-0.0, 1.0, -inf, nan, 0.0], dtype=BF16)).backward()
+    zero, *others = model.weight.grad.tolist()
+    assert zero == 0
+    assert math.copysign(1, zero) == (-1 if mode == "fp32" else 1)  # a residual of zero is a positive one
+    assert others[0] == inf
+    assert all(map(math.isnan, others[1:]))
+    model(torch.ones(5, dtype=BF16)).backward()
+    assert model.weight.grad[1] == inf  # its residual has not made it a NaN
+
+
+def test_frozen_parameters_and_other_dtypes_are_left_alone():
+    model = torch.nn.Sequential(Given(), Given(FP32), Given())
+    model[2].requires_grad_(False)
+    sums = GradientAccumulator(model, "kahan")
+    for gradient in gradients(2):
+        sum(part(gradient) for part in model[:2]).backward()
+    assert sums.nbytes == 2 * SIZE
+
+
+def test_removed_hooks_add_as_torch_does():
+    model, plain, given = Given(), Given(), gradients(8)
+    sums = GradientAccumulator(model, "fp32")
+    model(given[0]).backward()
+    sums.remove()
+    model.zero_grad()
+    for gradient in given:
+        model(gradient).backward()
+        plain(gradient).backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert sums.nbytes == 0
+
+
+def test_a_second_instance_takes_the_place_of_the_first():
+    model, given = Given(), gradients(5)
+    first = GradientAccumulator(model, "kahan")
+    second = GradientAccumulator(model, "fp32")
+    for gradient in given:
+        model(gradient).backward()
+    assert (first.nbytes, second.nbytes) == (0, 4 * SIZE)
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float32)).to(BF16))
+
+
+def test_a_model_with_sums_can_be_copied_and_pickled():
+    model = Given()
+    GradientAccumulator(model, "fp32")
+    model(gradients(1)[0]).backward()
+    assert torch.equal(copy.deepcopy(model).weight, model.weight)
+    assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_with_activation_checkpointing_and_a_parameter_used_twice(reentrant):
+    """Reentrant checkpointing accumulates once per use, so a tied parameter has several gradients per backward."""
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 8, 16, dtype=BF16)
+
+    def run(mode: str | None, keep: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        layer = torch.nn.Linear(16, 16).to(BF16)
+        if mode:
+            GradientAccumulator(layer, mode)
+        seen = []
+        for part in inputs:
+            part = part.clone().requires_grad_()
+            hidden = checkpoint(layer, part, use_reentrant=reentrant)
+            checkpoint(layer, hidden, use_reentrant=reentrant).square().sum().backward()
+            seen.append(layer.weight.grad.clone())
+            if not keep:
+                layer.zero_grad()
+        return seen
+
+    total = run("fp32", keep=True)[-1].double()
+    exact = torch.stack(run(None, keep=False)).double().sum(0)
+    # Each use's gradient is BF16 in both; where the engine adds two of them first, it rounds: 2^-9 of each.
+    assert float((total - exact).norm() / exact.norm()) < 2**-8
+
+
+def test_with_a_compiled_model():
+    model, given = Given(), gradients(4)
+    GradientAccumulator(model, "fp32")
+    compiled = torch.compile(model, backend="aot_eager")
+    for gradient in given:
+        compiled(gradient).backward()
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float32)).to(BF16))

@@ -1,0 +1,42 @@
+"""torch still has the private attributes that reductions use, with the meaning that they rely on."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.reduction.torch_private import forget_comm_hooks, is_view, names_ignored_by_ddp, version_of
+
+HERE = f"torch {torch.__version__} has changed this"
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_leaves_the_names_it_ignores_on_the_model():
+    model = torch.nn.Linear(2, 2)
+    assert list(names_ignored_by_ddp(model)) == []
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    assert list(names_ignored_by_ddp(model)) == ["bias"], HERE
+
+
+def test_ddp_records_its_hooks_in_a_list(one_rank):
+    """`register_comm_hook` adds to it, and an unpickled DDP, which has lost its hook, would carry it twice."""
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.register_comm_hook(None, lambda state, bucket: None)
+    assert len(model._comm_hooks) == 1, HERE
+    forget_comm_hooks(model)
+    assert model._comm_hooks == []
+
+
+def test_a_change_in_place_counts_as_a_version():
+    tensor = torch.zeros(4)
+    before = version_of(tensor)
+    view = tensor[1:]
+    view.add_(1)
+    assert version_of(tensor) == version_of(view) == before + 1, HERE
+    assert (is_view(view), is_view(tensor)) == (True, False), HERE
