@@ -40,8 +40,6 @@ _MANY = 5
 """Damaged files that a message names."""
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
-_read_manifest = functools.cache(read_manifest)
-"""Reads each manifest once; the public functions that look for checkpoints begin with an empty cache."""
 _on_every_rank = functools.partial(on_every_rank, purpose="choosing a checkpoint")
 
 
@@ -231,6 +229,12 @@ def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
 
 def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+@functools.cache
+def _read_manifest(checkpoint: Path) -> Manifest | None:
+    """As `read_manifest`, once; the public functions that look for checkpoints begin with an empty cache."""
+    return read_manifest(checkpoint)
 
 
 def _manifest_or_none(checkpoint: Path) -> Manifest | None:
