@@ -23,7 +23,7 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.golden import checkpoints, recording, trainer  # noqa: E402
+from tests.golden import checkpoints, recording, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,15 +77,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     checking = commands.add_parser("check")
-    checking.add_argument("backends", nargs="*", choices=recording.BACKENDS, default=list(recording.BACKENDS))
+    checking.add_argument("backends", nargs="*", metavar="|".join(recording.BACKENDS), help="default: all")
     commands.add_parser("against").add_argument("commit")
     commands.add_parser("renew")
     options = parser.parse_args()
+    backends = getattr(options, "backends", None) or list(recording.BACKENDS)
+    if unknown := set(backends) - set(recording.BACKENDS):
+        parser.error(f"{', '.join(unknown)} is no backend; valid are {', '.join(recording.BACKENDS)}")
     warnings.filterwarnings("ignore", ".* encountered in", RuntimeWarning)  # NumPy's, in Triton's interpreter
     if options.command == "renew":
         renew()
         return
-    different = check(options.backends) if options.command == "check" else against(options.commit)
+    different = check(backends) if options.command == "check" else against(options.commit)
     print("\n".join(different) or "nothing differs")
     sys.exit(bool(different))
 
