@@ -1,6 +1,6 @@
 """Check the golden recording in full, renew it, or compare this machine's results with another commit's.
 
-python -m tests.golden check              all 50 steps on every backend: minutes, since Triton is interpreted
+python -m tests.golden check              all 50 steps on every backend: ten minutes, most of them Triton's interpreter
 python -m tests.golden check native eager on some backends: a minute
 python -m tests.golden against COMMIT     what depends on the machine, too: runs COMMIT's package and this one
 python -m tests.golden renew              replace recording.json; tests/golden/README.md tells when that is right
