@@ -1,6 +1,6 @@
 """Check the golden recording in full, renew it, or compare this machine's results with another commit's.
 
-python -m tests.golden check              all 50 steps on every backend: ten minutes, most of them Triton's interpreter
+python -m tests.golden check              all 50 steps on every backend: a quarter of an hour, Triton interpreted
 python -m tests.golden check native eager on some backends: a minute
 python -m tests.golden against COMMIT     what depends on the machine, too: runs COMMIT's package and this one
 python -m tests.golden renew              replace recording.json; tests/golden/README.md tells when that is right
@@ -37,7 +37,9 @@ def check(backends: list[str]) -> list[str]:
             print(f"{backend}: {run}", flush=True)
             wanted = {section: recorded[section][run] for section in ("steps", "checkpoints")}
             place = f"{backend} / {run}"
-            different += recording.differences(wanted, recording.in_this_process(run, backend), place)
+            found_here = recording.in_this_process(run, backend)
+            different += (lines := list(recording.differences(wanted, found_here, place)))
+            print("\n".join(lines) or "  as recorded", flush=True)
     return different
 
 
