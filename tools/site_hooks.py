@@ -1,0 +1,75 @@
+"""Hooks of `mkdocs.yml`: pages made from files outside docs/, links to such files, and the command-line reference."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+PAGES = {"changelog.md": "CHANGELOG.md", "contributing/index.md": "CONTRIBUTING.md"}
+"""Pages of the site whose one copy lies in the repository's root."""
+
+COMMAND_LINE = "<!-- hf-lowprec --help -->"
+"""A line of this text in a page becomes the help of every command."""
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s#:]+)(#[^()\s]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that lie outside docs/."""
+    for page, source in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Resolve links that leave docs/, and write the command-line reference."""
+    uri = page.file.src_uri
+    markdown = relink(markdown, uri, config.repo_url)
+    if COMMAND_LINE in markdown:
+        markdown = markdown.replace(COMMAND_LINE, command_line())
+    return markdown
+
+
+def relink(markdown: str, uri: str, repo_url: str | None) -> str:
+    """Rewrite the relative links of the page `uri`, so that one text works on GitHub and on the site.
+
+    A link into docs/ stays one. A link to another file of the repository goes to `repo_url`; without one its text
+    remains. A link to nothing stays as it is, for mkdocs to report.
+    """
+    source = ROOT / PAGES[uri] if uri in PAGES else DOCS / uri
+
+    def replace(match: re.Match[str]) -> str:
+        image, text, path, anchor = match.groups(default="")
+        target = Path(os.path.normpath(source.parent / path))
+        generated = next((page for page, file in PAGES.items() if ROOT / file == target), None)
+        if generated is not None:
+            target = DOCS / generated
+        elif not target.exists():
+            return match[0]
+        if target.is_relative_to(DOCS):
+            path = Path(os.path.relpath(target, (DOCS / uri).parent)).as_posix()
+            return f"{image}[{text}]({path}{anchor})"
+        if not target.is_relative_to(ROOT):
+            return match[0]
+        return f"[{text}]({repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT)}{anchor})" if repo_url else text
+
+    return LINK.sub(replace, markdown)
+
+
+@cache
+def command_line() -> str:
+    """The help of every command, as typer writes it, without the title."""
+    typer = [sys.executable, "-m", "typer", "hf_lowprec.cli", "utils", "docs", "--name", "hf-lowprec"]
+    text = subprocess.run(typer, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8").stdout
+    return unescape(text.partition("\n")[2]).replace("```console\n$ ", "```bash\n")
