@@ -75,9 +75,7 @@ def defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(
-    page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_blocks_of_a_page_run(page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     defaults_of_arguments(monkeypatch)
     Path("train.txt").write_text("\n".join(sentences(16)))
