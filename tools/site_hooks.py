@@ -69,7 +69,8 @@ def relink(markdown: str, uri: str, repo_url: str | None) -> str:
 
 @cache
 def command_line() -> str:
-    """The help of every command, as typer writes it, without the title."""
+    """The help of every command, as typer writes it."""
     typer = [sys.executable, "-m", "typer", "hf_lowprec.cli", "utils", "docs", "--name", "hf-lowprec"]
     text = subprocess.run(typer, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8").stdout
-    return unescape(text.partition("\n")[2]).replace("```console\n$ ", "```bash\n")
+    commands = text[text.index("\n## ") :]  # after a list of them whose texts are cut off
+    return unescape(commands).replace("```console\n$ ", "```bash\n")
