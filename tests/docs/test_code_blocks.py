@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs.pages import DOCS, blocks
@@ -21,7 +24,10 @@ MODEL = "HuggingFaceTB/SmolLM2-135M"
 PAGES = [
     "quickstart.md",
     "choosing.md",
-    *(f"guides/{name}.md" for name in ("trainer", "accelerate", "adapters", "trl", "saving", "migrating")),
+    *(
+        f"guides/{name}.md"
+        for name in ("trainer", "accelerate", "distributed", "adapters", "trl", "saving", "migrating")
+    ),
 ]
 
 DEFAULTS = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 1}
@@ -73,9 +79,18 @@ def defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cls, "__init__", init)
 
 
-@pytest.mark.slow
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
     defaults_of_arguments(monkeypatch)
     Path("train.txt").write_text("\n".join(sentences(16)))
@@ -83,5 +98,7 @@ def test_the_blocks_of_a_page_run(page: str, folder: str, tmp_path: Path, monkey
     for block in blocks(DOCS / page):
         if block.language == "python" and installed(block.text):
             source = block.text.replace(MODEL, folder)
+            if "mesh" in source:
+                names["mesh"] = request.getfixturevalue("mesh")
             code = compile("\n" * block.line + source, str(DOCS / page), "exec")
             exec(code, names)
