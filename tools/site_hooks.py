@@ -33,9 +33,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Resolve links that leave docs/, and write the command-line reference."""
-    uri = page.file.src_uri
-    markdown = relink(markdown, uri, config.repo_url)
+    """Let one text work on GitHub and here: links that leave docs/, bars in tables; and write the commands' help."""
+    markdown = relink(markdown, page.file.src_uri, config.repo_url)
+    markdown = unescape_bars(markdown)
     if COMMAND_LINE in markdown:
         markdown = markdown.replace(COMMAND_LINE, command_line())
     return markdown
@@ -65,6 +65,15 @@ def relink(markdown: str, uri: str, repo_url: str | None) -> str:
         return f"[{text}]({repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT)}{anchor})" if repo_url else text
 
     return LINK.sub(replace, markdown)
+
+
+def unescape_bars(markdown: str) -> str:
+    """Take the backslash from bars in the code of tables, which GitHub needs and Python-Markdown shows."""
+
+    def replace(row: re.Match[str]) -> str:
+        return re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), row[0])
+
+    return re.sub(r"^\|.*\|$", replace, markdown, flags=re.MULTILINE)
 
 
 @cache

@@ -189,6 +189,13 @@ class TestLinksToFilesOutsideOfDocs:
         assert relink(written, uri, None) == without_an_address
 
 
+def test_bars_in_the_code_of_tables_have_no_backslash(site: Path) -> None:
+    cells = [cell for page in site.rglob("*.html") for cell in re.findall(r"<td[^>]*>.*?</td>", page.read_text())]
+    code = [code for cell in cells for code in re.findall(r"<code>(.*?)</code>", cell)]
+    assert "keep_fp32=lm_head|*.gate" in code
+    assert [text for text in code if r"\|" in text] == []
+
+
 class TestHostedCI:
     WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
 
