@@ -1,4 +1,4 @@
-"""The Python blocks of the start pages and guides run, in the order of the page, on tiny models and without a hub."""
+"""The Python blocks of a page run, one after the other, on tiny models and without a hub."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
+import hf_lowprec
 from tests.docs.pages import DOCS, blocks
 from tests.integrations.tiny_text import preferences, sentences, tokenizer
 from tests.integrations.tiny_training import counting_data, llama
@@ -22,12 +24,9 @@ MODEL = "HuggingFaceTB/SmolLM2-135M"
 """The name that pages load by; a folder with a tiny model takes its place."""
 
 PAGES = [
-    "quickstart.md",
-    "choosing.md",
-    *(
-        f"guides/{name}.md"
-        for name in ("trainer", "accelerate", "distributed", "adapters", "trl", "saving", "migrating")
-    ),
+    page
+    for page in sorted(DOCS.rglob("*.md"))
+    if "contributing" not in page.parts and any(block.language == "python" for block in blocks(page))
 ]
 
 DEFAULTS = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 1}
@@ -67,7 +66,6 @@ def installed(block: str) -> bool:
 
 def defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every `TrainingArguments` of a page take `DEFAULTS` where the page says nothing."""
-    from transformers import TrainingArguments
     from trl import DPOConfig, SFTConfig
 
     for cls in (TrainingArguments, SFTConfig, DPOConfig):
@@ -87,18 +85,20 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_blocks_of_a_page_run(
-    page: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    page: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(tmp_path)
     defaults_of_arguments(monkeypatch)
     Path("train.txt").write_text("\n".join(sentences(16)))
     names = prelude(folder)
-    for block in blocks(DOCS / page):
+    if "reference" in page.parts:  # shows calls; the others are programs, with their imports
+        names |= {"hf_lowprec": hf_lowprec, "TrainingArguments": TrainingArguments, "accelerator": Accelerator()}
+    for block in blocks(page):
         if block.language == "python" and installed(block.text):
             source = block.text.replace(MODEL, folder)
             if "mesh" in source:
                 names["mesh"] = request.getfixturevalue("mesh")
-            code = compile("\n" * block.line + source, str(DOCS / page), "exec")
+            code = compile("\n" * block.line + source, str(page), "exec")
             exec(code, names)
