@@ -95,6 +95,7 @@ def test_the_blocks_of_a_page_run(
     names = prelude(folder)
     if "reference" in page.parts:  # shows calls; the others are programs, with their imports
         names |= {"hf_lowprec": hf_lowprec, "TrainingArguments": TrainingArguments, "accelerator": Accelerator()}
+        names |= {"optimizer": hf_lowprec.AdamW(names["model"].parameters())}
     for block in blocks(page):
         if block.language == "python" and installed(block.text):
             source = block.text.replace(MODEL, folder)
