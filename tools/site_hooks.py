@@ -44,8 +44,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def relink(markdown: str, uri: str, repo_url: str | None) -> str:
     """Rewrite the relative links of the page `uri`, so that one text works on GitHub and on the site.
 
-    A link into docs/ stays one. A link to another file of the repository goes to `repo_url`; without one its text
-    remains. A link to nothing stays as it is, for mkdocs to report.
+    A link into docs/ stays one. A link to another file of the repository goes to `repo_url`; without one the file
+    is named. A link to nothing stays as it is, for mkdocs to report.
     """
     source = ROOT / PAGES[uri] if uri in PAGES else DOCS / uri
 
@@ -62,7 +62,10 @@ def relink(markdown: str, uri: str, repo_url: str | None) -> str:
             return f"{image}[{text}]({path}{anchor})"
         if not target.is_relative_to(ROOT):
             return match[0]
-        return f"[{text}]({repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT)}{anchor})" if repo_url else text
+        name = target.relative_to(ROOT).as_posix()
+        if repo_url:
+            return f"[{text}]({repo_url.rstrip('/')}/blob/main/{name}{anchor})"
+        return text if target.name in text else f"{text} (`{name}`)"
 
     return LINK.sub(replace, markdown)
 

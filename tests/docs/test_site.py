@@ -174,7 +174,13 @@ class TestLinksToFilesOutsideOfDocs:
     @pytest.mark.parametrize(
         ("uri", "written", "on_the_site", "without_an_address"),
         [
-            ("guides/trl.md", "[a](../../examples/dpo.py)", f"[a]({URL}/blob/main/examples/dpo.py)", "a"),
+            (
+                "guides/trl.md",
+                "[a](../../examples/dpo.py)",
+                f"[a]({URL}/blob/main/examples/dpo.py)",
+                "a (`examples/dpo.py`)",
+            ),
+            ("index.md", "[`LICENSE`](../LICENSE)", f"[`LICENSE`]({URL}/blob/main/LICENSE)", "`LICENSE`"),
             ("guides/trl.md", "[a](../../CHANGELOG.md#added)", *["[a](../changelog.md#added)"] * 2),
             ("guides/trl.md", "![a](../demo.png)", *["![a](../demo.png)"] * 2),
             ("changelog.md", "[a](docs/model-support.md)", *["[a](model-support.md)"] * 2),
