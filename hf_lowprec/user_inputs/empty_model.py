@@ -5,12 +5,10 @@ The file may be anybody's, so no code and no weights that it names are loaded, a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_lowprec.user_inputs.input_errors import InputError, check_path_exists, explain_input_errors
@@ -27,6 +25,8 @@ MAX_MODULES = 200_000
 _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
 """Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
+_SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
+"""Sizes and numbers of parts. Zero is right for some, such as `type_vocab_size`, so they are named only after an error."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 """Model names that make timm load the model's definition from somewhere."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
@@ -47,14 +47,22 @@ def load_config(name: str) -> tuple[Any, Any]:
     import transformers
 
     check_path_exists(name, "MODEL")
-    with explain_input_errors(f"the configuration of {name!r} cannot be loaded"):
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        raise InputError(f"there is no config.json in {name!r}; name the folder of a saved model")
+    failed = f"the configuration of {name!r} cannot be loaded"
+    with explain_input_errors(failed):
         content, _ = transformers.PreTrainedConfig.get_config_dict(name)
         _check_config(content, name)
-        with TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(_drop_implementations(content)))
-            config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, attn_implementation="eager"
-            )
+    if not isinstance(content, dict):
+        raise InputError(f"{failed}: config.json holds no JSON object")
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        code = "; estimate does not run the code that its auto_map names" if "auto_map" in content else ""
+        raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
+    with explain_input_errors(failed, hint=_name_small_sizes(content)):
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(
+            _drop_implementations(content), attn_implementation="eager"
+        )
     names = config.architectures
     if not isinstance(names, list) or not names:
         raise InputError(
@@ -78,8 +86,9 @@ def build_empty_model(config: Any, cls: Any) -> nn.Module:
     """
     import torch
 
+    small_sizes = _name_small_sizes(config.to_dict())
     with (
-        explain_input_errors(f"{cls.__name__} cannot be built from its configuration"),
+        explain_input_errors(f"{cls.__name__} cannot be built from its configuration", hint=small_sizes),
         torch.device("meta"),
         _limit_modules(),
     ):
@@ -88,9 +97,16 @@ def build_empty_model(config: Any, cls: Any) -> nn.Module:
         if not param.numel():
             raise InputError(
                 f"with the numbers in its configuration {cls.__name__} has a weight without elements: {name} of shape "
-                f"{tuple(param.shape)}"
+                f"{tuple(param.shape)}{small_sizes}"
             )
     return model
+
+
+def _name_small_sizes(content: dict[str, Any]) -> str:
+    """The end of a message, naming the sizes of a configuration that are not positive; empty if all are."""
+    sizes = ((key, value) for key, value in _items(content) if _SIZE.search(str(key)) and type(value) is int)
+    small = dict.fromkeys(f"{key}={value}" for key, value in sizes if value <= 0)
+    return f"; it has {', '.join(small)}" if small else ""
 
 
 def _check_config(content: dict[str, Any], name: str) -> None:

@@ -26,8 +26,8 @@ def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> 
 
 
 @contextmanager
-def explain_input_errors(what: str) -> Iterator[None]:
-    """Turn any error inside into an InputError of one line: `what`, and the reason that the error gives.
+def explain_input_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Turn any error inside into an InputError of one line: `what`, the reason that the error gives, and `hint`.
 
     Loading fails in many ways (offline, no such name, not a model), and libraries raise many classes for them.
     """
@@ -39,4 +39,4 @@ def explain_input_errors(what: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # A first line that ends with a colon announces the one that matters.
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-        raise InputError(f"{what}: {reason}") from error
+        raise InputError(f"{what}: {reason}{hint}") from error
