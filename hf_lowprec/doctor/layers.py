@@ -62,7 +62,7 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal_attention=True)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _probe_function(name: str, computation: Computation, dtype: torch.dtype, device: torch.device) -> Probe:

@@ -26,7 +26,7 @@ _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
 """Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
 _SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
-"""Sizes and numbers of parts. Zero is right for some, such as `type_vocab_size`, so they are named only after an error."""
+"""Sizes and numbers of parts. Some may be zero, as `type_vocab_size`, so they are named only after an error."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 """Model names that make timm load the model's definition from somewhere."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")

@@ -62,7 +62,7 @@ COMPILE = """
 import re, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_lowprec.reduction import kernels
+from hf_lowprec.reduction import mean_kernel
 
 class Recorder:
     # What is launched, in the place of the kernel.
@@ -72,13 +72,13 @@ class Recorder:
         return launch
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int16: "*i16"}
-kernel, kernels.mean = kernels.mean, Recorder()
+kernel, mean_kernel.mean = mean_kernel.mean, Recorder()
 
 def compiled(source, target, division, ranks=4, count=1000):
-    versions = torch.ones(ranks, count, dtype=getattr(torch, source))
-    kernels.launch_mean(versions, ranks, torch.ones(count, dtype=getattr(torch, target)))
-    options, signature, constants = dict(kernels.mean.options), {}, {}
-    values = dict(zip(kernel.arg_names, kernels.mean.values))
+    per_rank = torch.ones(ranks, count, dtype=getattr(torch, source))
+    mean_kernel.launch_mean(per_rank, ranks, torch.ones(count, dtype=getattr(torch, target)))
+    options, signature, constants = dict(mean_kernel.mean.options), {}, {}
+    values = dict(zip(kernel.arg_names, mean_kernel.mean.values))
     values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
     for name in kernel.arg_names:
         value = values[name]
