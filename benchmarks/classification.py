@@ -1,9 +1,9 @@
-"""Fine-tuning of a pretrained encoder: how far each way of training ends from FP32, and whether norms move.
+"""Fine-tune a pretrained encoder: how far from FP32 does each variant of training end, and do norms move?
 
 A small ModernBERT is pre-trained in FP32 on the standard library and its documentation (masked tokens; some minutes,
-kept in --work). It is then fine-tuned at 2e-5 to tell from which of six packages a passage is, with files of their own
-for validation, over several seeds. A seed sets the new head's weights and the data order; within a seed all ways share
-both, so differences from FP32 are paired.
+kept in --work). It is then fine-tuned at 2e-5 to tell from which of six packages a passage is, with separate files
+for validation, over several seeds. A seed sets the new head's weights and the data order; within a seed all variants
+share both, so differences from FP32 are paired.
 
 The second part fine-tunes for 200 steps and counts the weights of norms that are stored with the same bits at the end
 as at the start: LayerNorms of the encoder, RMSNorms of a small Llama, after pre-training and from random weights, where
@@ -35,7 +35,7 @@ from encoder.text import Task, glue, packages
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_lowprec.demo.quiet_libraries import quiet_libraries
-from hf_lowprec.demo.report import json_text
+from hf_lowprec.demo.report import json_text, variant_descriptions
 from hf_lowprec.demo.training import Settings
 from hf_lowprec.demo.variants import VARIANTS
 
@@ -47,10 +47,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Final validation accuracies of one way, over seeds.
+    """Final validation accuracies of one variant, over seeds.
 
     Attributes:
-        way: its name.
+        variant: its name.
         accuracies: shares, one for each seed.
         differences: from FP32 of the same seed.
         losses: validation losses.
@@ -59,7 +59,7 @@ class Accuracy:
         fp32_loss_noise: of its losses.
     """
 
-    way: str
+    variant: str
     accuracies: list[float]
     differences: list[float]
     losses: list[float]
@@ -80,16 +80,16 @@ def over_seeds(values: Sequence[float], form: str) -> str:
 
 
 def accuracies(by_seed: Sequence[dict[str, Outcome]]) -> list[Accuracy]:
-    """Every way, from the outcomes of every seed; FP32 is among them."""
+    """Summarize every variant from the outcomes of every seed; FP32 is among them."""
     exact = [runs["fp32"].accuracy[-1] for runs in by_seed]
     exact_losses = [runs["fp32"].validation_loss[-1] for runs in by_seed]
     found = []
-    for way in by_seed[0]:
-        shares = [runs[way].accuracy[-1] for runs in by_seed]
-        losses = [runs[way].validation_loss[-1] for runs in by_seed]
+    for variant in by_seed[0]:
+        shares = [runs[variant].accuracy[-1] for runs in by_seed]
+        losses = [runs[variant].validation_loss[-1] for runs in by_seed]
         found.append(
             Accuracy(
-                way,
+                variant,
                 shares,
                 [share - reference for share, reference in zip(shares, exact, strict=True)],
                 losses,
@@ -102,23 +102,23 @@ def accuracies(by_seed: Sequence[dict[str, Outcome]]) -> list[Accuracy]:
 
 
 def largest_difference(run: Outcome, reference: Outcome) -> float:
-    """Of the logged training losses, step by step."""
+    """The largest difference between the logged training losses of two runs, step by step."""
     pairs = zip(run.training, reference.training, strict=True)
     return max(abs(loss - other) for (_, loss), (_, other) in pairs)
 
 
 def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcome]]) -> str:
-    """Markdown."""
+    """Format the accuracies as Markdown."""
     lines = [
         "| way | validation accuracy | difference from FP32 | validation loss | difference from FP32 "
         "| training loss, largest difference |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in found:
-        apart = max(largest_difference(runs[row.way], runs["fp32"]) for runs in by_seed)
-        same = row.way == "fp32"
+        apart = max(largest_difference(runs[row.variant], runs["fp32"]) for runs in by_seed)
+        same = row.variant == "fp32"
         cells = (
-            VARIANTS[row.way].label,
+            VARIANTS[row.variant].label,
             over_seeds(row.accuracies, ".2%"),
             "" if same else over_seeds(row.differences, "+.2%"),
             over_seeds(row.losses, ".4f"),
@@ -130,19 +130,19 @@ def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcom
 
 
 def norm_table(runs: dict[str, dict[str, Outcome]]) -> str:
-    """Markdown; the norms' magnitudes at the start stand under it."""
-    ways = list(next(iter(runs.values())))
+    """Format the shares of norms that never moved as Markdown, with the norms' magnitudes at the start below."""
+    variants = list(next(iter(runs.values())))
     lines = [f"| never moved | {' | '.join(runs)} |", f"| --- |{' ---: |' * len(runs)}"]
-    for way in ways:
-        shares = [f"{found[way].norms.never_moved:.1%}" for found in runs.values()]
-        lines.append(f"| {way} | {' | '.join(shares)} |")
+    for variant in variants:
+        shares = [f"{found[variant].norms.never_moved:.1%}" for found in runs.values()]
+        lines.append(f"| {variant} | {' | '.join(shares)} |")
     for name, found in runs.items():
-        norms = found[ways[0]].norms
+        norms = found[variants[0]].norms
         low, middle, high = norms.magnitudes
         lines.append(
             f"\n{name}: {norms.elements} weights of norms, {norms.ones:.1%} exactly 1 at the start, magnitudes "
-            f"{low:.4g} to {high:.4g}, median {middle:.4g}. {ways[0]} moved them by {norms.displacement:.2g} (median); "
-            f"{norms.same_in_bfloat16:.1%} round to the same BF16 number as before."
+            f"{low:.4g} to {high:.4g}, median {middle:.4g}. {variants[0]} moved them by {norms.displacement:.2g} "
+            f"(median); {norms.same_in_bfloat16:.1%} round to the same BF16 number as before."
         )
     return "\n".join(lines)
 
@@ -150,19 +150,24 @@ def norm_table(runs: dict[str, dict[str, Outcome]]) -> str:
 def classify(
     model: str, task: Task, settings: Settings, seeds: Sequence[int], work: Path, say: Say
 ) -> list[dict[str, Outcome]]:
-    """The first part: for each seed the outcome of each way."""
+    """Run the first part.
+
+    Returns:
+        For each seed the outcome of each variant, by name.
+    """
     by_seed = []
     for seed in seeds:
         runs = {}
-        for name, way in VARIANTS.items():
+        for name, variant in VARIANTS.items():
             torch.manual_seed(seed)  # of the head
             encoder = AutoModelForSequenceClassification.from_pretrained(
                 model, num_labels=task.classes, dtype=torch.float32
             )
             with_seed = replace(settings, seed=seed)
-            runs[name] = fine_tune(way, encoder, task.train, task.validation, with_seed, work / "trainer")
+            runs[name] = fine_tune(variant, encoder, task.train, task.validation, with_seed, work / "trainer")
             start, end = runs[name].accuracy
-            say(f"seed {seed}, {way.label}: accuracy {start:.4f} → {end:.4f}, {runs[name].seconds:.0f} s of training")
+            seconds = f"{runs[name].seconds:.0f} s of training"
+            say(f"seed {seed}, {variant.label}: accuracy {start:.4f} → {end:.4f}, {seconds}")
         by_seed.append(runs)
     return by_seed
 
@@ -249,19 +254,19 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         },
         "settings": asdict(settings),
         "seeds": seeds,
-        "ways": {name: {"label": way.label, "what": way.what} for name, way in VARIANTS.items()},
+        "ways": variant_descriptions(),
         "accuracy": [asdict(row) for row in found],
         "largest_difference_of_training_loss": {
-            way: [largest_difference(runs[way], runs["fp32"]) for runs in by_seed] for way in VARIANTS
+            variant: [largest_difference(runs[variant], runs["fp32"]) for runs in by_seed] for variant in VARIANTS
         },
         "runs": [
-            {"seed": seed, **{way: asdict(run) for way, run in runs.items()}}
+            {"seed": seed, **{variant: asdict(run) for variant, run in runs.items()}}
             for seed, runs in zip(seeds, by_seed, strict=True)
         ],
         "norms": {
             "steps": options.norm_steps,
             "llama_pretraining_steps": options.llama_steps,
-            "models": {name: {way: asdict(run) for way, run in runs.items()} for name, runs in norms.items()},
+            "models": {name: {variant: asdict(run) for variant, run in runs.items()} for name, runs in norms.items()},
         },
     }
     path.write_text(json_text(numbers), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Optimizer step and training on this machine's GPU: ours in each mode, beside torch's optimizers and other packages'.
+"""Optimizer step and training on this machine's GPU: ours in each mode, compared with torch's and other packages'.
 
 One command, at most nine minutes, nothing is downloaded; packages that are not installed are left out. No speed is
-reported of a kernel whose results are not the CPU reference's, bit for bit. Results are written after every part:
+reported for a kernel whose results differ from those of the CPU reference in any bit. Results are written after every
+part:
 
     python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER] [--tune]
     python benchmarks/gpu_step.py --rehearse        # everything but the GPU, on small shapes, into a temporary folder
@@ -26,7 +27,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=540, help="to be done in (default: 540)")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit (default: 540)")
     parser.add_argument("--output", type=Path, help=f"folder of the results (default: {RESULTS})")
     parser.add_argument("--tune", action="store_true", help="only try constants of the kernel, with all of the time")
     parser.add_argument("--rehearse", action="store_true", help="run everything once on the CPU, on small shapes")

@@ -1,10 +1,10 @@
-"""What adding up the gradients of micro-batches in BF16 costs, and what the two ways around it give.
+"""How large is the error of adding up micro-batches' gradients in BF16, and how large with the two alternatives?
 
 A Llama of 3.5 million parameters, byte by byte on the standard library's source, is trained for some steps, then the
-gradients of k micro-batches (one sequence of 64 bytes each) are added up in each way. Of the sum two numbers are
-reported against the exact one (FP64 sum of the same BF16 gradients): the relative norm of the difference, and how much
-too short it is in the direction of the exact one. Beside them the relative norm of the gradient's own noise: that of
-the difference to the mean gradient of other k micro-batches.
+gradients of k micro-batches (one sequence of 64 bytes each) are added up in each mode. Each sum is compared with the
+exact one, the FP64 sum of the same BF16 gradients: reported are the relative norm of the difference, and by how much
+the sum is too short in the direction of the exact one. For scale, the relative norm of the gradient's own noise is
+reported too: that of the difference to the mean gradient of other k micro-batches.
 
     python benchmarks/micro_batches.py [--output FILE]
 """
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
 from hf_lowprec.reduction import GradientAccumulator
-from hf_lowprec.reduction.grad_accumulation import MODES
+from hf_lowprec.reduction.grad_accumulation import GRAD_ACCUMULATION_MODES as MODES
 
 LENGTH, WARM_UP, COUNTS = 64, 60, (4, 16, 64, 256, 1024)
 BYTES = {"nearest": 0, "kahan": 2, "fp32": 4}
@@ -36,7 +36,7 @@ def sequences(count: int) -> torch.Tensor:
 
 
 def warmed_up_model(rows: torch.Tensor) -> LlamaForCausalLM:
-    """A BF16 model that is past its first steps, where all gradients point the same way."""
+    """Train a BF16 model past its first steps, where all gradients point in one direction."""
     torch.manual_seed(0)
     size = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **size))
@@ -54,27 +54,27 @@ def gradients(model: LlamaForCausalLM, row: torch.Tensor, scale: float) -> None:
 
 
 def measure(model: LlamaForCausalLM, rows: torch.Tensor, count: int) -> dict[str, dict[str, float]]:
-    """Errors of the sum over `count` micro-batches by mode, and the gradient's noise; 16-bit parameters only."""
-    halves = [param for param in model.parameters() if param.dtype == torch.bfloat16]
+    """Measure the errors of sums over `count` micro-batches by mode, and the gradient's noise, of 16-bit parameters."""
+    params = [param for param in model.parameters() if param.dtype == torch.bfloat16]
 
     def exact_sum(part: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(sum(p.numel() for p in halves), dtype=torch.float64)
+        total = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
         for row in part:
             model.zero_grad()
             gradients(model, row, 1 / count)
-            total += torch.cat([p.grad.flatten() for p in halves]).double()
+            total += torch.cat([p.grad.flatten() for p in params]).double()
         return total
 
     exact, other = exact_sum(rows[:count]), exact_sum(rows[count : 2 * count])
     found = {"gradient noise": {"relative error": float((exact - other).norm() / exact.norm() / 2**0.5)}}
     for mode in MODES:
         model.zero_grad()
-        sums = GradientAccumulator(model, mode) if mode != "nearest" else None
+        accumulator = GradientAccumulator(model, mode) if mode != "nearest" else None
         for row in rows[:count]:
             gradients(model, row, 1 / count)
-        added = torch.cat([p.grad.flatten() for p in halves]).double()
-        if sums is not None:
-            sums.remove()
+        added = torch.cat([p.grad.flatten() for p in params]).double()
+        if accumulator is not None:
+            accumulator.remove()
         found[mode] = {
             "relative error": float((added - exact).norm() / exact.norm()),
             "too short": float(1 - (added @ exact) / (exact @ exact)),

@@ -1,8 +1,8 @@
 """What norms in FP32 cost: forward and backward of a Llama after `cast_model` and after `model.to(bfloat16)`.
 
-Both models take the same batch, interleaved in one process and in alternating order, so that the machine's moods fall
-on both alike; the median of the ratios of neighbouring steps is reported beside both medians, and the ratio of the
-fastest steps. On a machine that others use too, `--clock cpu --threads 1` counts the processor's time.
+Both models take the same batch, interleaved in one process and in alternating order, so that changes in the
+machine's speed affect both equally. Reported are both medians, the median of the ratios of neighbouring steps, and the
+ratio of the fastest steps. On a machine that others use too, `--clock cpu --threads 1` counts the processor's time.
 
     python benchmarks/norm_boundary.py [--hidden 768] [--layers 6] [--tokens 512] [--threads 2] [--rounds 25]
     python benchmarks/norm_boundary.py --device cuda --hidden 2048 --layers 16 --tokens 8192 [--liger] [--compile]
@@ -28,7 +28,7 @@ CAST, PURE = "cast_model, norms in FP32", "model.to(bfloat16)"
 
 
 def models(options: argparse.Namespace) -> dict[str, Any]:
-    """The two contenders, from the same FP32 weights."""
+    """Build the two models from the same FP32 weights."""
     if options.liger:
         # Replaces the classes' methods, so before a model is made; needs the package liger-kernel and a GPU.
         from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -48,12 +48,12 @@ def models(options: argparse.Namespace) -> dict[str, Any]:
     cast = LlamaForCausalLM(config)
     pure = copy.deepcopy(cast).to(torch.bfloat16)
     hf_lowprec.cast_model(cast)
-    found = {CAST: cast.to(options.device), PURE: pure.to(options.device)}
-    return {name: torch.compile(model) if options.compile else model for name, model in found.items()}
+    both = {CAST: cast.to(options.device), PURE: pure.to(options.device)}
+    return {name: torch.compile(model) if options.compile else model for name, model in both.items()}
 
 
 def seconds(model: Any, tokens: torch.Tensor, clock: Callable[[], float]) -> float:
-    """One forward and backward, to its end on the device."""
+    """Time one forward and backward, until the device is done."""
     model.zero_grad()
     _wait(tokens.device)
     start = clock()
@@ -67,14 +67,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(
-    contenders: dict[str, Any], tokens: torch.Tensor, rounds: int, clock: Callable[[], float]
-) -> dict[str, float]:
+def measure(models: dict[str, Any], tokens: torch.Tensor, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     """Medians in milliseconds and the median of the ratios; three rounds warm up."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[float]] = {name: [] for name in models}
     for i in range(rounds + 3):
-        for name in list(contenders)[:: 1 if i % 2 else -1]:
-            times[name].append(seconds(contenders[name], tokens, clock))
+        for name in list(models)[:: 1 if i % 2 else -1]:
+            times[name].append(seconds(models[name], tokens, clock))
     kept = {name: series[3:] for name, series in times.items()}
     ratios = [cast / pure for cast, pure in zip(kept[CAST], kept[PURE], strict=True)]
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

@@ -1,9 +1,9 @@
-"""Does it matter to a step's time where the machine puts its two cores? FP32's AdamW beside ours.
+"""Does it matter to a step's time where the machine puts its two cores? FP32's AdamW is compared with ours.
 
-Cores of one chiplet share its link to memory; two chiplets have two. A virtual machine's cores move between them,
-unseen, while it runs. How long a cache line takes from one core to the other tells where they are: on AMD's EPYC some
-25 ns within a chiplet and over 100 ns between two. It is measured before and after every step, and steps in
-between which it changed are left out.
+Cores of one chiplet share its link to memory; two chiplets have two. A virtual machine's cores move between them
+unnoticed while it runs. The time that a cache line takes from one core to the other tells where they are: on AMD's EPYC
+some 25 ns within a chiplet and over 100 ns between two. It is measured before and after every step, and steps during
+which it changed are left out.
 
     python benchmarks/placement.py [--seconds 120] [--output …json]
 """
@@ -83,7 +83,7 @@ double latency(int of, int to, int exchanges)
 
 
 def measured_latency() -> Callable[[], float]:
-    """A function that returns the nanoseconds of a cache line's way between this process's two cores."""
+    """A function that returns the nanoseconds that a cache line takes between this process's two cores."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) != 2:
         raise SystemExit(f"this process may run on {len(cores)} cores; choose two, as in `taskset -c 0,1 python …`")
@@ -96,7 +96,7 @@ def measured_latency() -> Callable[[], float]:
     return lambda: 1e9 * latency(*cores, 5000)
 
 
-def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+def build_optimizers(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     """FP32's fused AdamW and ours."""
     found: dict[str, torch.optim.Optimizer] = {
         BASELINE: torch.optim.AdamW(parameters(shapes, torch.float32), lr=LR, weight_decay=DECAY, fused=True)
@@ -110,7 +110,7 @@ def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
 def measure(seconds: float) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of steps by placement and optimizer; placement's own entry holds the latencies."""
     latency = measured_latency()
-    optimizers = contenders(next(iter(SETS.values())))
+    optimizers = build_optimizers(next(iter(SETS.values())))
     for optimizer in optimizers.values():
         optimizer.step()
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

@@ -2,12 +2,12 @@
 
 Real processes on gloo for few ranks, and the same additions in one process for many. Gradients are normal noise, one
 per rank, plus a common signal whose standard deviation is 0 or 1 times that of the noise; all are rounded to BF16, and
-that is what is averaged. With the exact mean m (FP64) and a result x, errors are
+the rounded values are averaged. With the exact mean m (FP64) and a result x, errors are
 
     relative: ‖x − m‖ / ‖m‖            mean, max: |x − m| of the elements, by the root mean square of m
 
-N is a power of two, so dividing is exact wherever it is done. Ours is in the table twice: the FP32 sum, and what is
-left in BF16 after the one rounding at the end. No BF16 result is better than the exact mean rounded to BF16, the
+N is a power of two, so dividing is exact wherever it is done. Ours is in the table twice: the FP32 sum, and the
+BF16 result after the one rounding at the end. No BF16 result is better than the exact mean rounded to BF16, the
 table's floor: about 1.6e-3, which is 2⁻⁷/√12 by the root mean square of a significand. So BF16 results are to be
 compared with the floor, and FP32 results with each other. The growth is the exponent of N in the power law that fits
 best; FP32's is above that of its law, because sums of few BF16 values are exact in FP32.
@@ -43,7 +43,7 @@ from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Errors = dict[str, dict[int, dict[str, float]]]
-"""By way and number of ranks."""
+"""Errors by method and number of ranks."""
 
 OURS, OURS_FP32 = "ours", "ours, before the rounding to BF16"
 FLOOR = "the exact mean, rounded to BF16 (floor)"
@@ -63,40 +63,40 @@ where one rounding to BF16 is 2¹⁶ times one to FP32 (FP16: 2¹³)."""
 
 
 def gradient(rank: int, elements: int, signal: float, seed: int) -> Tensor:
-    """What `rank` has."""
+    """The gradient of `rank`."""
     common = torch.randn(elements, generator=torch.Generator().manual_seed(1_000_000 * (seed + 1)))
     noise = torch.randn(elements, generator=torch.Generator().manual_seed(1_000_000 * (seed + 1) + 1 + rank))
     return noise.add_(common, alpha=signal).to(BF16)
 
 
 def gradients(ranks: int, elements: int, signal: float, seed: int) -> Tensor:
-    """What all ranks have, (ranks, elements)."""
+    """The gradients of all ranks, of shape (ranks, elements)."""
     return torch.stack([gradient(rank, elements, signal, seed) for rank in range(ranks)])
 
 
-def added(one: Tensor, other: Tensor) -> Tensor:
+def add_rounded(one: Tensor, other: Tensor) -> Tensor:
     """The sum, rounded to the tensors' dtype."""
     return (one.float() + other.float()).to(one.dtype)
 
 
 def ring(versions: Tensor) -> Tensor:
-    """The sum as a ring's reduce-scatter adds it up: piece p starts at rank p + 1 and ends at rank p.
+    """The sum as a ring's reduce-scatter adds it up: chunk c starts at rank c + 1 and ends at rank c.
 
     It is rounded at each hop, because what travels has the gradients' dtype.
     """
     ranks = len(versions)
-    pieces = versions.view(ranks, ranks, -1)
-    piece = torch.arange(ranks)
-    total = pieces[(piece + 1) % ranks, piece]
+    chunks = versions.view(ranks, ranks, -1)
+    chunk = torch.arange(ranks)
+    total = chunks[(chunk + 1) % ranks, chunk]
     for hop in range(2, ranks + 1):
-        total = added(total, pieces[(piece + hop) % ranks, piece])
+        total = add_rounded(total, chunks[(chunk + hop) % ranks, chunk])
     return total.view(-1)
 
 
 def tree(versions: Tensor) -> Tensor:
     """The sum in a binary tree over a power of two of ranks, rounding at each node."""
     while len(versions) > 1:
-        versions = added(versions[0::2], versions[1::2])
+        versions = add_rounded(versions[0::2], versions[1::2])
     return versions[0]
 
 
@@ -111,7 +111,7 @@ def exact_mean(versions: Tensor) -> Tensor:
 
 
 def simulated(versions: Tensor) -> dict[str, Tensor]:
-    """Means by way."""
+    """Compute the means by method, with all ranks simulated in this process."""
     ranks = len(versions)
     return {
         "BF16 ring": ring(versions).double() / ranks,
@@ -124,7 +124,7 @@ def simulated(versions: Tensor) -> dict[str, Tensor]:
 
 
 def real(own: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Means by way over the processes of `group`, all of which call this with what they have."""
+    """Compute the means by method over the processes of `group`, all of which call this with their own gradient."""
     ranks = group.size()
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
 
@@ -139,21 +139,21 @@ def real(own: Tensor, group: dist.ProcessGroup) -> dict[str, Tensor]:
 
     part = torch.empty(own.numel() // ranks, dtype=BF16)
     scatter(part, own.clone(), group=group)
-    wide_part = torch.empty(part.shape, dtype=FP32)
-    FP32ReduceScatter(BF16, ScratchBuffers(), False)(wide_part, own.float(), group, dist.ReduceOp.AVG)
+    fp32_part = torch.empty(part.shape, dtype=FP32)
+    FP32ReduceScatter(BF16, ScratchBuffers(), False)(fp32_part, own.float(), group, dist.ReduceOp.AVG)
     mean = own.clone()
     BucketAverager(group)(mean, True, True).wait()
     return {
         "BF16 all-reduce": reduced(own.clone()),
         "BF16 reduce-scatter": whole(part).double() / ranks,
         "FP32 all-reduce (twice the bytes)": reduced(own.float()),
-        OURS_FP32: whole(wide_part),
+        OURS_FP32: whole(fp32_part),
         OURS: mean,
     }
 
 
 def error(mean: Tensor, exact: Tensor) -> dict[str, float]:
-    """As the module's docstring defines them."""
+    """The errors that the module's docstring defines."""
     difference, size = mean.double() - exact, float(exact.square().mean().sqrt())
     return {
         "relative": float(difference.norm() / exact.norm()),
@@ -163,7 +163,7 @@ def error(mean: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def _rank(rank: int, sizes: list[int], signals: list[float], elements: int, seed: int, folder: str) -> None:
-    """One real process; rank 0 writes what it finds."""
+    """Run one real process; rank 0 writes the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=max(sizes))
     found: dict[float, Errors] = {}
@@ -179,8 +179,8 @@ def _rank(rank: int, sizes: list[int], signals: list[float], elements: int, seed
             versions = gradients(size, elements, signal, seed)
             if not torch.equal(means[OURS], ours(versions, BF16)):
                 raise RuntimeError(f"over {size} processes ours is not the mean in rank order")
-            for way, mean in means.items():
-                found[signal][way][size] = error(mean, exact_mean(versions))
+            for method, mean in means.items():
+                found[signal][method][size] = error(mean, exact_mean(versions))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(list(found.values())))
     # Without taking gloo down, which aborts now and then; all wait for each other first.
@@ -190,7 +190,7 @@ def _rank(rank: int, sizes: list[int], signals: list[float], elements: int, seed
 
 
 def over_processes(sizes: list[int], signals: list[float], elements: int, seed: int) -> list[Errors]:
-    """Errors by signal, over groups of as many real processes as `sizes` says."""
+    """Measure errors by signal, over groups of as many real processes as `sizes` says."""
     if not sizes:
         return [{} for _ in signals]
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,8 @@ def over_processes(sizes: list[int], signals: list[float], elements: int, seed: 
         torch.multiprocessing.spawn(_rank, arguments, nprocs=max(sizes))  # type: ignore[attr-defined]
         by_signal = json.loads(Path(folder, "found.json").read_text())
     return [
-        {way: {int(size): value for size, value in row.items()} for way, row in errors.items()} for errors in by_signal
+        {method: {int(size): value for size, value in row.items()} for method, row in errors.items()}
+        for errors in by_signal
     ]
 
 
@@ -208,8 +209,8 @@ def in_one_process(sizes: list[int], signal: float, elements: int, seed: int) ->
     found: Errors = defaultdict(dict)
     for size in sizes:
         exact = exact_mean(versions[:size])
-        for way, mean in simulated(versions[:size]).items():
-            found[way][size] = error(mean, exact)
+        for method, mean in simulated(versions[:size]).items():
+            found[method][size] = error(mean, exact)
     return found
 
 
@@ -220,19 +221,19 @@ def growth(row: dict[int, dict[str, float]]) -> float | None:
 
 
 def table(title: str, sections: dict[str, Errors], sizes: list[int]) -> Table:
-    """Relative errors by N, their growth, and what single elements have at the largest N."""
+    """Format relative errors by N, their growth, and the errors of single elements at the largest N."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("relative error of the mean")
     for heading in (*(f"N = {size}" for size in sizes), "growth", "mean, max element"):
         shown.add_column(heading, justify="right")
     for where, errors in sections.items():
-        for way, row in errors.items():
+        for method, row in errors.items():
             last = row[max(row)]
             single = f"{last['mean']:.1e}, {last['max']:.1e}" if "mean" in last else ""
             cells = (f"{row[size]['relative']:.2e}" if size in row else "" for size in sizes)
             exponent = growth(row)
             law = "" if exponent is None else f"N^{exponent:.2f}"
-            shown.add_row(f"{way}, {where}" if where else way, *cells, law, single)
+            shown.add_row(f"{method}, {where}" if where else method, *cells, law, single)
         shown.add_section()
     return shown
 
@@ -263,12 +264,14 @@ def main(
         "signals": {},
         "circulated": {"figures": CIRCULATED, "about": ABOUT_CIRCULATED},
     }
-    circulated: Errors = {way: {n: {"relative": value} for n, value in row.items()} for way, row in CIRCULATED.items()}
+    circulated: Errors = {
+        method: {n: {"relative": value} for n, value in row.items()} for method, row in CIRCULATED.items()
+    }
     for signal, measured in zip(strengths, over_processes(real_sizes, strengths, elements, seed), strict=True):
         errors = {"gloo": measured, "simulated": in_one_process(sizes, signal, elements, seed)}
         console.print(table(f"signal {signal:g} × noise", {**errors, "": circulated}, sorted({*sizes, *real_sizes})))
         result["signals"][f"{signal:g}"] = {
-            where: [{"way": way, "growth": growth(row), "errors": row} for way, row in found.items()]
+            where: [{"way": method, "growth": growth(row), "errors": row} for method, row in found.items()]
             for where, found in errors.items()
         }
     console.print(ABOUT_CIRCULATED)

@@ -1,14 +1,14 @@
-"""Step time of two-rank training with FP32-accumulated gradients, by that with native BF16 reductions.
+"""Step time of two-rank training with FP32-accumulated gradients, relative to native BF16 reductions.
 
 A Llama, cast to BF16, is trained by two processes on gloo, each with one thread: under DDP (default buckets) and under
 FSDP2 (a group per layer, norms in FP32 as a group of their own), once with torch's own reduction and once with ours.
 All four live in the same processes and take turns in blocks of a few steps, in an order that is reversed each round, so
-that the machine's moods fall on all of them alike. Per round the mean step times of a pair give one ratio; reported are
-the median and the quartiles of the ratios. A step is timed on rank 0 with and without the optimizer. Processor time is
-that of all threads of both processes, gloo's included: it leaves out waiting, and what else runs on the machine.
+that changes in the machine's speed affect all of them equally. Per round the mean step times of a pair give one ratio;
+reported are the median and the quartiles of the ratios. A step is timed on rank 0 with and without the optimizer.
+Processor time is that of all threads of both processes, gloo's included; it excludes waiting and other programs.
 
-Then the reductions alone: one bucket of 25 MB with nothing else to do, where no computation hides anything, what ours
-consists of, and native FP32, which moves twice the bytes.
+Then the reductions alone, on one bucket of 25 MB, where no computation hides their time; the parts of ours; and native
+FP32, which moves twice the bytes.
 
     python benchmarks/reduction_overhead.py [--rounds 16] [--tokens 256] [--output benchmarks/results/…json]
 """
@@ -76,7 +76,7 @@ def llama(layers: int, width: int, vocabulary: int) -> nn.Module:
 
 
 class Watch:
-    """Time from when all ranks are there, and processor time of all of them."""
+    """Measures the time from the moment all ranks have arrived, and the processor time of all of them."""
 
     def __init__(self) -> None:
         dist.barrier()
@@ -91,7 +91,7 @@ class Watch:
         return passed, float(used)
 
 
-class Training:
+class TrainingRun:
     """One model under `kind`, with our reduction or the native one."""
 
     def __init__(self, kind: str, ours: bool, model: nn.Module) -> None:
@@ -111,7 +111,7 @@ class Training:
         self.optimizer = AdamW(self.model.parameters(), lr=1e-4)
 
     def block(self, tokens: Tensor, steps: int) -> None:
-        """Time some steps; what is kept is their mean."""
+        """Time some steps and keep their mean."""
         watch, reduced = Watch(), 0.0
         for _ in range(steps):
             start = time.perf_counter()
@@ -123,7 +123,7 @@ class Training:
             series.append(total / steps)
 
     def forget(self) -> None:
-        """Leave out what was timed so far."""
+        """Drop the times so far, after warming up."""
         for series in self.times.values():
             series.clear()
 
@@ -135,34 +135,38 @@ def ratios(ours: Sequence[float], native: Sequence[float]) -> dict[str, float]:
 
 
 def steps(options: dict[str, int]) -> list[dict[str, Any]]:
-    """Rows of step times."""
+    """Time training steps.
+
+    Returns:
+        The rows of the table.
+    """
     rank = dist.get_rank()
     shape = options["layers"], options["width"], options["vocabulary"]
-    trainings = {(kind, ours): Training(kind, ours, llama(*shape)) for kind in KINDS for ours in (False, True)}
+    runs = {(kind, ours): TrainingRun(kind, ours, llama(*shape)) for kind in KINDS for ours in (False, True)}
     length = min(options["tokens"], 128)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(shape[2], (options["tokens"] // length, length), generator=generator)
     for turn in range(options["rounds"] + 1):
-        for training in list(trainings.values())[:: 1 if turn % 2 else -1]:
-            training.block(tokens, options["block"])
+        for run in list(runs.values())[:: 1 if turn % 2 else -1]:
+            run.block(tokens, options["block"])
             if turn == 0:
-                training.forget()  # buckets are built anew after the first step
+                run.forget()  # buckets are built anew after the first step
     rows = []
     for kind in KINDS:
-        for what in trainings[kind, True].times:
-            native, ours = (trainings[kind, o].times[what] for o in (False, True))
+        for what in runs[kind, True].times:
+            native, ours = (runs[kind, o].times[what] for o in (False, True))
             medians = {"native_ms": 1e3 * statistics.median(native), "ours_ms": 1e3 * statistics.median(ours)}
             rows.append({"kind": kind, "what": what, **medians, **ratios(ours, native)})
     return rows
 
 
 def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
-    """What is done with a bucket, by what it is compared with: the first of each group."""
+    """The reductions of a bucket by group; within a group all are compared with the first."""
     group: Any = dist.group.WORLD
     own = torch.randn(BUCKET // 2, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     wide, received = own.float(), torch.empty_like(own)
     part, wide_part = own.new_empty(len(own) // RANKS), wide.new_empty(len(own) // RANKS)
-    means, scattering = BucketAverager(group), FP32ReduceScatter(torch.bfloat16, ScratchBuffers(), False)
+    averager, reduce_scatter = BucketAverager(group), FP32ReduceScatter(torch.bfloat16, ScratchBuffers(), False)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed both
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     average = dist.ReduceOp.AVG
@@ -174,12 +178,12 @@ def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
     return {
         "all-reduce (DDP)": {
             NATIVE: lambda: native_mean(own),
-            "ours": lambda: means(own, True, True).wait(),
+            "ours": lambda: averager(own, True, True).wait(),
             "native FP32, twice the bytes": lambda: native_mean(wide),
         },
         "reduce-scatter (FSDP2)": {
             NATIVE: lambda: scatter(part, own, op=average, group=group),
-            "ours": lambda: scattering(part, own, group, average),
+            "ours": lambda: reduce_scatter(part, own, group, average),
             "native FP32, twice the bytes": lambda: scatter(wide_part, wide, op=average, group=group),
         },
         "what ours consists of": {
@@ -191,20 +195,26 @@ def bucket_actions() -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def buckets(rounds: int) -> list[dict[str, Any]]:
-    """Rows of times of the reductions alone."""
+    """Time the reductions alone.
+
+    Returns:
+        The rows of the table.
+    """
     actions = bucket_actions()
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {(g, way): [] for g in actions for way in actions[g]}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {
+        (g, method): [] for g in actions for method in actions[g]
+    }
     for turn in range(rounds + 2):
-        for group, way in list(times)[:: 1 if turn % 2 else -1]:
+        for group, method in list(times)[:: 1 if turn % 2 else -1]:
             watch = Watch()
-            actions[group][way]()
-            times[group, way].append(watch.stop())
+            actions[group][method]()
+            times[group, method].append(watch.stop())
     rows = []
-    for (group, way), series in times.items():
+    for (group, method), series in times.items():
         passed, used = zip(*series[2:], strict=True)
         medians = {"ms": 1e3 * statistics.median(passed), "processor_ms": 1e3 * statistics.median(used)}
-        row: dict[str, Any] = {"kind": group, "what": way, **medians}
-        if NATIVE in actions[group] and way != NATIVE:
+        row: dict[str, Any] = {"kind": group, "what": method, **medians}
+        if NATIVE in actions[group] and method != NATIVE:
             native, native_used = zip(*times[group, NATIVE][2:], strict=True)
             row |= ratios(passed, native)
             row["processor_ratio"] = ratios(used, native_used)["ratio"]
@@ -213,7 +223,7 @@ def buckets(rounds: int) -> list[dict[str, Any]]:
 
 
 def _rank(rank: int, options: dict[str, int], folder: str) -> None:
-    """One process; rank 0 writes what it finds."""
+    """Run one process; rank 0 writes the results."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=UserWarning)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
@@ -231,7 +241,7 @@ def spread(row: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, list[dict[str, Any]]]) -> list[Table]:
-    """What is printed."""
+    """Format the results as two tables."""
     by_step = Table(title="step time", title_justify="left")
     for heading in ("wrapped by", "what", "native ms", "ours ms", "ratio (quartiles)", f"≤ {AIM}"):
         by_step.add_column(heading, justify="left" if heading in ("wrapped by", "what") else "right")
@@ -259,7 +269,7 @@ def main(
     bucket_rounds: Annotated[int, typer.Option(help="How often a bucket is reduced.")] = 20,
     output: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
 ) -> None:
-    """Step time with FP32-accumulated gradients, by that with native BF16 reductions."""
+    """Step time with FP32-accumulated gradients, relative to native BF16 reductions."""
     output = output or Path(f"benchmarks/results/reduction-overhead-{date.today()}.json")
     options = {"rounds": rounds, "block": block, "tokens": tokens, "bucket_rounds": bucket_rounds}
     options |= {"layers": layers, "width": width, "vocabulary": vocabulary}

@@ -1,9 +1,10 @@
-"""Time of one optimizer step on the CPU: ours in each mode, beside torch's fused AdamW and optimi.
+"""Time of one optimizer step on the CPU: ours in each mode, compared with torch's fused AdamW and optimi.
 
-All contenders step the same shapes, interleaved in one process, so that the machine's moods fall on all of them alike;
-medians are compared. Where a process finds its memory decides how fast it is, and not for all contenders alike, so
-that is done in several processes, one after the other: the table shows medians over processes, and between which
-ratios they lie. Nothing is timed before the native step has been shown to equal the eager one bit for bit.
+All candidates step the same shapes, interleaved in one process, so that changes in the machine's speed affect all of
+them equally; medians are compared. How fast a process is also depends on where its memory lies, and not to the same
+extent for all candidates. So this is repeated in several processes, one after the other: the table shows medians over
+processes, and the range of their ratios. Nothing is timed before the native step has been shown to equal the eager one
+bit for bit.
 
     python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--algorithms] [--output …json]
 """
@@ -35,7 +36,7 @@ LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]
 Row = dict[str, Any]
 Process = dict[str, list[Row]]
-Contenders = Callable[[Shapes], dict[str, torch.optim.Optimizer]]
+Candidates = Callable[[Shapes], dict[str, torch.optim.Optimizer]]
 BASELINE = "torch AdamW, FP32, fused"
 
 
@@ -67,7 +68,7 @@ def parameters(shapes: Shapes, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     return params
 
 
-def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+def candidates(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     """An optimizer per row of the table, each with parameters of its own."""
 
     def torch_fused(dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -93,7 +94,7 @@ def contenders(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
 
 
 def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
-    """Every algorithm of ours beside the baseline; what is no matrix is AdamW's in Muon."""
+    """Every algorithm of ours and the baseline; Muon steps only matrices, and leaves other tensors to AdamW."""
     params = parameters(shapes, torch.float32)
     found: dict[str, torch.optim.Optimizer] = {
         BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True)
@@ -145,7 +146,7 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[R
     ]
 
 
-def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Contenders) -> Process:
+def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates) -> Process:
     """The whole comparison in this process: rows by set."""
     torch.set_num_threads(threads)
     check_parity()
@@ -185,7 +186,7 @@ def main() -> None:
     options = parser.parse_args()
     require_compiler()
 
-    build = algorithms if options.algorithms else contenders
+    build = algorithms if options.algorithms else candidates
     sets = dict(list(SETS.items())[:1]) if options.algorithms else SETS
     processes: list[Process] = []
     for _ in tqdm(range(options.processes), unit="process"):

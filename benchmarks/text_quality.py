@@ -1,11 +1,11 @@
-"""How far each way of training ends from FP32, against the noise of the seed.
+"""How far from FP32 does each variant of training end, compared with the noise of the seed?
 
 Both stages of `hf-lowprec demo` (pre-training a small byte-level Llama, fine-tuning its FP32 result) over several
-seeds. A seed sets the initial weights and the data order; within a seed all ways share both, so differences from FP32
-are paired. Text and validation blocks are the same for all seeds.
+seeds. A seed sets the initial weights and the data order; within a seed all variants share both, so differences from
+FP32 are paired. Text and validation blocks are the same for all seeds.
 
-Two runs of pre-training that begin a hair apart end apart, whatever their precision. How far is measured too: FP32
-again, from first weights that each differ by a thousandth.
+Two runs of pre-training that begin with slightly different weights end apart, whatever their precision. That distance
+is measured too: FP32 again, from first weights that each differ by a thousandth.
 
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
     python benchmarks/text_quality.py --join benchmarks/results/text-quality-*.json
@@ -44,18 +44,18 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Quality:
-    """Final validation losses of one way in one stage, over seeds.
+    """Final validation losses of one variant in one stage, over seeds.
 
     Attributes:
         stage: the stage's name.
-        way: the way's name.
+        variant: the variant's name.
         losses: in nats per token, one for each seed.
         differences: from FP32 of the same seed.
         fp32_noise: standard deviation of FP32's losses over seeds; NaN for one seed.
     """
 
     stage: str
-    way: str
+    variant: str
     losses: list[float]
     differences: list[float]
     fp32_noise: float
@@ -91,14 +91,14 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def qualities(by_seed: Sequence[Sequence[Numbers]]) -> list[Quality]:
-    """Every stage and way, from the recorded stages of every seed."""
+    """Summarize every stage and variant from the recorded stages of every seed."""
     found = []
     for stages in zip(*by_seed, strict=True):
         exact = [stage["runs"]["fp32"]["final"] for stage in stages]
-        for way in stages[0]["runs"]:
-            losses = [stage["runs"][way]["final"] for stage in stages]
+        for variant in stages[0]["runs"]:
+            losses = [stage["runs"][variant]["final"] for stage in stages]
             differences = [loss - reference for loss, reference in zip(losses, exact, strict=True)]
-            found.append(Quality(stages[0]["name"], way, losses, differences, _deviation(exact)))
+            found.append(Quality(stages[0]["name"], variant, losses, differences, _deviation(exact)))
     return found
 
 
@@ -130,13 +130,15 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for quality in qualities(by_seed):
-        runs = [stage["runs"][quality.way] for stages in by_seed for stage in stages if stage["name"] == quality.stage]
+        runs = [
+            stage["runs"][quality.variant] for stages in by_seed for stage in stages if stage["name"] == quality.stage
+        ]
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
-            VARIANTS[quality.way].label,
+            VARIANTS[quality.variant].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
-            *(("0", "0") if quality.way == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
+            *(("0", "0") if quality.variant == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
             f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -197,8 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
 
     def result(seed: int) -> Progress:
         return Progress(
-            on_result=lambda stage, way, run: print(
-                f"[{time.perf_counter() - started:6.0f} s] seed {seed}, {stage}, {way.label}: {run.final:.4f}",
+            on_result=lambda stage, variant, run: print(
+                f"[{time.perf_counter() - started:6.0f} s] seed {seed}, {stage}, {variant.label}: {run.final:.4f}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -217,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     summary = [
         {
             "stage": quality.stage,
-            "way": quality.way,
+            "way": quality.variant,
             "losses": quality.losses,
             "mean": quality.loss,
             "standard_deviation": quality.spread,

@@ -59,7 +59,7 @@ class Outcome:
 
 
 def fine_tune(
-    way: Variant,
+    variant: Variant,
     model: nn.Module,
     train: Any,
     validation: Any,
@@ -70,26 +70,26 @@ def fine_tune(
     """Train `model`, FP32 on entry, in place.
 
     Args:
-        way: dtype and optimizer.
+        variant: dtype and optimizer.
         model: of transformers, with a head whose labels the data have.
         train: `datasets.Dataset`.
         validation: the same for a classification, or None.
-        settings: what all ways share.
+        settings: the settings that all variants share.
         folder: the Trainer's; nothing is written.
-        bfloat16_norms: for a way that is ours, `model.to(torch.bfloat16)` and our optimizer without our cast.
+        bfloat16_norms: for a variant of ours: `model.to(torch.bfloat16)` and our optimizer without our cast.
     """
     by_name = not bfloat16_norms  # else the same optimizer, handed over as a class: nothing of ours sees the model
-    if not (way.is_ours and by_name):
-        cast_whole_model(model, way.dtype)
+    if not (variant.is_ours and by_name):
+        cast_whole_model(model, variant.dtype)
     trainer = Trainer(
         model=model,
-        args=_arguments(settings, way.optim if by_name else "adamw_torch", folder),
+        args=_arguments(settings, variant.optim if by_name else "adamw_torch", folder),
         train_dataset=train,
         eval_dataset=validation,
         data_collator=default_data_collator,
         compute_metrics=_accuracy,
-        callbacks=[LowPrecisionCallback(report=False, log_lost_updates=False)] if way.is_ours and by_name else [],
-        optimizer_cls_and_kwargs=None if by_name else optimizer_factory(way.optim, lr=settings.learning_rate),
+        callbacks=[LowPrecisionCallback(report=False, log_lost_updates=False)] if variant.is_ours and by_name else [],
+        optimizer_cls_and_kwargs=None if by_name else optimizer_factory(variant.optim, lr=settings.learning_rate),
     )
     trainer.remove_callback(PrinterCallback)
     before = norm_weights(model)

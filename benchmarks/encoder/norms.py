@@ -1,4 +1,4 @@
-"""Do the weights of norms move? Some steps of fine-tuning, in every way and without the cast policy."""
+"""Do the weights of norms move? Some steps of fine-tuning, in every variant, and without the cast policy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Build = Callable[[], nn.Module]
 
 BF16_NORMS = ", norms in BF16"
 RUNS = {
-    **{way.label: (way, False) for way in VARIANTS.values()},
-    **{way.label + BF16_NORMS: (way, True) for way in VARIANTS.values() if way.is_ours},
+    **{variant.label: (variant, False) for variant in VARIANTS.values()},
+    **{variant.label + BF16_NORMS: (variant, True) for variant in VARIANTS.values() if variant.is_ours},
 }
-"""Label -> the way, and whether our cast is left out."""
+"""Label → the variant, and whether our cast is left out."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Moving:
 
 
 def norm_runs(moving: Moving, say: Callable[[str], None]) -> dict[str, dict[str, Outcome]]:
-    """Every model in every way of `RUNS`, for a model from the same weights on the same batches.
+    """Train every model in every variant of `RUNS`; those of a model share the first weights and the batches.
 
     Args:
         moving: how.
@@ -75,8 +75,8 @@ def norm_runs(moving: Moving, say: Callable[[str], None]) -> dict[str, dict[str,
     found = dict[str, dict[str, Outcome]]()
     for name, (build, data) in models.items():
         found[name] = {}
-        for label, (way, bfloat16_norms) in RUNS.items():
-            run = fine_tune(way, build(), data, None, settings, moving.work / "trainer", bfloat16_norms)
+        for label, (variant, bfloat16_norms) in RUNS.items():
+            run = fine_tune(variant, build(), data, None, settings, moving.work / "trainer", bfloat16_norms)
             say(f"{name}, {label}: {run.norms.never_moved:.1%} of {run.norms.elements} weights of norms never moved")
             found[name][label] = run
     return found

@@ -12,12 +12,12 @@ import torch
 
 from gpu import parity, tuning
 from gpu.budget import Budget, OutOfTime, line
-from gpu.contenders import MODES, contenders, installed, our_backend
+from gpu.candidates import MODES, candidates, installed, our_backend
 from gpu.device import Device
 from gpu.measuring import Table, copy_speed, launches
 from gpu.report import Report
 from gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, TINY_UNTIED, Llama
-from gpu.training import WAYS, Run, train
+from gpu.training import VARIANTS, Run, train
 
 # What one parameter takes in the hungriest row, FP32 with its gradient and two moments; and what all of them may take.
 HUNGRIEST, ROOM = 16, 120 << 30
@@ -32,8 +32,8 @@ class Benchmark:
         self.report = report
         self.result = report.result
         self.small, self.large = (TINY, TINY_UNTIED) if device.rehearsal else (LLAMA_1B, LLAMA_8B)
-        found, versions = installed(contenders(device))
-        self.contenders = found
+        found, versions = installed(candidates(device))
+        self.candidates = found
         for package, version in versions.items():
             if version.startswith("not"):
                 print(f"{package}: {version}")
@@ -75,7 +75,7 @@ class Benchmark:
                 if checks[name] != "equal":
                     self.report.fail(f"parity of {name}: {checks[name]}")
         wrong = {mode for mode in MODES if checks[mode] != "equal"}
-        self.contenders = [contender for contender in self.contenders if contender.mode not in wrong]
+        self.candidates = [candidate for candidate in self.candidates if candidate.mode not in wrong]
 
     def copy(self) -> None:
         """The bandwidth that speeds are compared with."""
@@ -87,8 +87,8 @@ class Benchmark:
         return 1 << 20 if self.device.rehearsal else 4 << 30
 
     def step(self, key: str, model: Llama, rounds: int, repeats: int, seconds: float) -> None:
-        """A table of all contenders on one model."""
-        table = Table(self.device, model, self.contenders, self.say)
+        """A table of all candidates on one model."""
+        table = Table(self.device, model, self.candidates, self.say)
 
         def keep() -> None:
             self.result[key] = table.result()
@@ -96,50 +96,56 @@ class Benchmark:
             self.report.write()
 
         table.measure(rounds, repeats, self._copy_bytes, self.budget.part(seconds), keep)
-        self.contenders = [contender for contender in self.contenders if contender.name not in table.failures]
+        self.candidates = [candidate for candidate in self.candidates if candidate.name not in table.failures]
 
     def _note(self, failures: dict[str, str]) -> None:
-        ours = {contender.name for contender in self.contenders if contender.mode}
+        ours = {candidate.name for candidate in self.candidates if candidate.mode}
         for name, message in failures.items():
             (self.report.fail if name in ours else self.report.peer_failed)(f"{name}: {message}")
 
     def train(self, batch: int, length: int, rounds: int, steps: int, discard: int, seconds: float) -> None:
-        """End to end, each way in turn."""
+        """Train end to end in each variant in turn."""
         budget, what = self.budget.part(seconds), f"training, {batch} × {length} tokens"
-        runs = {way: Run() for way, mode in WAYS.items() if mode is None or self.result["parity"][mode] == "equal"}
+        runs = {
+            variant: Run()
+            for variant, mode in VARIANTS.items()
+            if mode is None or self.result["parity"][mode] == "equal"
+        }
         table: dict[str, Any] = {"model": self.small.name, "batch": batch, "length": length, "rows": []}
         self.result.setdefault("training", []).append(table)
         for number in range(rounds):
-            for way in list(runs):
+            for variant in list(runs):
                 if budget.left < (15 if number else 5):
-                    self.say(f"{what}: no time for {way} in round {number + 1}")
+                    self.say(f"{what}: no time for {variant} in round {number + 1}")
                     continue
                 try:
                     with budget.limit(90):
-                        train(self.device, self.small, way, (batch, length), steps, discard, runs[way])
+                        train(self.device, self.small, variant, (batch, length), steps, discard, runs[variant])
                 except (Exception, OutOfTime) as error:
-                    self.say(f"{what}, round {number + 1}, {way}: failed: {line(error)}")
-                    if not (isinstance(error, OutOfTime) and (error.expected or runs[way].step_ms)):
-                        del runs[way]
-                        self.report.fail(f"{what}, {way}: {line(error)}")
+                    self.say(f"{what}, round {number + 1}, {variant}: failed: {line(error)}")
+                    if not (isinstance(error, OutOfTime) and (error.expected or runs[variant].step_ms)):
+                        del runs[variant]
+                        self.report.fail(f"{what}, {variant}: {line(error)}")
                 else:
-                    self.say(f"{what}, round {number + 1}, {way}: {runs[way].step_ms[-1]:.2f} ms")
+                    self.say(f"{what}, round {number + 1}, {variant}: {runs[variant].step_ms[-1]:.2f} ms")
                 self.device.release()
-                done = {way: run for way, run in runs.items() if run.step_ms}
+                done = {variant: run for variant, run in runs.items() if run.step_ms}
                 table["steps"] = max((len(run.step_ms) for run in done.values()), default=0)
-                table["rows"] = [run.row(way, batch * length, self.small.parameters) for way, run in done.items()]
+                table["rows"] = [
+                    run.row(variant, batch * length, self.small.parameters) for variant, run in done.items()
+                ]
                 self.report.write()
 
     def launches(self, seconds: float) -> None:
         """Kernels per step. After the times, since a profiler may leave launches slower."""
         budget = self.budget.part(seconds)
         found = self.result["launches"] = {}
-        failures = launches(self.device, self.small, self.contenders, budget, self.say, found)
+        failures = launches(self.device, self.small, self.candidates, budget, self.say, found)
         self._note({name: f"launches: {message}" for name, message in failures.items()})
         self.report.write()
 
     def step_large(self, rounds: int, repeats: int, seconds: float) -> None:
-        """The table of as many layers of the larger model as fit beside FP32 states."""
+        """The table of as many layers of the larger model as fit in memory with FP32 states."""
         room = min(ROOM, self.device.free() - (4 << 30)) if not self.device.rehearsal else self.device.free()
         self.step("step_8b", self.large.fitting(room / HUNGRIEST), rounds, repeats, seconds)
 

@@ -189,7 +189,7 @@ class Gpu(Device):
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
             facts |= dict(zip(asked, (value.strip() for value in answer.splitlines()[0].split(",")), strict=True))
-        except Exception:  # only to be read beside the numbers
+        except Exception:  # only shown with the numbers
             facts["nvidia_smi"] = "did not answer"
         return facts
 

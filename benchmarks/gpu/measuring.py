@@ -1,4 +1,4 @@
-"""Time and memory of one optimizer step, of every contender in turn."""
+"""Time and memory of one optimizer step, of every candidate in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpu.budget import Budget, OutOfTime, line
-from gpu.contenders import BASELINE, Contender
+from gpu.candidates import BASELINE, Candidate
 from gpu.device import Device
 from gpu.shapes import Llama, Shapes, parameters
 
@@ -22,7 +22,7 @@ LONGEST_AHEAD_MS = 100.0
 
 @dataclass
 class Samples:
-    """What was measured of one contender, over all rounds; milliseconds and bytes."""
+    """The measurements of one candidate over all rounds, in milliseconds and bytes."""
 
     device_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
@@ -34,19 +34,19 @@ class Samples:
     extra_bytes: int = 0
     state_bytes: int = 0
 
-    def row(self, contender: Contender, count: int, copy_speed: float) -> dict[str, Any]:
-        """The row of the table, for `count` parameters beside a copy of `copy_speed` bytes per second."""
+    def row(self, candidate: Candidate, count: int, copy_speed: float) -> dict[str, Any]:
+        """The row of the table, for `count` parameters, compared with a copy of `copy_speed` bytes per second."""
         device_ms = statistics.median(self.device_ms)
-        speed = contender.bytes * count / device_ms * 1e3
+        speed = candidate.bytes * count / device_ms * 1e3
         return {
-            "optimizer": contender.name,
+            "optimizer": candidate.name,
             "device_ms": device_ms,
             "fastest_ms": min(self.device_ms),
             "rounds_ms": self.round_ms,
             "waited_for_host": self.waited > len(self.device_ms) // 2,
             "host_ms": statistics.median(self.host_ms),
             "wall_ms": statistics.median(self.wall_ms),
-            "bytes_per_parameter": contender.bytes,
+            "bytes_per_parameter": candidate.bytes,
             "gigabytes_per_second": speed / 1e9,
             "of_copy": speed / copy_speed,
             "state_bytes_per_parameter": self.state_bytes / count,
@@ -63,13 +63,13 @@ def copy_speed(device: Device, size: int, repeats: int = 20) -> dict[str, float]
     return {"bytes": 2.0 * source.nbytes, "median_ms": median, "bytes_per_second": 2e3 * source.nbytes / median}
 
 
-def add_samples(device: Device, contender: Contender, shapes: Shapes, repeats: int, samples: Samples) -> None:
-    """One round of one contender, from its construction on; the caller gives the memory back."""
-    params = parameters(shapes, contender.dtype, device.device)
+def add_samples(device: Device, candidate: Candidate, shapes: Shapes, repeats: int, samples: Samples) -> None:
+    """One round of one candidate, from its construction on; the caller gives the memory back."""
+    params = parameters(shapes, candidate.dtype, device.device)
     held = device.allocated()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        optimizer = contender.build(params)
+        optimizer = candidate.build(params)
         optimizer.step()
     device.synchronize()
     samples.state_bytes = device.allocated() - held
@@ -93,14 +93,14 @@ def add_samples(device: Device, contender: Contender, shapes: Shapes, repeats: i
 
 
 class Table:
-    """The contenders on one model: rounds of all of them in turn, so that a drifting clock falls on all alike."""
+    """Measures the candidates on one model, in rounds of all of them, so that a drifting clock affects all equally."""
 
-    def __init__(self, device: Device, model: Llama, contenders: list[Contender], say: Say) -> None:
+    def __init__(self, device: Device, model: Llama, candidates: list[Candidate], say: Say) -> None:
         self._device = device
         self._model = model
-        self._contenders = contenders
+        self._candidates = candidates
         self._say = say
-        self._samples = {contender.name: Samples() for contender in contenders}
+        self._samples = {candidate.name: Samples() for candidate in candidates}
         self.failures: dict[str, str] = {}
         self.copies: list[float] = []
 
@@ -109,28 +109,28 @@ class Table:
         for number in range(rounds):
             self.copies.append(copy_speed(self._device, copy_bytes)["bytes_per_second"])
             self._device.release()
-            for contender in self._contenders:
-                if contender.name in self.failures:
+            for candidate in self._candidates:
+                if candidate.name in self.failures:
                     continue
                 if budget.left < (20 if number else 5):
-                    self._say(f"{self._model.name}: no time for {contender.name} in round {number + 1}")
+                    self._say(f"{self._model.name}: no time for {candidate.name} in round {number + 1}")
                     continue
-                self._one(contender, number, repeats, budget)
+                self._one(candidate, number, repeats, budget)
                 keep()
 
-    def _one(self, contender: Contender, number: int, repeats: int, budget: Budget) -> None:
-        samples, begin = self._samples[contender.name], budget.spent
+    def _one(self, candidate: Candidate, number: int, repeats: int, budget: Budget) -> None:
+        samples, begin = self._samples[candidate.name], budget.spent
         try:
-            with budget.limit(contender.patience):
-                add_samples(self._device, contender, self._model.shapes, repeats, samples)
+            with budget.limit(candidate.patience):
+                add_samples(self._device, candidate, self._model.shapes, repeats, samples)
         except (Exception, OutOfTime) as error:
-            self._say(f"{self._model.name}, round {number + 1}, {contender.name}: failed: {line(error)}")
+            self._say(f"{self._model.name}, round {number + 1}, {candidate.name}: failed: {line(error)}")
             # What earlier rounds measured stays, and that the time is up is nobody's failure.
             if not (isinstance(error, OutOfTime) and (error.expected or samples.device_ms)):
-                self.failures[contender.name] = line(error)
+                self.failures[candidate.name] = line(error)
         else:
             self._say(
-                f"{self._model.name}, round {number + 1}, {contender.name}: {samples.round_ms[-1]:.3f} ms"
+                f"{self._model.name}, round {number + 1}, {candidate.name}: {samples.round_ms[-1]:.3f} ms"
                 f" ({budget.spent - begin:.1f} s)"
             )
         # Only now, since the exception held on to what the failed step had allocated.
@@ -140,9 +140,9 @@ class Table:
         """Rows, failures and what they were measured on."""
         count, speed = self._model.parameters, statistics.median(self.copies)
         rows = [
-            self._samples[contender.name].row(contender, count, speed)
-            for contender in self._contenders
-            if self._samples[contender.name].device_ms and contender.name not in self.failures
+            self._samples[candidate.name].row(candidate, count, speed)
+            for candidate in self._candidates
+            if self._samples[candidate.name].device_ms and candidate.name not in self.failures
         ]
         baseline = next((row["device_ms"] for row in rows if row["optimizer"] == BASELINE), None)
         for row in rows:
@@ -160,30 +160,30 @@ class Table:
 
 
 def launches(
-    device: Device, model: Llama, contenders: list[Contender], budget: Budget, say: Say, found: dict[str, Any]
+    device: Device, model: Llama, candidates: list[Candidate], budget: Budget, say: Say, found: dict[str, Any]
 ) -> dict[str, str]:
-    """Put kernels and copies of a step of each contender, by the profiler, into `found`; returns failures."""
+    """Put kernels and copies of a step of each candidate, by the profiler, into `found`; returns failures."""
     failures: dict[str, str] = {}
     params: list[torch.nn.Parameter] = []
     optimizer: torch.optim.Optimizer | None = None
     scratch = torch.zeros(1, device=device.device)
-    device.launches(scratch.zero_)  # what the profiler does when it first starts is not to be in anybody's way
-    for contender in contenders:
+    device.launches(scratch.zero_)  # what the profiler does when it first starts must not be part of a measurement
+    for candidate in candidates:
         if budget.left < 5:
-            say(f"launches: no time for {contender.name}")
+            say(f"launches: no time for {candidate.name}")
             continue
         try:
-            with budget.limit(contender.patience), warnings.catch_warnings():
+            with budget.limit(candidate.patience), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                params = parameters(model.shapes, contender.dtype, device.device)
-                optimizer = contender.build(params)
+                params = parameters(model.shapes, candidate.dtype, device.device)
+                optimizer = candidate.build(params)
                 for _ in range(2):
                     optimizer.step()
                 device.synchronize()
-                found[contender.name] = device.launches(optimizer.step)
+                found[candidate.name] = device.launches(optimizer.step)
         except (Exception, OutOfTime) as error:
-            failures[contender.name] = line(error)
-            say(f"launches of {contender.name}: failed: {line(error)}")
+            failures[candidate.name] = line(error)
+            say(f"launches of {candidate.name}: failed: {line(error)}")
         params, optimizer = [], None
         device.release()
     return failures

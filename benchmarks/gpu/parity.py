@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu.contenders import BF16, COMMON, FP32, our_backend
+from gpu.candidates import BF16, COMMON, FP32, our_backend
 from gpu.device import Device
 from hf_lowprec import AdamW
 

@@ -31,7 +31,7 @@ class Report:
             self.result["failures"].append(message)
 
     def peer_failed(self, message: str) -> None:
-        """Note a failure of somebody else's."""
+        """Note a failure of another package."""
         if message not in self.result["peer_failures"]:
             self.result["peer_failures"].append(message)
 
@@ -119,7 +119,7 @@ def _step(table: dict[str, Any], launched: dict[str, Any]) -> str:
 def _training(table: dict[str, Any]) -> str:
     base = next((row for row in table["rows"] if row["way"] == AUTOCAST), None)
 
-    def beside(key: str) -> Callable[[Row], str]:
+    def relative(key: str) -> Callable[[Row], str]:
         def show(row: Row) -> str:
             ratio = compared(row, base, key)
             return "" if ratio is None else f"{ratio:.3f}"
@@ -130,10 +130,10 @@ def _training(table: dict[str, Any]) -> str:
         "way": _cell("way", ""),
         "step ms": _cell("step_ms", ".2f"),
         "tokens/s": _cell("tokens_per_second", ".0f"),
-        "× autocast": beside("tokens_per_second"),
+        "× autocast": relative("tokens_per_second"),
         "peak GB": _cell("peak_gigabytes", ".2f"),
         "weights, gradients, state GB": _cell("non_activation_gigabytes", ".3f"),
-        "× autocast's": beside("non_activation_gigabytes"),
+        "× autocast's": relative("non_activation_gigabytes"),
         "last loss": lambda row: f"{row['losses'][-1]:.4f}",
     }
     title = (

@@ -1,11 +1,11 @@
-"""What was aimed at, beside what was measured."""
+"""Compare the measurements with the targets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from gpu.contenders import BASELINE, MODES, our_name
+from gpu.candidates import BASELINE, MODES, our_name
 from gpu.training import AUTOCAST
 
 Row = dict[str, Any]
@@ -75,11 +75,11 @@ def _training(tables: list[dict[str, Any]]) -> list[Target]:
         rows = {row["way"]: row for row in table["rows"]}
         base = rows.pop(AUTOCAST, None)
         where = f", {table['batch']} × {table['length']} tokens" if table["batch"] else ""
-        for way in rows or ("BF16, hf_lowprec",):
-            row = rows.get(way)
+        for variant in rows or ("BF16, hf_lowprec",):
+            row = rows.get(variant)
             speed = compared(row, base, "tokens_per_second")
             size = compared(row, base, "non_activation_gigabytes")
-            what = f"{way}{where}"
+            what = f"{variant}{where}"
             found.append(_judged(f"{what}: tokens/s × autocast", "≥ 1.15", speed, lambda x: x >= 1.15))
             found.append(_judged(f"{what}: non-activation memory × autocast", "≤ 0.60", size, lambda x: x <= 0.60))
     return found

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 import hf_lowprec
-from gpu.contenders import BF16, COMMON, our_backend
+from gpu.candidates import BF16, COMMON, our_backend
 from gpu.device import Device
 from gpu.shapes import Llama
 
 AUTOCAST = "FP32 + BF16 autocast, torch AdamW fused"
-WAYS = {AUTOCAST: None, "BF16, hf_lowprec kahan": "kahan", "BF16, hf_lowprec stochastic": "stochastic"}
+VARIANTS = {AUTOCAST: None, "BF16, hf_lowprec kahan": "kahan", "BF16, hf_lowprec stochastic": "stochastic"}
 TRAINING = {**COMMON, "lr": 1e-4}
 
 
 @dataclass
 class Run:
-    """What was measured of one way to train, over all rounds."""
+    """The measurements of one variant of training over all rounds."""
 
     step_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -31,11 +31,11 @@ class Run:
     """Weights, gradients and optimizer state."""
     losses: list[float] = field(default_factory=list)
 
-    def row(self, way: str, tokens: int, count: int) -> dict[str, Any]:
+    def row(self, variant: str, tokens: int, count: int) -> dict[str, Any]:
         """The row of the table."""
         median = statistics.median(self.step_ms)
         return {
-            "way": way,
+            "way": variant,
             "step_ms": median,
             "fastest_ms": min(self.step_ms),
             "tokens_per_second": 1e3 * tokens / median,
@@ -73,12 +73,14 @@ def build(shape: Llama, device: Device) -> torch.nn.Module:
     return model.train()
 
 
-def train(device: Device, shape: Llama, way: str, size: tuple[int, int], steps: int, discard: int, run: Run) -> None:
+def train(
+    device: Device, shape: Llama, variant: str, size: tuple[int, int], steps: int, discard: int, run: Run
+) -> None:
     """Train for `discard + steps` steps on batches of `size` (sequences, tokens) and add what was measured to `run`.
 
     The host does not wait for the device between steps, as in a training loop that does not log every step.
     """
-    mode = WAYS[way]
+    mode = VARIANTS[variant]
     before = device.allocated()
     model = build(shape, device)
     optimizer: torch.optim.Optimizer
@@ -111,4 +113,4 @@ def train(device: Device, shape: Llama, way: str, size: tuple[int, int], steps: 
     run.step_ms += [device.between(first, second) for first, second in pairwise(marks)]
     run.losses += [losses[0].item(), losses[-1].item()]
     if not all(map(math.isfinite, run.losses)):
-        raise RuntimeError(f"the loss of {way} is not finite: {run.losses}")
+        raise RuntimeError(f"the loss of {variant} is not finite: {run.losses}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu import parity
 from gpu.budget import Budget, OutOfTime, line
-from gpu.contenders import BF16, ours
+from gpu.candidates import BF16, ours
 from gpu.device import Device
 from gpu.measuring import Say
 from gpu.shapes import Llama, parameters

@@ -27,7 +27,7 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """A row of the table.
 
     Attributes:
@@ -60,9 +60,9 @@ def our_backend(device: Device) -> str:
     return "auto"
 
 
-def ours(mode: str, device: Device) -> Contender:
+def ours(mode: str, device: Device) -> Candidate:
     backend = our_backend(device)
-    return Contender(
+    return Candidate(
         our_name(mode),
         BF16,
         18 if mode == "kahan" else 14,
@@ -107,30 +107,30 @@ def _torchao(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return _AdamW(params, **COMMON, bf16_stochastic_round=True)
 
 
-def contenders(device: Device) -> list[Contender]:
-    """All of them, the most telling first: time may run out."""
+def candidates(device: Device) -> list[Candidate]:
+    """All candidates, the most informative ones first, because time may run out."""
     return [
         ours("kahan", device),
-        Contender(BASELINE, FP32, 28, _torch(fused=True)),
+        Candidate(BASELINE, FP32, 28, _torch(fused=True)),
         ours("stochastic", device),
         ours("nearest", device),
-        Contender("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
-        Contender("optimi AdamW, BF16, Kahan, Triton", BF16, 18, _optimi("triton"), package="torch-optimi"),
+        Candidate("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
+        Candidate("optimi AdamW, BF16, Kahan, Triton", BF16, 18, _optimi("triton"), package="torch-optimi"),
         # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 or 16 bits.
-        Contender("flashoptim AdamW, 24 bits", BF16, 12.25, _flashoptim(24), package="flashoptim"),
-        Contender("flashoptim AdamW, 32 bits", BF16, 14.25, _flashoptim(32), package="flashoptim"),
-        Contender("torch AdamW, BF16, foreach", BF16, 14, _torch(foreach=True)),
-        Contender("optimi AdamW, BF16, Kahan, foreach", BF16, 18, _optimi("foreach"), package="torch-optimi"),
+        Candidate("flashoptim AdamW, 24 bits", BF16, 12.25, _flashoptim(24), package="flashoptim"),
+        Candidate("flashoptim AdamW, 32 bits", BF16, 14.25, _flashoptim(32), package="flashoptim"),
+        Candidate("torch AdamW, BF16, foreach", BF16, 14, _torch(foreach=True)),
+        Candidate("optimi AdamW, BF16, Kahan, foreach", BF16, 18, _optimi("foreach"), package="torch-optimi"),
         # Compiles a kernel per shape in its first step.
-        Contender("torchao AdamW, stochastic", BF16, 14, _torchao, package="torchao", patience=110),
+        Candidate("torchao AdamW, stochastic", BF16, 14, _torchao, package="torchao", patience=110),
     ]
 
 
 _MODULES = {"torch-optimi": "optimi", "flashoptim": "flashoptim", "torchao": "torchao"}
 
 
-def installed(found: list[Contender]) -> tuple[list[Contender], dict[str, str]]:
-    """Those whose package is here, and the versions of the packages."""
+def installed(found: list[Candidate]) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates whose package is installed, and the versions of the packages."""
     versions, missing = {}, set()
     for package, module in _MODULES.items():
         if importlib.util.find_spec(module) is None:
@@ -138,4 +138,4 @@ def installed(found: list[Contender]) -> tuple[list[Contender], dict[str, str]]:
             versions[package] = "not installed, left out"
         else:
             versions[package] = metadata.version(package)
-    return [contender for contender in found if contender.package not in missing], versions
+    return [candidate for candidate in found if candidate.package not in missing], versions
