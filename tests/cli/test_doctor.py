@@ -1,4 +1,4 @@
-"""`hf-lowprec doctor`: says that all is well where it is, and finds what was broken on purpose."""
+"""`hf-lowprec doctor` reports a working machine as such, and finds each part that a test breaks on purpose."""
 
 from importlib import metadata
 
@@ -19,7 +19,7 @@ CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
 
 @pytest.fixture(autouse=True, scope="module")
 def broken_here() -> int:
-    """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX: there the doctor has to say so."""
+    """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX, where the doctor must fail."""
     return int(any(probe.broken for probe in probe_layers(torch.device("cpu"))[0]))
 
 
@@ -36,7 +36,7 @@ def _findings(output: str) -> dict[str, tuple[str, str]]:
 
 @pytest.fixture
 def compiled_anew(monkeypatch, tmp_path):
-    """Steps are compiled for this test, and for those after it."""
+    """Compile steps again for this test, and again for the next ones."""
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
     native._load.cache_clear()
     yield

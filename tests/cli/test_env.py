@@ -1,4 +1,4 @@
-"""`hf-lowprec env`: what is installed, as Markdown."""
+"""`hf-lowprec env` prints what is installed, as Markdown."""
 
 import torch
 import transformers

@@ -1,4 +1,4 @@
-"""`hf-lowprec estimate`: the bytes it foretells are those that training then holds."""
+"""`hf-lowprec estimate` predicts the bytes that training then holds."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def write_config(folder, config, **changes):
 
 
 class GradientBytes(TrainerCallback):
-    """Counts what is there when a step begins."""
+    """Counts the bytes that exist when a step begins."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.nbytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
@@ -140,7 +140,7 @@ def test_numbers_are_never_cut(tmp_path, monkeypatch):
     assert len([line for line in output.splitlines() if len(line.split()) > 7 and "," in line]) >= 3
 
 
-def test_code_beside_a_configuration_is_not_run(tmp_path):
+def test_code_next_to_a_configuration_is_not_run(tmp_path):
     config = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Config"}, "architectures": ["Foreign"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -217,7 +217,7 @@ CODE = "somebody/attention-of-their-own"
 
 
 def uses_no_code(tmp_path, monkeypatch, config) -> None:
-    """That a kernel named anywhere in a configuration is not looked for."""
+    """Assert that a kernel named anywhere in a configuration is not loaded."""
     from transformers.integrations import hub_kernels
 
     def reached(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""`hf-lowprec run`: unmodified scripts."""
+"""`hf-lowprec run` runs unmodified scripts, and names the command for launchers."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SCRIPT = """
 import sys
 from transformers import TrainingArguments
 print(__name__, sys.argv, sys.path[0])
-import beside
+import neighbour
 print(repr(TrainingArguments(output_dir="out", optim=sys.argv[-1]).optim.value))
 """
 
@@ -35,7 +35,7 @@ def run(cwd, *words):
 def script(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
-    (folder / "beside.py").write_text("")
+    (folder / "neighbour.py").write_text("")
     (folder / "script.py").write_text(SCRIPT)
     return folder / "script.py"
 
@@ -72,7 +72,7 @@ def test_the_scripts_own_failure_comes_through(tmp_path):
 
 
 def refused(*words) -> str:
-    """What is said of a command that cannot be run, without starting a process."""
+    """The error of a command that cannot be run, without starting a process."""
     result = CliRunner().invoke(app, ["run", *map(str, words)])
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
@@ -154,7 +154,7 @@ def launched(command: list[str], **environment: str) -> str:
 
 @pytest.mark.slow
 def test_the_command_that_is_given_for_trl_trains(tmp_path):
-    """With what accelerate and TRL start by themselves: nothing is patched."""
+    """With the processes that accelerate and TRL start by themselves; nothing is patched."""
     model, data = tmp_path / "model", tmp_path / "data"
     tiny = llama()
     tiny.config.update({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64})

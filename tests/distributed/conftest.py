@@ -14,5 +14,5 @@ def processes(tmp_path):
 
 @pytest.fixture
 def store():
-    """Where ranks meet; as with a launcher, it is not one of them who keeps it, so it survives every rank."""
+    """The store where ranks meet. This process keeps it, as a launcher would, so it survives every rank."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

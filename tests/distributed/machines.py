@@ -1,4 +1,4 @@
-"""Machines that one computer plays: network namespaces, joined by a virtual cable."""
+"""Simulate machines on one computer: network namespaces, joined by a virtual cable."""
 
 import subprocess
 import uuid
@@ -11,7 +11,7 @@ LOOPBACK = "lo"
 
 
 class Machine:
-    """A network namespace, which sees its own interfaces only.
+    """A network namespace, which sees only its own interfaces.
 
     Args:
         name: unique on this computer.
@@ -23,7 +23,7 @@ class Machine:
         self.address = address
 
     def command(self, *words: object) -> list[object]:
-        """What runs `words` on this machine."""
+        """The command that runs `words` on this machine."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def switch(self, interface: str, state: str) -> None:
@@ -32,7 +32,7 @@ class Machine:
 
     @contextmanager
     def unplugged(self) -> Iterator[None]:
-        """Nothing passes through the cable meanwhile."""
+        """Let nothing pass through the cable inside."""
         self.switch(CABLE, "down")
         try:
             yield
@@ -48,7 +48,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines with a cable between them, and nothing else; gone at the end.
+    """Create two machines with a cable between them and no other network, and delete them at the end.
 
     Raises:
         OSError: this system, or this user, cannot create network namespaces.

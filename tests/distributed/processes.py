@@ -1,4 +1,4 @@
-"""Processes that a test starts, watches and ends, whatever becomes of it."""
+"""Start, watch and end the processes of a test, even if the test fails."""
 
 import os
 import signal
@@ -40,16 +40,16 @@ class Process:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has halted it."""
+        """Whether a signal has stopped it."""
         stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
 
-    def story(self) -> str:
+    def report(self) -> str:
         return f"--- {self.name} (exit status {self.code})\n{self.out[-1500:]}\n{self.err[-9000:]}"
 
 
 class Processes:
-    """Starts processes; at the end of the `with` block none of them runs any more, nor any that they started.
+    """Starts processes, and ends them and their children at the end of the `with` block.
 
     Args:
         folder: where their output goes, and where they run.
@@ -85,7 +85,7 @@ class Processes:
         begin = time.monotonic()
         while not happened():
             took = time.monotonic() - begin
-            assert took < seconds, "\n".join([f"after {took:.0f} s: {what}", *(p.story() for p in self.started)])
+            assert took < seconds, "\n".join([f"after {took:.0f} s: {what}", *(p.report() for p in self.started)])
             time.sleep(0.05)
         return time.monotonic() - begin
 

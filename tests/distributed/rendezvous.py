@@ -1,4 +1,4 @@
-"""What ranks do before they make their process group."""
+"""Let ranks wait for each other before they make their process group."""
 
 import os
 from datetime import timedelta
@@ -9,7 +9,7 @@ import torch.distributed as dist
 def wait_for_imports() -> None:
     """Wait until all ranks have imported what they need.
 
-    They get there at very different times on a busy machine, which must not count against a short timeout of the group.
+    On a busy machine they finish at very different times, which must not count against a short timeout of the group.
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, is_master=False, timeout=timedelta(minutes=4))

@@ -1,4 +1,4 @@
-"""Ranks that are killed at random moments, while they save above all: whatever they leave, resuming loses no bit.
+"""Ranks are killed at random moments, mostly while they save; a resumed run ends with the same bits all the same.
 
 `HF_LOWPREC_KILLS=20 HF_LOWPREC_SEED=7 pytest -s tests/distributed/test_chaos.py` kills more often.
 """
@@ -22,7 +22,7 @@ KILLS = int(os.environ.get("HF_LOWPREC_KILLS", "1"))
 SEED = int(os.environ.get("HF_LOWPREC_SEED", "1"))
 NEVER = (0, 99, 0.0)
 RANKS, SAVING = 2, 0.15
-"""How many seconds a save takes at most, on a machine with other things to do."""
+"""Most seconds that a save takes on a busy machine."""
 
 
 def fsdp2(state_dict_type: str) -> list[str]:
@@ -33,7 +33,7 @@ WRAPPED = {"ddp": ["ddp"], "sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2
 
 
 def train(out: Path, wrapped: str, killed: tuple[int, int, float]) -> nursery.Done:
-    """Train in `out`, from the last good checkpoint if there is one."""
+    """Train in `out`, from the last intact checkpoint if there is one."""
     words = "--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim adamw_bf16_kahan"
     words += f" --per_device_train_batch_size 2 --output_dir {out}"
     if last_complete(out) is not None:
@@ -72,7 +72,7 @@ def test_nothing_is_lost_by_kills(wrapped, tmp_path):
 
 
 def is_good(checkpoint: Path) -> bool:
-    """Whether it can be resumed from; if not, that is said in an error of ours."""
+    """Whether a checkpoint can be resumed from; if not, our error says so."""
     try:
         return resolve(str(checkpoint), str(checkpoint.parent)) == str(checkpoint)
     except ValueError as error:

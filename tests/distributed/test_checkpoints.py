@@ -1,4 +1,4 @@
-"""Checkpoints of sharded and replicated training go on bit for bit, also with another number of processes."""
+"""Sharded and replicated training resumes bit for bit, also with another number of processes."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def digest(ranks: int, kind: str, rounding: str, *task: str) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Folders of checkpoints that four ranks wrote half-way, with the digest at their end."""
+    """Folders of checkpoints that four ranks wrote halfway, with the digest of their weights at the end."""
     folders: dict[str, tuple[str, str]] = {}
 
     def save(format: str) -> tuple[str, str]:

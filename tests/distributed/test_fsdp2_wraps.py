@@ -1,4 +1,4 @@
-"""FSDP2 through accelerate, whatever it shards and in whatever order."""
+"""FSDP2 through accelerate, for models of different structure and different orders of calls."""
 
 import pytest
 
@@ -8,6 +8,6 @@ from tests.ranks import run_ranks
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_and_states_are_those_of_ddp():
-    """On three ranks: shards are uneven, and a sum in BF16 rounds twice. A case is one order of calls; the script says
-    of each what is special about it."""
+    """On three ranks shards are uneven, and a sum in BF16 rounds twice. A case is one order of calls; the script
+    describes each."""
     assert run_ranks("fsdp2_wraps.py", 3).count(": as DDP") == 17

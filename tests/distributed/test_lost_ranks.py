@@ -17,15 +17,15 @@ pytestmark = [
 
 RANKS, VICTIM = 3, 1
 STARTED, SLACK = 240, 45
-"""Seconds within which ranks get to the fault, and within which they end after it, on a busy machine."""
+"""Seconds in which ranks reach the fault, and in which they end after it, on a busy machine."""
 
 DISCONNECTED = "Connection (closed|reset) by peer|Broken pipe"
 TIMED_OUT = "Timed out waiting|Application timeout"
-"""What gloo says; a timeout is said to be the application's in other collectives of the rank that are on their way."""
+"""Gloo's messages; other collectives in flight blame a timeout on the application."""
 
 
 def start(processes, store, kind: str, signal_name: str, timeout: int):
-    """The victim and the others, each started by itself: a launcher would end the others, and prove nothing."""
+    """Start the victim and the others one by one: a launcher would end the others, so that the test proves nothing."""
     ranks = [
         processes.start(
             f"rank {rank}",
@@ -46,12 +46,12 @@ def start(processes, store, kind: str, signal_name: str, timeout: int):
 def assert_says_why(survivors, kind: str, reason: str) -> None:
     where = {"fsdp2": "reduction/fsdp2.py"}.get(kind, "reduction/ddp.py")
     for rank in survivors:
-        assert rank.code not in (0, None), rank.story()
-        assert "Traceback" in rank.err, rank.story()
-        assert where in rank.err, rank.story()  # it waited for gradients, not for something before or after
+        assert rank.code not in (0, None), rank.report()
+        assert "Traceback" in rank.err, rank.report()
+        assert where in rank.err, rank.report()  # it waited for gradients, not for something before or after
         last = rank.err[rank.err.rindex(where) :]
-        assert re.search(reason, last), rank.story()
-        assert re.search(rf"rank \d of {RANKS} lost another rank while averaging gradients", last), rank.story()
+        assert re.search(reason, last), rank.report()
+        assert re.search(rf"rank \d of {RANKS} lost another rank while averaging gradients", last), rank.report()
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fsdp2"])
@@ -59,7 +59,7 @@ def test_a_rank_dies(processes, store, kind):
     timeout = 180
     victim, survivors = start(processes, store, kind, "SIGKILL", timeout)
     processes.wait("the rank has not died", lambda: victim.code is not None, STARTED)
-    assert victim.code == -signal.SIGKILL, victim.story()
+    assert victim.code == -signal.SIGKILL, victim.report()
     took = processes.wait_for_end(survivors, SLACK)
     assert took < timeout / 2  # they noticed, and did not wait for the timeout
     assert_says_why(survivors, kind, DISCONNECTED)
@@ -70,7 +70,7 @@ def test_a_rank_hangs(processes, store, kind):
     timeout = 6
     victim, survivors = start(processes, store, kind, "SIGSTOP", timeout)
     processes.wait("the rank has not stopped", lambda: victim.code is not None or victim.stopped, STARTED)
-    assert victim.code is None, victim.story()
+    assert victim.code is None, victim.report()
     processes.wait_for_end(survivors, timeout + SLACK)
     assert_says_why(survivors, kind, f"{TIMED_OUT}|{DISCONNECTED}")  # the first to give up disconnects from the other
     assert any(re.search(TIMED_OUT, rank.err) for rank in survivors)

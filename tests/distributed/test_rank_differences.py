@@ -1,4 +1,4 @@
-"""Ranks that differ in settings or weights do not part in silence."""
+"""Ranks that differ in settings or weights get an error before they diverge."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_what_differs_is_told_on_every_rank_before_the_first_step(kind):
-    """And nothing is said of ranks whose devices, buffers, backends or data differ."""
+    """Ranks whose devices, buffers, backends or data differ get no error."""
     printed = run_ranks("rank_differences.py", 2, kind)
     assert printed.count(": told") == 21
     assert f"{kind}: compared" in printed

@@ -1,4 +1,4 @@
-"""Which checkpoint several ranks resume from: all the same one, that is good for all of them."""
+"""Several ranks resume from the same checkpoint, one that is intact for all of them."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def machines(folder: Path) -> Path:
-    """Two of them, with checkpoints of steps 2 and 4 on either."""
+    """Two folders, with checkpoints of steps 2 and 4 in each."""
     for rank, step in itertools.product((0, 1), (2, 4)):
         checkpoint = folder / f"{rank}/out/checkpoint-{step}"
         checkpoint.mkdir(parents=True)
@@ -29,7 +29,7 @@ def machines(folder: Path) -> Path:
 
 
 def test_machines_that_see_different_files(tmp_path):
-    """All of them resume from the same checkpoint, one that is good on all, or all say why not."""
+    """All ranks resume from the same checkpoint, one that is intact on all of them, or all raise the same error."""
     damaged, partial = machines(tmp_path / "damaged"), machines(tmp_path / "partial")
     weights = damaged / "1/out/checkpoint-4/model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
@@ -57,7 +57,7 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
 
 
 def test_shards_of_fsdp2(tmp_path):
-    """Every file of a sharded checkpoint, and what is left to see without its manifest."""
+    """Damage to every file of a sharded checkpoint is found, and without a manifest as much as can be seen."""
     words = "--max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2 --learning_rate 1e-2"
     sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
     options = ["--optim", "adamw_bf16_kahan", "--fsdp_config", sharded, "--output_dir", str(tmp_path)]

@@ -12,7 +12,7 @@ ROUNDINGS = ("stochastic", "kahan")
 
 @functools.cache
 def digests(ranks: int, kinds: str) -> dict[str, str]:
-    """Of weights and states after six steps on the same batches in every process, by kind and rounding."""
+    """Digests of weights and states after six steps on the same batches in every process, by kind and rounding."""
     lines = run_ranks("same_batches.py", ranks, kinds, ",".join(ROUNDINGS)).splitlines()
     return {line.rpartition(" ")[0]: line.split()[2] for line in lines if len(line.split()) == 3}
 
@@ -22,7 +22,7 @@ MORE = [pytest.param(6, "fsdp2,hsdp", marks=many_ranks), pytest.param(8, "ddp,fs
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "fsdp2"), (4, "ddp,fsdp2,hsdp"), *MORE])
 def test_weights_and_states_are_those_of_one_process(ranks, kinds):
-    """Stochastic rounding draws for elements of the full tensor; Kahan's compensation is rounded so as well."""
+    """Random bits belong to elements of the full tensor; Kahan's compensation is rounded stochastically as well."""
     alone = digests(1, "ddp")
     assert len(set(alone.values())) == 2  # the digest sees what is trained
     assert digests(ranks, kinds) == {f"{k} {r}": alone[f"ddp {r}"] for k in kinds.split(",") for r in ROUNDINGS}

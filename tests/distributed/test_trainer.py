@@ -24,21 +24,21 @@ def four_ranks(optim: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", pytest.param("adamw_bf16_sr", marks=many_ranks)])
 def test_four_ranks_are_one_rank_with_four_micro_batches(optim):
-    """Bit for bit: the sums over ranks and over micro-batches run in the same order, and Trainer divides the loss by
-    the number of tokens in the whole batch in both cases, so the scales differ by a power of two."""
+    """Bit for bit: sums over ranks and over micro-batches have the same order, and Trainer divides the loss by the number
+    of tokens in the whole batch in both cases, so the scales differ by a power of two."""
     words = "--save_strategy no --gradient_accumulation_steps 4 --optim_args grad_accumulation=fp32"
     one = trained(1, "ddp", "--optim", optim, *words.split())
     assert one["digest"] == four_ranks(optim)["digest"]
 
 
 def test_sharded_is_replicated():
-    """Different batches on every rank, and still the same bits."""
+    """Every rank has different batches, and all end with the same bits."""
     sharded = trained(4, "fsdp2", "--optim", "adamw_bf16_sr", "--save_strategy", "no")
     assert sharded["digest"] == four_ranks("adamw_bf16_sr")["digest"]
 
 
 def test_a_model_that_was_evaluated_first_is_trained_together():
-    """Accelerate marks it as prepared then, and would leave it without DDP, every process on its own."""
+    """Accelerate then marks it as prepared, and would leave it without DDP, so that every process trains alone."""
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "no"]
     report = trained(2, "ddp", *words, EVALUATED_FIRST="1")["report"]  # the script compares replicas at its end
     assert "DDP: FP32 sums over 2 ranks" in report
@@ -73,7 +73,7 @@ def test_the_report_says_that_it_is_active():
 
 
 def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tmp_path):
-    """Each of the two checkpoints has a shard of the weights and one of the states per rank; the fourth is torn."""
+    """Each of the two checkpoints has a shard of the weights and one of the states per rank; the fourth is damaged."""
     sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "steps", "--save_steps", "3", "--fsdp_config", sharded]
     trained(2, "fsdp2", *words, folder=str(tmp_path), KILLED_IN_SHARD="4", fails=True)

@@ -1,4 +1,4 @@
-"""Two machines with two ranks each: the same weights as one machine with four, also after the network was lost."""
+"""Two machines with two ranks each: the same weights as one machine with four, also after a loss of the network."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600
 
 RANKS, STEPS, SAVE_EVERY, CUT_IN, TIMEOUT = 4, 9, 3, 8, 6
 TRAINED, SLACK = 250, 60
-"""Seconds within which a training ends, and within which it ends after the network's timeout, on a busy machine."""
+"""Seconds in which a run ends, and in which it ends after the network's timeout, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def machines():
 
 @pytest.fixture(scope="module")
 def on_one_machine(machines, tmp_path_factory):
-    """The output folder of a training by four ranks on the first machine, and what they print."""
+    """The output folder of a run by four ranks on the first machine, and their output."""
     folder = tmp_path_factory.mktemp("one machine")
     with Processes(folder) as processes:
         launched = launch(processes, machines[:1], *hf_lowprec(folder / "out"))
@@ -40,7 +40,7 @@ def on_one_machine(machines, tmp_path_factory):
 
 
 def hf_lowprec(out: Path, *more: object) -> list[object]:
-    """The unmodified script, through `hf-lowprec run`, as `accelerate launch` takes it."""
+    """The arguments of `accelerate launch` that run the unmodified script through `hf-lowprec run`."""
     return ["-m", "hf_lowprec", *run_script(out, *more)]
 
 
@@ -63,7 +63,7 @@ def run_script(out: Path, *more: object) -> list[object]:
 
 
 def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) -> list[Process]:
-    """`accelerate launch` on every machine.
+    """Start `accelerate launch` on every machine.
 
     Not with `--cpu`, which starts one process per machine unless there is MPI; `use_cpu` is the script's own argument.
     """
@@ -85,13 +85,13 @@ def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) 
 
 
 def result(processes: Processes, launched: list[Process]) -> str:
-    """What every rank prints at its end: steps, dtype and a digest of all weights."""
+    """The last line of every rank: steps, dtype and a digest of all weights."""
     processes.wait_for_end(launched, TRAINED)
-    stories = "\n".join(process.story() for process in launched)
-    assert all(process.code == 0 for process in launched), stories
+    reports = "\n".join(process.report() for process in launched)
+    assert all(process.code == 0 for process in launched), reports
     # Not by lines: ranks share an output, and one may print between another's text and its line break.
     lines = re.findall(r"steps=\d+ dtype=\S+ weights=[0-9a-f]{64}", "".join(process.out for process in launched))
-    assert len(lines) == RANKS, stories
+    assert len(lines) == RANKS, reports
     assert len(set(lines)) == 1, lines
     return lines[0]
 
@@ -125,10 +125,10 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
         (tmp_path / "cut").touch()
         processes.wait_for_end(launched, TIMEOUT + SLACK)
     for process in launched:
-        assert process.code not in (0, None), process.story()
+        assert process.code not in (0, None), process.report()
         # Nothing crosses the cable, so each side must have noticed by itself, in the exchange of gradients.
         assert re.search(r"reduction/ddp\.py(.|\n)*(Timed out waiting|Application timeout)", process.err), (
-            process.story()
+            process.report()
         )
 
     saved = {path.name: stamp(path) for path in out.iterdir()}
@@ -145,5 +145,5 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
 
 
 def stamp(checkpoint: Path) -> int:
-    """When the checkpoint was written."""
+    """The time when the checkpoint was written."""
     return (checkpoint / "trainer_state.json").stat().st_mtime_ns

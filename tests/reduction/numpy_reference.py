@@ -1,6 +1,6 @@
-"""What a reduction is defined to give, in NumPy and on bit patterns, and gradients on which it shows.
+"""The definition of the mean over ranks, in NumPy and on bit patterns, and gradients that tell it from other means.
 
-Versions and results are NumPy arrays: of uint16 bit patterns for BF16, of values for FP16 and FP32.
+Versions (one per rank) and results are NumPy arrays: of uint16 bit patterns for BF16, of values for FP16 and FP32.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ _INTEGER = {2: torch.int16, 4: torch.int32}
 
 
 def bf16_to_fp32(patterns: np.ndarray) -> np.ndarray:
-    """BF16 bit patterns as the FP32 values they stand for."""
+    """Convert BF16 bit patterns to the FP32 values they stand for."""
     return (patterns.astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
-    """FP32 values as patterns of the nearest BF16 values, ties to the even one, by integers."""
+    """Round FP32 values to the patterns of the nearest BF16 values, ties to even, in integer arithmetic."""
     pattern = values.view(np.uint32).astype(np.uint64)
     kept, cut = pattern >> 16, pattern & 0xFFFF
     up = (cut > 0x8000) | ((cut == 0x8000) & (kept & 1 == 1))
@@ -30,19 +30,19 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 @np.errstate(all="ignore")
 def mean(versions: Sequence[np.ndarray], divisor: int | None = None) -> np.ndarray:
     """`((v0 + v1) + …) / N` in FP32 for 16 bits and in FP64 for FP32, rounded once to the dtype of the versions."""
-    wide = np.float64 if versions[0].dtype == np.float32 else np.float32
+    sum_dtype = np.float64 if versions[0].dtype == np.float32 else np.float32
     read = bf16_to_fp32 if versions[0].dtype == np.uint16 else np.asarray
-    total = read(versions[0]).astype(wide)
+    total = read(versions[0]).astype(sum_dtype)
     for version in versions[1:]:
-        total = total + read(version).astype(wide)
-    total = total / wide(divisor or len(versions))
-    assert total.dtype == wide
+        total = total + read(version).astype(sum_dtype)
+    total = total / sum_dtype(divisor or len(versions))
+    assert total.dtype == sum_dtype
     return round_to_bf16(total) if versions[0].dtype == np.uint16 else total.astype(versions[0].dtype)
 
 
 @np.errstate(all="ignore")
 def mean_in_16_bits(versions: Sequence[np.ndarray]) -> np.ndarray:
-    """What the mean must not be: BF16 sums that are rounded at every addition."""
+    """A mean that is wrong on purpose: BF16 sums that are rounded at every addition."""
     total = versions[0]
     for version in versions[1:]:
         total = round_to_bf16(bf16_to_fp32(total) + bf16_to_fp32(version))
@@ -56,24 +56,24 @@ def as_tensor(array: np.ndarray) -> Tensor:
 
 
 def same_bits(tensor: Tensor, expected: np.ndarray) -> bool:
-    """Are shape, dtype and bits the same? A NaN is a NaN, whatever its payload."""
-    wanted = as_tensor(expected)
-    if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+    """Whether shape, dtype and bits are the same; NaNs are equal whatever their payload."""
+    expected_tensor = as_tensor(expected)
+    if (tensor.shape, tensor.dtype) != (expected_tensor.shape, expected_tensor.dtype):
         return False
     integer = _INTEGER[tensor.element_size()]
-    mine, wanted_bits = tensor.detach().contiguous().view(integer), wanted.view(integer)
-    return bool(((mine == wanted_bits) | (tensor.isnan() & wanted.isnan())).all())
+    bits, expected_bits = tensor.detach().contiguous().view(integer), expected_tensor.view(integer)
+    return bool(((bits == expected_bits) | (tensor.isnan() & expected_tensor.isnan())).all())
 
 
 def gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
-    """What each rank has, told by `seed` alone.
+    """Draw the gradients of each rank from `seed`.
 
-    Half of the elements have values on which order and width of sums show: large ones that often cancel, beside small
-    ones. A quarter has any bit pattern, infinities and NaN among them; the rest is like everyday gradients.
+    Half of the elements are chosen so that the order and the dtype of a sum change it: large ones that often cancel,
+    and small ones. A quarter has any bit pattern, infinities and NaN included; the rest is normally distributed.
     """
     random = np.random.default_rng(seed)
     count = int(np.prod(shape))
-    every = []
+    by_rank = []
     for _ in range(ranks):
         sign = random.choice([-1.0, 1.0], count)
         large = sign * random.choice([1.0, 1.5], count) * 2.0 ** random.choice([0, 10, 11], count)
@@ -90,5 +90,5 @@ def gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int)
             made = values.astype(np.float16)
         else:
             made, patterns = round_to_bf16(values), random.integers(0, 1 << 16, count, dtype=np.uint16)
-        every.append(np.where(kind == 2, patterns, made).reshape(shape))
-    return every
+        by_rank.append(np.where(kind == 2, patterns, made).reshape(shape))
+    return by_rank

@@ -1,4 +1,4 @@
-"""Bytes on the wire, counted by the kernel in a network of its own."""
+"""Bytes on the wire, counted by the operating system in a network namespace."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from tests.ranks import SCRIPTS
 
 
 def namespace() -> tuple[str, ...]:
-    """A command that runs another one where the loopback interface is its own; skips where there is none."""
+    """A command that runs another one with a loopback interface of its own; skips where that is not possible."""
     lift = 'ip link set lo up && exec "$@"'
     for command in (["unshare", "--net"], ["unshare", "--net", "--map-root-user"]):
         within = (*command, "sh", "-c", lift, "sh")
@@ -26,7 +26,7 @@ def namespace() -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_travel_in_as_many_bytes_as_a_native_reduction_of_bf16():
-    """2 (N − 1) / N times the bucket per rank: half of what FP32 takes."""
+    """Each rank sends 2 (N − 1) / N times the bucket, half as much as in FP32."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*namespace(), sys.executable, str(SCRIPTS / "reduction_bytes.py")],

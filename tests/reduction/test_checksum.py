@@ -38,7 +38,7 @@ def test_every_bit_changes_the_checksum(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_an_exchange_of_any_two_elements_changes_the_checksum(dtype):
-    """Also of numbers that differ in their sign alone, or in their last bit."""
+    """Numbers that differ only in their sign or their last bit are included."""
     tensor = torch.tensor([1.0, -1.0, 2.0, 0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1.5, -1.5] * 3, dtype=dtype)
     before = checksum(tensor).item()
     for one, other in combinations(range(tensor.numel()), 2):
@@ -63,7 +63,7 @@ def test_elements_far_apart():
 @pytest.mark.parametrize("count", [200_002, 200_003])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_checksum_is_a_sum_in_integers(dtype, count):
-    """Of patterns of up to 32 bits, times odd numbers that belong to their places; over several chunks."""
+    """It sums patterns of up to 32 bits times odd weights of their positions, here over several chunks."""
     tensor = filled(dtype, count)
     words = tensor.view(torch.int16 if dtype == torch.bfloat16 and count % 2 else torch.int32)
     expected = sum(word * (2 * place * 0x1E3779B97F4A7C15 + 1) for place, word in enumerate(words.tolist()))
@@ -88,7 +88,7 @@ def test_tensors_without_dimensions_or_elements():
 
 @pytest.mark.parametrize("count", [1000, 1001])
 def test_the_checksum_does_not_depend_on_the_size_of_chunks(monkeypatch, count):
-    """It is larger where each chunk costs launches of kernels."""
+    """Chunks are larger where each costs launches of kernels."""
     tensor = filled(torch.float32, count)
     expected = checksum(tensor).item()
     monkeypatch.setattr(module, "_chunk_size", lambda device: 7)

@@ -15,8 +15,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZE = 999
 
 
-class Given(torch.nn.Module):
-    """A module whose gradient is what it is called with."""
+class FixedGradient(torch.nn.Module):
+    """A module whose gradient is the tensor it is called with."""
 
     def __init__(self, dtype=BF16, size=SIZE):
         super().__init__()
@@ -33,88 +33,88 @@ def gradients(count: int, dtype=BF16, seed=0) -> list[torch.Tensor]:
     return [(torch.randn(SIZE, generator=generator) * scale).to(dtype) for _ in range(count)]
 
 
-def numpy_sum(given: list[torch.Tensor], dtype) -> np.ndarray:
-    total = given[0].double().numpy().astype(dtype)
-    for gradient in given[1:]:
+def numpy_sum(drawn: list[torch.Tensor], dtype) -> np.ndarray:
+    total = drawn[0].double().numpy().astype(dtype)
+    for gradient in drawn[1:]:
         total = total + gradient.double().numpy().astype(dtype)
     return total
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_fp32_sums_are_rounded_once_and_valid_at_any_time(dtype):
-    model = Given(dtype)
-    sums = GradientAccumulator(model, "fp32")
-    given = gradients(7, dtype)
-    for count, gradient in enumerate(given, 1):
+    model = FixedGradient(dtype)
+    accumulator = GradientAccumulator(model, "fp32")
+    drawn = gradients(7, dtype)
+    for count, gradient in enumerate(drawn, 1):
         model(gradient).backward()
         # NumPy's FP32 addition is IEEE's; torch's cast rounds to nearest, which tests of rounding show.
-        assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given[:count], np.float32)).to(dtype))
+        assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn[:count], np.float32)).to(dtype))
     assert model.weight.grad.dtype == dtype
-    assert sums.nbytes == 4 * SIZE
+    assert accumulator.nbytes == 4 * SIZE
 
 
 def test_fp32_parameters_are_summed_in_fp64():
-    model = Given(FP32)
+    model = FixedGradient(FP32)
     GradientAccumulator(model, "fp32")
-    given = gradients(9, FP32)
-    for gradient in given:
+    drawn = gradients(9, FP32)
+    for gradient in drawn:
         model(gradient).backward()
-    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float64)).float())
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float64)).float())
     assert model.weight.grad.dtype == FP32
 
 
 def test_a_residual_keeps_sixteen_digits():
-    """A partial sum is known to a residual's ulp, 2^-8 of half an ulp of the sum: 2^-17 of its magnitude, and each of
+    """A partial sum is exact to a residual's ulp, 2^-8 of half an ulp of the sum: 2^-17 of its magnitude, and each of
     the k additions loses half of that at most; the last rounding, 2^-9, is `p.grad`'s own."""
-    model = Given()
-    sums = GradientAccumulator(model, "kahan")
-    given = gradients(64)
-    for gradient in given:
+    model = FixedGradient()
+    accumulator = GradientAccumulator(model, "kahan")
+    drawn = gradients(64)
+    for gradient in drawn:
         model(gradient).backward()
-    exact = numpy_sum(given, np.float64)
-    magnitude = np.abs(np.stack([g.double().numpy() for g in given])).sum(0)
+    exact = numpy_sum(drawn, np.float64)
+    magnitude = np.abs(np.stack([g.double().numpy() for g in drawn])).sum(0)
     error = np.abs(model.weight.grad.double().numpy() - exact)
     assert (error <= 2.0**-8 * np.abs(exact) + 64 * 2.0**-17 * magnitude).all()
-    assert sums.nbytes == 2 * SIZE
-    plain = Given()
-    for gradient in given:
+    assert accumulator.nbytes == 2 * SIZE
+    plain = FixedGradient()
+    for gradient in drawn:
         plain(gradient).backward()
     native = np.abs(plain.weight.grad.double().numpy() - exact)
     assert np.linalg.norm(native / magnitude) > 3 * np.linalg.norm(error / magnitude)
 
 
 def test_small_gradients_are_not_lost():
-    """256 + 256 × 0.5: BF16 itself never leaves 256, whose ulp is 2."""
-    given = [torch.full((SIZE,), 256.0, dtype=BF16)] + [torch.full((SIZE,), 0.5, dtype=BF16)] * 256
+    """256 + 256 × 0.5: a BF16 sum stays at 256, whose ulp is 2."""
+    drawn = [torch.full((SIZE,), 256.0, dtype=BF16)] + [torch.full((SIZE,), 0.5, dtype=BF16)] * 256
     for mode, expected in (("nearest", 256.0), ("kahan", 384.0), ("fp32", 384.0)):
-        model = Given()
-        sums = GradientAccumulator(model, mode) if mode != "nearest" else None
-        for gradient in given:
+        model = FixedGradient()
+        accumulator = GradientAccumulator(model, mode) if mode != "nearest" else None
+        for gradient in drawn:
             model(gradient).backward()
         assert model.weight.grad.unique().tolist() == [expected], mode
-        del sums
+        del accumulator
 
 
 @pytest.mark.parametrize("mode", ["kahan", "fp32"])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_new_sum_begins_after_zero_grad(mode, to_none):
-    model, given = Given(), gradients(6)
+    model, drawn = FixedGradient(), gradients(6)
     GradientAccumulator(model, mode)
-    for gradient in given[:3]:
+    for gradient in drawn[:3]:
         model(gradient).backward()
     model.zero_grad(set_to_none=to_none)
-    for gradient in given[3:]:
+    for gradient in drawn[3:]:
         model(gradient).backward()
-    fresh = Given()
+    fresh = FixedGradient()
     GradientAccumulator(fresh, mode)
-    for gradient in given[3:]:
+    for gradient in drawn[3:]:
         fresh(gradient).backward()
     assert torch.equal(model.weight.grad, fresh.weight.grad)
 
 
 @pytest.mark.parametrize("mode", ["kahan", "fp32"])
 def test_a_gradient_that_was_changed_outside_is_the_new_start(mode):
-    model, (first, second, third) = Given(), gradients(3)
+    model, (first, second, third) = FixedGradient(), gradients(3)
     GradientAccumulator(model, mode)
     model(first).backward()
     model(second).backward()
@@ -126,7 +126,7 @@ def test_a_gradient_that_was_changed_outside_is_the_new_start(mode):
 
 @pytest.mark.parametrize("mode", ["kahan", "fp32"])
 def test_signed_zeros_infinities_and_nans_arrive(mode):
-    model = Given(size=5)
+    model = FixedGradient(size=5)
     GradientAccumulator(model, mode)
     inf, nan = math.inf, math.nan
     model(torch.tensor([-0.0, inf, inf, 1.0, nan], dtype=BF16)).backward()
@@ -141,39 +141,39 @@ def test_signed_zeros_infinities_and_nans_arrive(mode):
 
 
 def test_frozen_parameters_and_other_dtypes_are_left_alone():
-    model = torch.nn.Sequential(Given(), Given(FP32), Given())
+    model = torch.nn.Sequential(FixedGradient(), FixedGradient(FP32), FixedGradient())
     model[2].requires_grad_(False)
-    sums = GradientAccumulator(model, "kahan")
+    accumulator = GradientAccumulator(model, "kahan")
     for gradient in gradients(2):
         sum(part(gradient) for part in model[:2]).backward()
-    assert sums.nbytes == 2 * SIZE
+    assert accumulator.nbytes == 2 * SIZE
 
 
 def test_removed_hooks_add_as_torch_does():
-    model, plain, given = Given(), Given(), gradients(8)
-    sums = GradientAccumulator(model, "fp32")
-    model(given[0]).backward()
-    sums.remove()
+    model, plain, drawn = FixedGradient(), FixedGradient(), gradients(8)
+    accumulator = GradientAccumulator(model, "fp32")
+    model(drawn[0]).backward()
+    accumulator.remove()
     model.zero_grad()
-    for gradient in given:
+    for gradient in drawn:
         model(gradient).backward()
         plain(gradient).backward()
     assert torch.equal(model.weight.grad, plain.weight.grad)
-    assert sums.nbytes == 0
+    assert accumulator.nbytes == 0
 
 
 def test_a_second_instance_takes_the_place_of_the_first():
-    model, given = Given(), gradients(5)
+    model, drawn = FixedGradient(), gradients(5)
     first = GradientAccumulator(model, "kahan")
     second = GradientAccumulator(model, "fp32")
-    for gradient in given:
+    for gradient in drawn:
         model(gradient).backward()
     assert (first.nbytes, second.nbytes) == (0, 4 * SIZE)
-    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float32)).to(BF16))
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))
 
 
 def test_a_model_with_sums_can_be_copied_and_pickled():
-    model = Given()
+    model = FixedGradient()
     GradientAccumulator(model, "fp32")
     model(gradients(1)[0]).backward()
     assert torch.equal(copy.deepcopy(model).weight, model.weight)
@@ -208,9 +208,9 @@ def test_with_activation_checkpointing_and_a_parameter_used_twice(reentrant):
 
 
 def test_with_a_compiled_model():
-    model, given = Given(), gradients(4)
+    model, drawn = FixedGradient(), gradients(4)
     GradientAccumulator(model, "fp32")
     compiled = torch.compile(model, backend="aot_eager")
-    for gradient in given:
+    for gradient in drawn:
         compiled(gradient).backward()
-    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(given, np.float32)).to(BF16))
+    assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))

@@ -1,4 +1,4 @@
-"""`mean_in_rank_order` is its definition, bit for bit, wherever values lie."""
+"""`mean_in_rank_order` gives the bits of the NumPy reference, for values of every kind."""
 
 from fractions import Fraction
 from unittest import mock
@@ -39,7 +39,7 @@ def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.
 
 
 def test_the_rounding_of_the_definition_is_the_nearest_of_all_values():
-    """Checked by exact distances, so that the definition stands on its own feet."""
+    """Checked by exact distances, so that the reference itself is tested."""
     finite = bf16_to_fp32(ALL_PATTERNS)[np.isfinite(bf16_to_fp32(ALL_PATTERNS))].astype(np.float64)
     grid = np.unique(finite)
     values = np.random.default_rng(0).integers(0, 0x7F7F_0000, 20_000, dtype=np.uint32)
@@ -60,7 +60,7 @@ def test_the_mean_over_all_bit_patterns(ranks):
     """Every pattern meets random ones, those of its own exponent, and its negative."""
     random = np.random.default_rng(ranks)
     anything = [ALL_PATTERNS, *(random.permutation(ALL_PATTERNS) for _ in range(ranks - 1))]
-    alike = [
+    similar = [
         ALL_PATTERNS,
         *(ALL_PATTERNS ^ random.integers(0, 128, ALL_PATTERNS.size, dtype=np.uint16) for _ in range(ranks - 1)),
     ]
@@ -68,7 +68,7 @@ def test_the_mean_over_all_bit_patterns(ranks):
         ALL_PATTERNS,
         *(ALL_PATTERNS ^ (0x8000 if rank % 2 else random.choice(4, ALL_PATTERNS.size)) for rank in range(1, ranks)),
     ]
-    for versions in (anything, alike, opposite):
+    for versions in (anything, similar, opposite):
         versions = [version.astype(np.uint16) for version in versions]
         assert same_bits(result(versions), mean(versions))
 
@@ -82,8 +82,8 @@ def test_special_values_meet_each_other(ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_values_overflow_as_fp32_does(ranks):
     versions = [np.array([0x7F7F, 0xFF7F, 0x7F00, 0x7F7F], dtype=np.uint16)] * ranks
-    wanted = {1: [0x7F7F, 0xFF7F, 0x7F00, 0x7F7F], 2: [0x7F80, 0xFF80, 0x7F80, 0x7F80]}[min(ranks, 2)]
-    assert same_bits(result(versions), np.array(wanted, dtype=np.uint16))
+    expected = {1: [0x7F7F, 0xFF7F, 0x7F00, 0x7F7F], 2: [0x7F80, 0xFF80, 0x7F80, 0x7F80]}[min(ranks, 2)]
+    assert same_bits(result(versions), np.array(expected, dtype=np.uint16))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -127,7 +127,7 @@ def test_a_sum_of_16_bits_is_rounded_once_also_in_fp16(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_sum_into_fp32_is_not_rounded_to_16_bits(ranks):
-    """What FSDP2 goes on computing with."""
+    """FSDP2 goes on computing with an FP32 sum."""
     versions = gradients(torch.bfloat16, (3000,), ranks, seed=5)
     with np.errstate(all="ignore"):
         total = bf16_to_fp32(versions[0])
@@ -154,7 +154,7 @@ def test_the_mean_of_fp32_values_of_like_size_is_correctly_rounded(ranks):
 
 
 def test_out_may_be_one_of_the_versions_to_send():
-    """DDP's hook writes over the part of the bucket that was sent."""
+    """DDP's hook writes the mean over the shard of the bucket that was sent."""
     versions = gradients(torch.bfloat16, (4, 999), 1, seed=2)[0]
     sent = as_tensor(versions[1])
     received = as_tensor(versions)

@@ -1,4 +1,4 @@
-"""The Triton kernel of the mean: the bits of the definition, in its interpreter, and machine code for sm_90."""
+"""The Triton kernel of the mean: the bits of the NumPy reference, in its interpreter, and machine code for sm_90."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch
 from tests.reduction.numpy_reference import ALL_PATTERNS, as_tensor, bf16_to_fp32, gradients, mean, same_bits
 from tests.triton_here import require_triton
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
+# Triton's interpreter computes with NumPy, which warns of overflow and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

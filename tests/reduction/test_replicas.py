@@ -20,7 +20,7 @@ def test_without_ranks_there_is_nothing_to_compare():
 
 
 def test_parameters_that_ddp_ignores_are_a_ranks_own():
-    """Named in the model, whose names DDP puts a prefix before; and where they are tied."""
+    """They are found below DDP's prefix of names, and a tied one only if all of its names are ignored."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight = model[0].weight
     names = ["0.weight", "0.bias", "1.bias"]

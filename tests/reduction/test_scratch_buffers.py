@@ -1,4 +1,4 @@
-"""Memory that reductions use again."""
+"""Scratch buffers are reused, and grow to the largest request."""
 
 import torch
 

@@ -27,8 +27,8 @@ PASSES = {
 }
 
 
-def run_pass(means: BucketAverager, buckets: list[torch.Tensor], sizes: list, seed: int, late: int = 0) -> None:
-    """Fill the buckets with this rank's gradients, average, compare; rank r dawdles in `late` ways."""
+def run_pass(averager: BucketAverager, buckets: list[torch.Tensor], sizes: list, seed: int, late: int = 0) -> None:
+    """Fill the buckets with this rank's gradients, average, compare; a rank is slowed down by its number and `late`."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     every = [gradients(dtype, (size,), ranks, 100 * seed + k) for k, (size, dtype) in enumerate(sizes)]
     futures = []
@@ -36,7 +36,7 @@ def run_pass(means: BucketAverager, buckets: list[torch.Tensor], sizes: list, se
         bucket.copy_(as_tensor(every[k][rank]))
         if late:
             time.sleep(0.004 * ((rank * late + k) % 3))
-        futures.append(means(bucket, k == 0, k == len(buckets) - 1))
+        futures.append(averager(bucket, k == 0, k == len(buckets) - 1))
     for k, (bucket, future) in enumerate(zip(buckets, futures, strict=True)):
         assert future.done(), k
         assert future.value() is bucket, k
@@ -47,87 +47,87 @@ def make(sizes: list) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=dtype) for size, dtype in sizes]
 
 
-def check_scratch(means: BucketAverager, sizes: list) -> None:
-    """Two times what is received, and two times what is padded, of the largest bucket of each dtype."""
+def check_scratch(averager: BucketAverager, sizes: list) -> None:
+    """Scratch memory is two received and two padded chunks of the largest bucket of each dtype, at most."""
     ranks = dist.get_world_size()
     largest: dict[torch.dtype, int] = {}
     for size, dtype in sizes:
         largest[dtype] = max(largest.get(dtype, 0), -(-size // ranks) * ranks * dtype.itemsize)
-    assert means.scratch.nbytes <= 4 * sum(largest.values()), (sizes, means.scratch.nbytes)
+    assert averager.scratch.nbytes <= 4 * sum(largest.values()), (sizes, averager.scratch.nbytes)
 
 
 def check_sizes() -> None:
     shared = BucketAverager(dist.group.WORLD)
     for number, (name, sizes) in enumerate(PASSES.items()):
-        means = BucketAverager(dist.group.WORLD)
+        averager = BucketAverager(dist.group.WORLD)
         buckets = make(sizes)
         held = []
         if "chunk" in name and dist.get_world_size() != 2:
             continue
         for turn in range(3):
-            run_pass(means, buckets, sizes, 10 * number + turn, late=turn)
-            held.append(means.scratch.nbytes)
-            check_scratch(means, sizes)
+            run_pass(averager, buckets, sizes, 10 * number + turn, late=turn)
+            held.append(averager.scratch.nbytes)
+            check_scratch(averager, sizes)
         assert len(set(held)) == 1, f"{name}: scratch memory grows after the first pass, {held}"
         run_pass(shared, buckets, sizes, 10 * number + 9)  # after buckets of other sizes
     check_scratch(shared, [one for sizes in PASSES.values() for one in sizes])
 
 
 def check_on_last_bucket() -> None:
-    """Called once per pass, when results are there."""
+    """`on_last_bucket` is called once per pass, when the results are complete."""
     ranks, seen = dist.get_world_size(), []
     buckets = make([(10, BF16), (11, BF16), (12, BF16)])
-    means = BucketAverager(dist.group.WORLD, lambda: seen.append([bucket[0].item() for bucket in buckets]))
+    averager = BucketAverager(dist.group.WORLD, lambda: seen.append([bucket[0].item() for bucket in buckets]))
     for turn in range(2):
         for k, bucket in enumerate(buckets):
             bucket.fill_(2.0 * dist.get_rank() + turn)
-            means(bucket, k == 0, k == 2)
+            averager(bucket, k == 0, k == 2)
     assert ranks == 1 or seen == [[ranks - 1.0] * 3, [ranks + 0.0] * 3], seen
 
 
 def check_overlap() -> None:
-    """Backward goes on while a bucket is on its way: rank 0's first call returns before others have that bucket."""
+    """Backward continues while a bucket is in flight: rank 0's first call returns before others have that bucket."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    beside, token = dist.new_group(), torch.zeros(1)
-    means = BucketAverager(dist.group.WORLD)
+    other_group, token = dist.new_group(), torch.zeros(1)
+    averager = BucketAverager(dist.group.WORLD)
     every = [gradients(BF16, (1001,), ranks, seed) for seed in (1, 2)]
     buckets = [as_tensor(one[rank]) for one in every]
     if rank:
-        dist.recv(token, 0, group=beside)
-    means(buckets[0], True, False)
+        dist.recv(token, 0, group=other_group)
+    averager(buckets[0], True, False)
     for other in range(1, ranks) if rank == 0 else ():
-        dist.send(token, other, group=beside)
-    means(buckets[1], False, True)
+        dist.send(token, other, group=other_group)
+    averager(buckets[1], False, True)
     for bucket, wanted in zip(buckets, every, strict=True):
         assert same_bits(bucket, mean(wanted))
 
 
 def check_interrupted(buckets_before: int, late: float) -> None:
-    """Some buckets of a pass came and the last never did; all ranks go on with a good pass, one of them late.
+    """A pass ends before its last bucket; all ranks continue with a complete pass, one of them late.
 
-    If more than one came, the first is on its way back into its memory, and ranks wait for each other before they put
-    new gradients there. (DDP does not go on at all with the buckets of an interrupted pass.)
+    After more than one bucket, the first is being written back into its memory, and ranks wait for each other before
+    they put new gradients there. (DDP itself does not continue with the buckets of an interrupted pass.)
     """
     ranks = dist.get_world_size()
     sizes = [(ranks * 100, BF16), (ranks * 200, BF16), (ranks * 50 + 1, BF16), (7, BF16)]
     buckets = make(sizes)
-    means = BucketAverager(dist.group.WORLD)
+    averager = BucketAverager(dist.group.WORLD)
     for turn in range(3):
         for k in range(buckets_before):
             buckets[k].fill_(1000.0)
             if dist.get_rank() == 1 and k == buckets_before - 1:
                 time.sleep(late)
-            means(buckets[k], k == 0, False)
+            averager(buckets[k], k == 0, False)
         if buckets_before > 1:
             dist.barrier()
             time.sleep(0.02)
-        run_pass(means, buckets, sizes, 70 + turn)
-        run_pass(means, buckets, sizes, 80 + turn)
-    check_scratch(means, sizes)
+        run_pass(averager, buckets, sizes, 70 + turn)
+        run_pass(averager, buckets, sizes, 80 + turn)
+    check_scratch(averager, sizes)
 
 
 def check_group() -> None:
-    """A group of some of the ranks averages over those alone."""
+    """A group of some ranks averages over those ranks only."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     group = dist.new_group(list(range(1, ranks)))
     if rank:
@@ -138,14 +138,14 @@ def check_group() -> None:
 
 
 def check_chunks() -> None:
-    """Buckets larger than a chunk, as DDP's first one is; scratch memory is that of two chunks, padded or not."""
+    """Buckets larger than a chunk, as DDP's first one is, need scratch memory for two chunks, padded or not."""
     sizes = [(5001, BF16), (500, BF16), (2503, FP32), (1, BF16), (4000, BF16)]
     with mock.patch.object(ddp, "CHUNK_BYTES", 1000):
-        means = BucketAverager(dist.group.WORLD)
+        averager = BucketAverager(dist.group.WORLD)
         buckets = make(sizes)
         for turn in range(3):
-            run_pass(means, buckets, sizes, 90 + turn, late=turn)
-        assert means.scratch.nbytes <= 2 * 4 * 1000, means.scratch.nbytes  # per dtype
+            run_pass(averager, buckets, sizes, 90 + turn, late=turn)
+        assert averager.scratch.nbytes <= 2 * 4 * 1000, averager.scratch.nbytes  # per dtype
 
 
 def check_buckets() -> None:

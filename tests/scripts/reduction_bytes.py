@@ -22,14 +22,14 @@ BUCKETS = 4
 TURNS = 4
 COUNTERS = Path("/proc/self/net/dev")  # that of this network namespace, unlike /sys
 HEADER = 14 + 20 + 60
-"""The most that a packet has beside payload: Ethernet, IPv4, TCP with all options. Also that of an acknowledgement."""
+"""Most bytes of a packet in addition to its payload: Ethernet, IPv4, TCP with all options. Also of an acknowledgement."""
 MESSAGE = 3 * 64
 """More than gloo adds to a message: headers of its notice that data is ready, of the answer, and of the data."""
 
 
 @dataclass
 class Traffic:
-    """What all ranks together send in one reduction."""
+    """The traffic of all ranks in one reduction."""
 
     total: int
     packets: int
@@ -59,22 +59,22 @@ def traffic(reduce: Callable[[], object]) -> Traffic:
 
 def check() -> None:
     bucket = torch.ones(ELEMENTS, dtype=torch.bfloat16)
-    wide = torch.ones(ELEMENTS)
-    means = BucketAverager(dist.group.WORLD)
+    fp32_bucket = torch.ones(ELEMENTS)
+    averager = BucketAverager(dist.group.WORLD)
     scatter = FP32ReduceScatter(torch.bfloat16, ScratchBuffers(), fp32_output=True)
-    part = torch.empty(ELEMENTS // RANKS)
+    shard = torch.empty(ELEMENTS // RANKS)
 
     def average() -> None:
-        for number, piece in enumerate(bucket.chunk(BUCKETS)):
-            means(piece, number == 0, number == BUCKETS - 1)
+        for number, part in enumerate(bucket.chunk(BUCKETS)):
+            averager(part, number == 0, number == BUCKETS - 1)
 
     # reduce-scatter: a rank sends all parts but its own; all-gather: its own to all others
     once = (RANKS - 1) * bucket.nbytes
     measured = {
         "ours": (traffic(average), 2 * once),
         "native BF16": (traffic(lambda: dist.all_reduce(bucket)), 2 * once),
-        "native FP32": (traffic(lambda: dist.all_reduce(wide)), 4 * once),
-        "our reduce-scatter": (traffic(lambda: scatter(part, wide, dist.group.WORLD, dist.ReduceOp.AVG)), once),
+        "native FP32": (traffic(lambda: dist.all_reduce(fp32_bucket)), 4 * once),
+        "our reduce-scatter": (traffic(lambda: scatter(shard, fp32_bucket, dist.group.WORLD, dist.ReduceOp.AVG)), once),
     }
     if dist.get_rank():
         return

@@ -187,7 +187,7 @@ def check() -> None:
         square("replicas in FP16", Layers(FP16, FP16))
         square("replicas, checkpointed", Layers(BF16, FP32, checkpointed=True))
     if dist.get_rank() == 0:
-        print(f"FSDP2 same_bits on {dist.get_world_size()} ranks", flush=True)
+        print(f"FSDP2 agrees on {dist.get_world_size()} ranks", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def trained(sharded_over: tuple[int, ...] = ()) -> tuple[nn.Module, AdamW]:
     return model, optimizer
 
 
-def complaint(model: nn.Module, optimizer: object = None) -> str:
+def difference(model: nn.Module, optimizer: object = None) -> str:
     try:
         check_replicas(model, optimizer)
     except RuntimeError as error:
@@ -55,12 +55,12 @@ def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 def check_equal_ones_pass() -> None:
     model, optimizer = trained()
-    assert not complaint(model)
-    assert not complaint(model, optimizer)
-    assert not complaint(DistributedDataParallel(model), SimpleNamespace(optimizer=optimizer))
+    assert not difference(model)
+    assert not difference(model, optimizer)
+    assert not difference(DistributedDataParallel(model), SimpleNamespace(optimizer=optimizer))
     with torch.no_grad():
         model[0].bias.fill_(torch.nan)
-    assert not complaint(model, optimizer)
+    assert not difference(model, optimizer)
 
 
 def check_one_bit() -> None:
@@ -75,15 +75,15 @@ def check_one_bit() -> None:
         element, bit = tensor.numel() - 1, [0, 15, 7, 3][number % 4]
         if dist.get_rank() == wrong:
             flip(tensor, element, bit)
-        found = complaint(model, optimizer)
+        found = difference(model, optimizer)
         differ = "1, 2, 3" if wrong == 0 else str(wrong)
         assert f"{name} on rank {differ} is not that of rank 0" in found, (name, found)
         assert f"(1 of {count} tensors differ)" in found, found
         if "(" in name:
-            assert not complaint(model), "without the optimizer, its states are not compared"
+            assert not difference(model), "without the optimizer, its states are not compared"
         if dist.get_rank() == wrong:
             flip(tensor, element, bit)
-        assert not complaint(model, optimizer)
+        assert not difference(model, optimizer)
 
 
 def check_several() -> None:
@@ -93,7 +93,7 @@ def check_several() -> None:
         flip(model[1].weight, 2, 30)
     if dist.get_rank() == 2:
         flip(model[2].weight, 0, 0)
-    found = complaint(model, optimizer)
+    found = difference(model, optimizer)
     assert "1.weight on rank 1, 3 is not that of rank 0" in found, found
     assert "(2 of " in found, found
 
@@ -105,52 +105,52 @@ def check_an_exchange_of_elements() -> None:
             weight = model[0].weight.view(-1)
             assert weight[3] != weight[40]
             weight[[3, 40]] = weight[[40, 3]]
-    assert "0.weight on rank 2 is not" in complaint(model, optimizer)
+    assert "0.weight on rank 2 is not" in difference(model, optimizer)
 
 
 def check_a_state_that_one_rank_lacks() -> None:
     model, optimizer = trained()
     if dist.get_rank() == 2:
         del optimizer.state[model[1].weight]["exp_avg"]
-    assert "1.weight (exp_avg) is not on every rank" in complaint(model, optimizer)
+    assert "1.weight (exp_avg) is not on every rank" in difference(model, optimizer)
 
 
 def check_shards_without_replicas() -> None:
     """Ranks hold different parts, and there is nothing to compare; not even what only one of them has."""
     model, optimizer = trained((4,))
-    assert not complaint(model, optimizer)
+    assert not difference(model, optimizer)
     if dist.get_rank() == 1:
         flip(model[0].weight, 0, 3)
-    assert not complaint(model, optimizer)
+    assert not difference(model, optimizer)
 
 
 def check_replicas_of_shards() -> None:
     """Ranks 0 and 2 hold the same, and 1 and 3; the others do not notice."""
     rank = dist.get_rank()
     model, optimizer = trained((2, 2))
-    assert not complaint(model, optimizer)
+    assert not difference(model, optimizer)
     average = optimizer.state[model[1].weight]["exp_avg"]
     for name, tensor in {"0.weight": model[0].weight, "1.weight (exp_avg)": average}.items():
         for wrong in (2, 1):
             if rank == wrong:
                 flip(tensor, 0, 4)
-            found = complaint(model, optimizer)
+            found = difference(model, optimizer)
             pair = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}[rank]
             wanted = f"{name} on rank {pair[1]} is not that of rank {pair[0]}" if wrong in pair else ""
             assert (wanted in found) if wanted else not found, (rank, name, wrong, found)
             if rank == wrong:
                 flip(tensor, 0, 4)
-    assert not complaint(model, optimizer)
+    assert not difference(model, optimizer)
 
 
 def check_a_parameter_outside_of_the_shards() -> None:
-    """Replicated over all ranks, beside a sharded model."""
+    """Replicated over all ranks, alongside a sharded model."""
     model, _ = trained((4,))
     model.register_parameter("scale", nn.Parameter(torch.ones(3)))
-    assert not complaint(model)
+    assert not difference(model)
     if dist.get_rank() == 3:
         flip(model.scale, 1, 0)
-    assert "scale on rank 3 is not that of rank 0 (1 of 1 tensors differ)" in complaint(model)
+    assert "scale on rank 3 is not that of rank 0 (1 of 1 tensors differ)" in difference(model)
 
 
 def check_what_fsdp2_ignores() -> None:
@@ -161,16 +161,16 @@ def check_what_fsdp2_ignores() -> None:
         model[1].weight.fill_(rank)
     fully_shard(model, ignored_params={model[1].weight, model[1].bias})
     assert not isinstance(model[1].weight, DTensor)
-    assert not complaint(model)
+    assert not difference(model)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[1].weight.fill_(rank)
-    assert "1.weight" in complaint(model)
+    assert "1.weight" in difference(model)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
-    assert not complaint(model)
-    assert not complaint(DistributedDataParallel(model))
+    assert not difference(model)
+    assert not difference(DistributedDataParallel(model))
 
 
 def check() -> None:
