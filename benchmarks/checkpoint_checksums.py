@@ -1,7 +1,8 @@
 """Time that checksums add to saving and resuming a checkpoint, compared with other hashes.
 
-Writes what Trainer does for BF16 weights and a Kahan AdamW: a quarter of the bytes are weights, the rest is optimizer
-state. Then the manifest, and its check. Files come from memory (the page cache), as they do right after saving.
+Writes the files that Trainer writes for BF16 weights and a Kahan AdamW: a quarter of the bytes are weights, the rest is
+optimizer state. Then it writes the manifest and checks it. Files are read from memory (the page cache), as they are
+right after saving.
 
     python benchmarks/checkpoint_checksums.py [--gigabytes 1] [--rounds 5] [--folder /tmp]
 """
@@ -30,14 +31,14 @@ HASHES = {
 
 
 def seconds(action: Callable[..., object], *arguments: object) -> torch.Tensor:
-    """How long `action` takes: by the clock, and of all cores together."""
+    """Time `action`: by the clock, and as processor time of all cores."""
     start = time.perf_counter(), time.process_time()
     action(*arguments)
     return torch.tensor([time.perf_counter() - start[0], time.process_time() - start[1]])
 
 
 def hash_all(paths: list[Path], function: Callable[[bytes], object], threads: int) -> None:
-    """The hash of every chunk of every file, as `manifest.checksums` does it."""
+    """Hash every chunk of every file, as `manifest.checksums` does it."""
 
     def of_chunk(place: tuple[Path, int]) -> object:
         with place[0].open("rb", buffering=0) as file:

@@ -1,6 +1,7 @@
-"""Host time of one optimizer step by the number of tensors: sixteen elements each, so that there is nothing to compute.
+"""Host time of one optimizer step by the number of tensors, with 16 elements each, so that computing takes no time.
 
-New gradients every step, as `zero_grad` leaves it. On a GPU the launch comes on top; `make bench-gpu` measures both.
+Every step has new gradient tensors, as after `zero_grad`. On a GPU the launch comes on top; `make bench-gpu` measures
+both.
 
     python benchmarks/host_time.py [--tensors 64 146 291 1000] [--rounds 50]
 """

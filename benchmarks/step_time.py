@@ -61,7 +61,7 @@ SETS: dict[str, Shapes] = {"64 × (512×1024)": [(512, 1024)] * 64, "SmolLM2-135
 
 
 def parameters(shapes: Shapes, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Weights of ordinary size with gradients of ordinary size."""
+    """Build weights with gradients, both of ordinary magnitude."""
     params = [torch.nn.Parameter(torch.randn(shape).mul_(0.02).to(dtype)) for shape in shapes]
     for param in params:
         param.grad = torch.randn_like(param).mul_(0.01)
@@ -107,7 +107,7 @@ def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
 
 
 def check_parity() -> None:
-    """Raise if the compiled step is not the reference's: a wrong step has no speed."""
+    """Exit if the compiled step does not give the bits of the eager one: the speed of a wrong step means nothing."""
     for mode in ("kahan", "stochastic", "nearest"):
         results = []
         for backend in ("eager", "native"):
@@ -128,7 +128,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[Row]:
-    """Interleaved rounds; the first two warm up. Times in seconds."""
+    """Time the optimizers in interleaved rounds, of which the first two warm up."""
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds + 2):
         for name, optimizer in optimizers.items():
@@ -147,7 +147,7 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[R
 
 
 def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates) -> Process:
-    """The whole comparison in this process: rows by set."""
+    """Run the whole comparison in this process; returns rows by set of shapes."""
     torch.set_num_threads(threads)
     check_parity()
     rows = {}

@@ -61,7 +61,7 @@ def main() -> None:
             if step % 20 == 0 or step == len(loader) - 1:
                 accelerator.print(f"epoch {epoch} step {step:>4}  loss {loss.item():.4f}")
 
-    # Weight plus compensation: what to keep for merging, averaging or further FP32 training.
+    # Weight plus compensation, for merging, averaging or further FP32 training.
     if accelerator.is_main_process:
         options.output.mkdir(parents=True, exist_ok=True)
         bare = accelerator.unwrap_model(model)

@@ -1,4 +1,4 @@
-"""Go on pre-training a causal language model on a text of your own, by stochastic rounding: 8 bytes per parameter.
+"""Continue pre-training of a causal language model on your own text, with stochastic rounding: 8 bytes per parameter.
 
     python examples/continued_pretraining.py --model HuggingFaceTB/SmolLM2-135M --text my.txt --output_dir out
     python examples/continued_pretraining.py --smoke
@@ -66,7 +66,7 @@ def main() -> None:
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
-        data_collator=default_data_collator,  # blocks are of one length: nothing is padded
+        data_collator=default_data_collator,  # all blocks have one length, so nothing is padded
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -1,12 +1,11 @@
-"""Pre-train by stochastic rounding, and let the weights settle by Kahan summation while the learning rate decays.
+"""Pre-train with stochastic rounding, and switch to Kahan summation while the learning rate decays.
 
     python examples/cooldown.py --model HuggingFaceTB/SmolLM2-135M --text my.txt --max_steps 10000 --output_dir out
     python examples/cooldown.py --smoke
 
-A stochastically rounded weight scatters by a spacing around where it should be, which large steps hide and small ones
-do not. So the last `--cooldown` share of the steps, in which a warmup-stable-decay schedule brings the learning rate
-down, runs with a compensation: 2 bytes per parameter more, for as long as it takes. A run resumes on either side of the
-switch.
+A stochastically rounded weight scatters around its exact value by the spacing of BF16 numbers, which matters once steps
+are small. So the last `--cooldown` share of the steps, in which a warmup-stable-decay schedule lowers the learning
+rate, runs with a compensation, which takes 2 more bytes per parameter. A run resumes on either side of the switch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Options:
 
 
 class SwitchToKahan(TrainerCallback):
-    """From step `start` on weights are rounded with a compensation, which begins at zero."""
+    """Switches to Kahan summation at step `start`; the compensation begins at zero."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -54,7 +53,7 @@ class SwitchToKahan(TrainerCallback):
 
 
 class CooldownTrainer(Trainer):
-    """Resumes in the rounding mode in which a checkpoint was saved."""
+    """A Trainer that resumes in the rounding mode in which a checkpoint was saved."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         def follow(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -95,7 +94,7 @@ def main() -> None:
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
-        data_collator=default_data_collator,  # blocks are of one length: nothing is padded
+        data_collator=default_data_collator,  # all blocks have one length, so nothing is padded
         processing_class=tokenizer,
         callbacks=[SwitchToKahan(args.max_steps - decay)],
     )

@@ -1,12 +1,11 @@
-"""Direct preference optimization with TRL in pure BF16, at learning rates where BF16 alone stands still.
+"""Direct preference optimization with TRL in pure BF16, at learning rates at which plain BF16 does not train.
 
     python examples/dpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset my-data --output_dir out
     python examples/dpo.py --smoke
 
 The dataset, a name on the hub or a folder, has the columns `prompt`, `chosen` and `rejected`. Every field of TRL's
 `DPOConfig` is an option; its learning rate is 1e-6 by default, far below what a BF16 weight can store without Kahan
-summation. Needs
-`pip install trl`.
+summation. Needs `pip install trl`.
 """
 
 from __future__ import annotations

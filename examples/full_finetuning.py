@@ -4,8 +4,8 @@
     python examples/full_finetuning.py --smoke
 
 The dataset, a name on the hub or a folder, has the columns `prompt` and `completion`; the loss is that of the
-completion. Every field of `TrainingArguments` is an option. An 8B model takes 10 bytes per
-parameter, 80 GB, where FP32 AdamW takes 128.
+completion. Every field of `TrainingArguments` is an option. An 8B model takes 80 GB, 10 bytes per parameter; with FP32
+AdamW it takes 128 GB.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         options.model, options.dataset = smoke.causal_lm(args.output_dir), smoke.questions(args.output_dir)
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many models are trained without one
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # many models have none
     model = AutoModelForCausalLM.from_pretrained(options.model)
     data = load_dataset(options.dataset, split="train")
 

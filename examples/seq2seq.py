@@ -1,4 +1,4 @@
-"""Fine-tune an encoder-decoder to write what is asked for, in pure BF16.
+"""Fine-tune an encoder-decoder to answer prompts, in pure BF16.
 
     python examples/seq2seq.py --model google/flan-t5-small --dataset my-data --output_dir out
     python examples/seq2seq.py --smoke

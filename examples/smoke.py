@@ -1,7 +1,7 @@
-"""What the recipes train with `--smoke`: small models of random weights and data that every Python carries.
+"""The small models and datasets of the examples with `--smoke`: random weights, and data that every Python has.
 
-Nothing is downloaded: models, tokenizers and datasets are written to a folder, from where a recipe loads them as it
-would from the hub. The text is that of the standard library: its source, and what its functions say of themselves.
+Nothing is downloaded: models, tokenizers and datasets are written to a folder, from where an example loads them
+as it would from the hub. The text is that of the standard library: its source and its docstrings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARGUMENTS = {
     **{"max_steps": 60, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "warmup_steps": 10},
     **{"logging_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": not torch.cuda.is_available()},
 }
-"""Training arguments that `--smoke` changes the defaults of."""
+"""Training arguments for which `--smoke` has other defaults."""
 
 
 _SOURCE = Path(sysconfig.get_path("stdlib")) / "argparse.py"
@@ -55,19 +55,19 @@ def text() -> str:
 
 
 def questions(folder: str) -> str:
-    """What functions of the standard library do, a dataset with the columns `prompt` and `completion`."""
+    """Functions of the standard library and their docstrings: a dataset with the columns `prompt` and `completion`."""
     return _saved(_questions(), folder)
 
 
 def preferences(folder: str) -> str:
-    """Questions with the answer, and the same written backwards: columns `prompt`, `chosen`, `rejected`."""
+    """Questions with the answer, and with the answer written backwards: columns `prompt`, `chosen` and `rejected`."""
     rows = _questions()
     chosen = rows["completion"]
     return _saved({"prompt": rows["prompt"], "chosen": chosen, "rejected": [text[::-1] for text in chosen]}, folder)
 
 
 def sentences(folder: str) -> str:
-    """Lines of code and of what functions say of themselves: columns `sentence` and `label`, 0 for code."""
+    """Lines of code and lines of docstrings: columns `sentence` and `label`, 0 for code."""
     prose = [line for line in _questions()["completion"] if len(line) > 30]
     lines = (line.strip() for line in _SOURCE.read_text().splitlines())
     code = [line for line in lines if len(line) > 30 and not line.startswith("#")][: len(prose)]
@@ -106,7 +106,7 @@ def _saved(rows: dict[str, list], folder: str, features: Features | None = None)
 
 
 def causal_lm(folder: str) -> str:
-    """A Llama of 0.2 million parameters, without a token to pad with, as many are."""
+    """A Llama of 0.2 million parameters, without a padding token, as many have none."""
     words = _tokenizer(pad_token=None)
     special = {"eos_token_id": words.eos_token_id, "bos_token_id": None}
     config = LlamaConfig(vocab_size=len(words), num_key_value_heads=2, **special, **SIZES)
@@ -130,7 +130,7 @@ def seq2seq(folder: str) -> str:
 
 def vision(folder: str) -> str:
     """A ViT of 0.1 million parameters, for images of 32 × 32."""
-    from transformers import ViTImageProcessor  # remarks on import that there is a faster one
+    from transformers import ViTImageProcessor  # warns on import that there is a faster one
 
     processor = ViTImageProcessor(size={"height": 32, "width": 32})
     return _written(ViTForImageClassification, ViTConfig(image_size=32, patch_size=8, **SIZES), processor, folder)
@@ -148,14 +148,14 @@ def _written(cls: type, config: PreTrainedConfig, processing: Any, folder: str) 
 
 @contextmanager
 def _one_process_first() -> Iterator[bool]:
-    """Under `accelerate launch`: one process of a machine goes ahead, and the others wait."""
+    """Under `accelerate launch`, let one process of a machine go first while the others wait."""
     state = PartialState()
     with state.local_main_process_first():
         yield state.is_local_main_process
 
 
 def _tokenizer(pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
-    """512 pairs of bytes, learnt from `text`."""
+    """A tokenizer of 512 byte pairs, trained on `text`."""
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = bytewise, decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""One run of fine-tuning with the stock Trainer, and what became of the norms."""
+"""Fine-tune with the stock Trainer, and measure how far the norms moved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lowprec.optim.registry import optimizer_factory
 
 @dataclass(frozen=True)
 class NormMoves:
-    """What a run did to the weights of the norms.
+    """How far a run moved the weights of the norms.
 
     Attributes:
         elements: how many there are.
@@ -41,13 +41,13 @@ class NormMoves:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The results of a run.
 
     Attributes:
         accuracy: on the validation set before and after; empty without a validation set.
         validation_loss: the same.
         training: (step, mean loss since the entry before).
-        norms: what became of their weights.
+        norms: how far their weights moved.
         seconds: of training.
     """
 

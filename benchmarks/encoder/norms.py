@@ -1,4 +1,4 @@
-"""Do the weights of norms move? Some steps of fine-tuning, in every variant, and without the cast policy."""
+"""Do the weights of norms move? Fine-tune some steps in every variant, and without the cast policy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A small ModernBERT that knows something: tokenizer and weights from real text, in FP32, in minutes, kept in a folder.
+"""Pre-train a small ModernBERT and its tokenizer on real text, in FP32 and in minutes, and keep them in a folder.
 
-ModernBERT, because its classifier can look at the mean over a passage: BERT's looks at [CLS], which masked words alone
+ModernBERT, because its classifier can take the mean over a passage: BERT's takes [CLS], of which masked words alone
 teach nothing.
 """
 
@@ -59,7 +59,7 @@ def pretrained(settings: Pretraining, folder: Path) -> dict[str, Any]:
     """Make sure that `folder` has a tokenizer and an encoder of these settings.
 
     Returns:
-        What is known of its training: `settings`, and the training loss as (step, loss).
+        A record of its training: `settings`, and the training loss as (step, loss).
     """
     record = folder / RECORD
     if record.is_file():

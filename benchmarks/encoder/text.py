@@ -1,7 +1,8 @@
-"""The task: from which package of the standard library is this passage? No download, and files of its own to validate.
+"""The task: from which package of the standard library is a passage? Nothing is downloaded.
 
-Six packages that every CPython has. A passage is some 60 tokens cut out of a file anywhere, so it is code, docstring or
-comment, rarely names its package, and has to be recognised by what it is about.
+The classes are six packages that every CPython has; some files of each are held out for validation. A passage is some
+60 tokens cut out of a file anywhere, so it is code, docstring or comment. It rarely names its package, and has to be
+recognised by its subject.
 """
 
 from __future__ import annotations
@@ -12,23 +13,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hf_lowprec.demo.text import InputError, standard_library_documentation, standard_library_sources
+from hf_lowprec.demo.text import standard_library_documentation, standard_library_sources
+from hf_lowprec.user_inputs.input_errors import InputError
 
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 """The classes."""
 
 HELD_OUT = 4
-"""One file of a package in so many is for validation."""
+"""Every how many files of a package one is held out for validation."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by what they are for; a file is in one of the splits only.
+    """Texts by purpose; no file is in both splits.
 
     Attributes:
-        pretraining: everything unlabelled, files of `train` included, of `validation` not.
-        train: for each class its files.
-        validation: the same.
+        pretraining: all texts without labels, including files of `train` and excluding those of `validation`.
+        train: the files of each class.
+        validation: the held-out files of each class.
     """
 
     pretraining: list[str]

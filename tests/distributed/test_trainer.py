@@ -24,8 +24,8 @@ def four_ranks(optim: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", pytest.param("adamw_bf16_sr", marks=many_ranks)])
 def test_four_ranks_are_one_rank_with_four_micro_batches(optim):
-    """Bit for bit: sums over ranks and over micro-batches have the same order, and Trainer divides the loss by the number
-    of tokens in the whole batch in both cases, so the scales differ by a power of two."""
+    """Bit for bit: sums over ranks and over micro-batches have the same order, and Trainer divides the loss by the
+    number of tokens in the whole batch in both cases, so the scales differ by a power of two."""
     words = "--save_strategy no --gradient_accumulation_steps 4 --optim_args grad_accumulation=fp32"
     one = trained(1, "ddp", "--optim", optim, *words.split())
     assert one["digest"] == four_ranks(optim)["digest"]

@@ -22,7 +22,7 @@ BUCKETS = 4
 TURNS = 4
 COUNTERS = Path("/proc/self/net/dev")  # that of this network namespace, unlike /sys
 HEADER = 14 + 20 + 60
-"""Most bytes of a packet in addition to its payload: Ethernet, IPv4, TCP with all options. Also of an acknowledgement."""
+"""Most bytes of a packet without its payload: Ethernet, IPv4, TCP with all options; also of an acknowledgement."""
 MESSAGE = 3 * 64
 """More than gloo adds to a message: headers of its notice that data is ready, of the answer, and of the data."""
 
