@@ -19,17 +19,17 @@ VARIABLES = ("CC", "HF_LOWPREC_CACHE", "OMP_NUM_THREADS", "TRITON_INTERPRET", "C
 
 def env() -> None:
     """Print versions, devices and backends, to be pasted into a bug report."""
-    for name, value in facts().items():
+    for name, value in machine_facts().items():
         typer.echo(f"- {name}: {value}")
 
 
-def facts() -> dict[str, str]:
+def machine_facts() -> dict[str, str]:
     """Collect versions, devices and backends by name, in the order in which they are printed."""
     import torch
 
     import hf_lowprec
 
-    found = {
+    facts = {
         "hf_lowprec": f"{hf_lowprec.__version__} in {Path(hf_lowprec.__file__).parent}",
         "Python": f"{platform.python_version()} on {platform.platform()}",
         **{name: _version(name) for name in PACKAGES},
@@ -40,12 +40,13 @@ def facts() -> dict[str, str]:
     }
     for k in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(k)
-        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
-        found[f"GPU {k}"] = f"{what}, sm_{properties.major}{properties.minor}, {_backend(f'cuda:{k}')}"
-    return found | {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        device = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB"
+        facts[f"GPU {k}"] = f"{device}, sm_{properties.major}{properties.minor}, {_backend(f'cuda:{k}')}"
+    return facts | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def _version(package: str) -> str:
+    """The installed version of a package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -53,6 +54,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
+    """The C compiler of the native backend and its version, or the reason that there is none."""
     from hf_lowprec.optim.backends.c_compiler import CompilerError, compiler_identity, require_compiler
 
     try:
@@ -63,6 +65,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
+    """The folder of compiled steps, or the reason that there is none."""
     from hf_lowprec.optim.backends.library_cache import cache_dir
 
     try:
@@ -72,6 +75,7 @@ def _cache() -> str:
 
 
 def _backend(device: str) -> str:
+    """The backend that `backend="auto"` takes on a device."""
     import torch
 
     from hf_lowprec.optim.backends.selection import expected

@@ -1,7 +1,7 @@
 """`hf-lowprec run SCRIPT ARGS…`: run an unmodified training script with our optimizer names registered.
 
-It reaches one process. A launcher starts the training in processes of its own, so it must start `hf_lowprec run`, and
-not the other way round; `launcher_command` knows the launchers and says what to type instead.
+The names are registered in one process. A launcher starts training in processes of its own, so it must start
+`hf_lowprec run` and not be started by it; `launcher_command` recognizes launchers and gives the command to use instead.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_lowprec.demo.text import Encode, Text
 from hf_lowprec.user_inputs.input_errors import InputError, check_path_exists, explain_input_errors
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 READERS = {
     ".txt": "text",
@@ -50,7 +53,7 @@ def load_model(name: str, length: int) -> tuple[Callable[[], nn.Module], Encode]
     if longest is not None and length > longest:
         raise InputError(f"{name!r} takes {longest} tokens, and a block has {length}; give a smaller --length")
 
-    def build() -> Any:
+    def build() -> nn.Module:
         with explain_input_errors(f"the model {name!r} cannot be loaded"):
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
         model.config.use_cache = False
@@ -105,7 +108,7 @@ def load_text(name: str, config: str | None, column: str) -> Text:
     return Text(Path(name).name, _select_text(train, column), _select_text(held_out, column))
 
 
-def _select_text(rows: Any, column: str) -> Any:
+def _select_text(rows: Dataset, column: str) -> Dataset:
     """The rows with only their text, in a column named `text`."""
     return rows.select_columns([column]).rename_columns({column: "text"} if column != "text" else {})
 

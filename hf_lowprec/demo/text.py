@@ -11,11 +11,14 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_lowprec.user_inputs.input_errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Encode = Callable[[list[str]], list[list[int]]]
 """Texts → token numbers of each text."""
@@ -50,8 +53,8 @@ class Text:
     """
 
     title: str
-    train: Any
-    validation: Any
+    train: Dataset
+    validation: Dataset
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Blocks:
 
     title: str
     length: int
-    train: Any
-    validation: Any
+    train: Dataset
+    validation: Dataset
 
 
 def standard_library_modules() -> Text:
@@ -136,7 +139,7 @@ def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def _dataset(texts: list[str]) -> Any:
+def _dataset(texts: list[str]) -> Dataset:
     from datasets import Dataset
 
     return Dataset.from_dict({"text": texts})
@@ -168,7 +171,7 @@ def token_blocks(text: Text, encode: Encode, length: int, train: int, validation
     )
 
 
-def _blocks(documents: Any, encode: Encode, length: int, count: int, title: str) -> Any:
+def _blocks(documents: Dataset, encode: Encode, length: int, count: int, title: str) -> Dataset:
     """At most `count` blocks of the documents; `title` names them in the error."""
     from datasets import Dataset
 
@@ -187,7 +190,7 @@ def _blocks(documents: Any, encode: Encode, length: int, count: int, title: str)
     return Dataset.from_dict({"input_ids": array, "labels": array})
 
 
-def _encode_documents(documents: Any, encode: Encode) -> Iterator[list[int]]:
+def _encode_documents(documents: Dataset, encode: Encode) -> Iterator[list[int]]:
     """Yield the tokens of each document, encoding 64 of them at a time."""
     for batch in documents.iter(batch_size=64):
         yield from encode([text or "" for text in batch["text"]])  # a row may be null

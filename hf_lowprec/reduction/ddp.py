@@ -43,7 +43,7 @@ class _ChunkInFlight:
     gradient: Tensor
     padded: Tensor
     received: Tensor
-    work: Any
+    work: dist.Work
     on_complete: Callable[[], None] | None
 
 
@@ -70,7 +70,7 @@ class BucketAverager:
         self.scratch = ScratchBuffers()
         self._in_flight: list[_ChunkInFlight] = []
         self._parity = 0  # of the next chunk; tells the scratch buffers of two chunks in flight apart
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Like DDP itself, pickle without the chunks in flight, and return for the default group."""

@@ -42,7 +42,12 @@ class FP32ReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
     ) -> None:
         """Write the FP32 sum over ranks of this rank's shard into `output_tensor`, divided by their number for `AVG`.
 

@@ -6,5 +6,8 @@ from typing import Any
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's `AcceleratedOptimizer`, or `optimizer` itself if it is not wrapped."""
+    """Return the optimizer inside accelerate's `AcceleratedOptimizer`; anything else, None included, as it is.
+
+    The argument is untyped because this layer may not import accelerate.
+    """
     return getattr(optimizer, "optimizer", optimizer)

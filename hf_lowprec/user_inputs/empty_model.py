@@ -15,6 +15,7 @@ from hf_lowprec.user_inputs.input_errors import InputError, check_path_exists, e
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_REPEATS = 10_000
 """Most layers, blocks or stages of a model; the deepest published ones have about a thousand."""
@@ -32,7 +33,7 @@ _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
-def load_config(name: str) -> tuple[Any, Any]:
+def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load a model's configuration and find the model's class.
 
     Args:
@@ -74,7 +75,7 @@ def load_config(name: str) -> tuple[Any, Any]:
     return config, cls
 
 
-def build_empty_model(config: Any, cls: Any) -> nn.Module:
+def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
     """Build a model in FP32 on the meta device, where weights take no memory.
 
     Args:

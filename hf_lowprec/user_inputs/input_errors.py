@@ -13,12 +13,12 @@ class InputError(ValueError):
 
 
 def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> None:
-    """Raise InputError if `name` looks like a path and nothing is there, so that it is not searched for on the hub.
+    """Raise InputError if `name` looks like a path and nothing is there; it must not be searched for on the hub.
 
     Args:
         name: as the user gave it.
         option: the option or argument it was given for, for the message.
-        suffixes: file name suffixes that make a path of a name.
+        suffixes: suffixes by which a name counts as a path.
     """
     looks_local = name.startswith((".", "/", "~", "\\")) or Path(name).suffix in suffixes
     if looks_local and not Path(os.path.expanduser(name)).exists():
