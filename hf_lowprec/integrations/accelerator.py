@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.cast import cast_dtypes
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
 from hf_lowprec.integrations.misuse import live_modules
