@@ -1,4 +1,4 @@
-"""Quantized weights: a cast leaves quantized data and its scales alone, in every form in which quantizers store them."""
+"""Quantized weights: a cast leaves quantized data and its scales alone, in every form in which it is stored."""
 
 import pytest
 import torch
