@@ -1,21 +1,17 @@
 """`cast_model` plans a cast, carries it out and reports it; `uncast_model` takes it back."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from hf_lowprec.casting.apply import convert_tensors, install_hooks, remove_cast
 from hf_lowprec.casting.earlier_casts import cast_dtypes, marks_in, set_marks
-from hf_lowprec.casting.fp32_rules.keep_fp32_entries import Entry, check_entries
+from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.plan import make_plan
 from hf_lowprec.casting.report import CastReport, dtype_totals
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
-
-KeepFp32 = Entry | Iterable[Entry]
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = ()) -> CastReport:
@@ -29,7 +25,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
     - norms, by class or by name;
     - rotary embeddings, and other modules with a buffer named `inv_freq`;
-    - loss modules without weights;
+    - loss modules, by name, if their parameters are single numbers at most (a temperature);
     - what the model's class names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few classes of transformers whose code computes in FP32;
     - modules whose quantized weights act as FP32 tensors;
@@ -37,13 +33,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
     **Hooks** let modules of both dtypes work together:
 
-    - A module kept in FP32 gets its inputs in FP32 and returns `dtype` to the next module. Output heads and losses are
-      the exception: what ends the model returns FP32.
+    - A module kept in FP32 gets its inputs in FP32 and returns `dtype` to the next module. Losses and output heads
+      return FP32; a head is what `get_output_embeddings()` returns, or the model's last layer if `keep_fp32` names it.
     - A model that holds 16-bit tensors, and each model inside it, rounds the activations among its arguments to
       `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors of fewer than two dimensions are
-      not rounded. What a module computes with such FP32 numbers is FP32: at the first call that brings some, its
-      children get hooks that round their inputs. So make one such call before `torch.compile(fullgraph=True)`.
-    - The `loss_function` of transformers' models computes in FP32.
+      not rounded. What a module computes with such FP32 numbers is FP32, so at the first call that brings some its
+      children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`; where a
+      model outside of transformers takes integer timesteps, before any `torch.compile`.
+    - The `loss_function` of transformers' models computes in FP32, and so do distributions that they predict.
     - If torch raises an error about mixed dtypes in a call of the model, the message also names the module, and the
       entry of `keep_fp32` that avoids the error.
 
@@ -68,8 +65,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
             wrapped or sharded.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
     """
-    entries = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
-    check_arguments(model, dtype, entries)
+    check_model_and_dtype(model, dtype)
+    entries = as_entries(keep_fp32)
     already_cast = bool(marks_in(model))
     plan = make_plan(model, dtype, entries)
     before = dtype_totals(ModuleTree.of(model).tensors)
@@ -107,14 +104,10 @@ def uncast_model(model: nn.Module) -> None:
     remove_cast(model)
 
 
-def check_arguments(model: nn.Module, dtype: torch.dtype, entries: tuple[Entry, ...]) -> None:
-    """Raise ValueError for a dtype of other than 16 bits or another than before, or a model already wrapped or sharded.
-
-    Raise TypeError for an entry of `keep_fp32` that is neither a string nor a module class.
-    """
+def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise ValueError if the dtype is unsupported or differs from an earlier cast's, or the model is wrapped."""
     if dtype not in LOW_PRECISION_DTYPES:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
-    check_entries(entries)
     for module in model.modules():
         names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
         if found := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):

@@ -110,6 +110,11 @@ def loss_function_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
             yield HookPlan(name, "loss function in FP32", "called in forward" if calls_it else "not called in forward")
 
 
+def models_calling_loss_function(tree: ModuleTree) -> list[str]:
+    """The models whose `forward` calls the `loss_function`: their losses are FP32."""
+    return [name for name, module in tree.modules.items() if has_loss_function(module) and calls_loss_function(module)]
+
+
 def fp32_result_hooks(tree: ModuleTree, parts: Fp32Parts) -> Iterator[HookPlan]:
     """Classes that compute in FP32 with 16-bit tensors return 16 bits to the next module."""
     for name, module in tree.modules.items():

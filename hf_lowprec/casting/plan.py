@@ -9,15 +9,17 @@ from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
 from hf_lowprec.casting.fp32_exceptions import CLASSES_COMPUTING_IN_FP32
-from hf_lowprec.casting.fp32_rules.exceptions import fp32_exceptions
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     Entry,
+    KeepFp32,
+    as_entries,
     check_entries_match,
     check_no_quantized_weights,
     check_not_rounded,
     named_by_caller,
 )
+from hf_lowprec.casting.fp32_rules.listed_classes import listed_classes
 from hf_lowprec.casting.fp32_rules.losses import is_loss, losses
 from hf_lowprec.casting.fp32_rules.model_attributes import named_by_model_class
 from hf_lowprec.casting.fp32_rules.norms import norms
@@ -27,6 +29,7 @@ from hf_lowprec.casting.fp32_rules.tied_weights import keep_tied_weights
 from hf_lowprec.casting.hook_placement import (
     HookKind,
     HookPlan,
+    OutputHeads,
     downcast_input_hooks,
     dtype_error_hooks,
     fp32_prediction_hooks,
@@ -34,21 +37,21 @@ from hf_lowprec.casting.hook_placement import (
     kept_module_hooks,
     kept_modules_with_hooks,
     loss_function_hooks,
+    models_calling_loss_function,
     output_heads,
 )
-from hf_lowprec.casting.loss_hooks import calls_loss_function
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
 
 FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
     quantized_as_fp32,
-    fp32_exceptions,
+    listed_classes,
     norms,
     rotary_embeddings,
     losses,
     named_by_model_class,
 )
-"""They keep parts in FP32, in the order in which they give the reason. The entries of `keep_fp32` and ties follow."""
+"""The rules that need the model alone. Where several keep a module, the first one gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class TensorPlan:
 
     name: str
     dtype: torch.dtype  # the dtype it is to have
-    action: Literal["cast", "keep", "leave"]  # to 16 bits, to FP32, or nothing
+    action: Literal["cast", "keep", "leave"]  # cast to 16 bits, keep in FP32 (or upcast), leave as it is
     reason: str
     target: ModelTensor = field(repr=False, compare=False)
 
@@ -84,18 +87,19 @@ class CastPlan:
         return "\n".join(lines)
 
 
-def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: Iterable[Entry] = ()) -> CastPlan:
-    """Decide what a cast of a model does. The model is not changed.
+def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = ()) -> CastPlan:
+    """Decide what `cast_model` with these arguments does. The model is not changed.
 
     Args:
         model: may have been cast before, in whole or in part: entries of `keep_fp32` from then hold on.
         dtype: BF16 or FP16.
-        keep_fp32: the new entries.
+        keep_fp32: one new entry or several.
 
     Raises:
         ValueError: an entry matches nothing, covers quantized weights, or names what an earlier cast has rounded.
+        TypeError: an entry is neither a string nor a module class.
     """
-    tree, earlier, new = ModuleTree.of(model), earlier_entries(model), tuple(keep_fp32)
+    tree, earlier, new = ModuleTree.of(model), earlier_entries(model), as_entries(keep_fp32)
     check_entries_match(tree, new)
     parts = fp32_parts(tree, (*earlier, *new))
     check_no_quantized_weights(tree, parts)
@@ -104,33 +108,23 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
 
     tensors = plan_tensors(tree, parts, dtype)
     kept = kept_in_fp32(tree, parts, tensors)
-    tree = tree.after({id(plan.target.tensor): plan.dtype for plan in tensors})
 
-    heads = output_heads(tree, parts, dtype)
+    tree = tree.after({id(plan.target.tensor): plan.dtype for plan in tensors})
     hooked = kept_modules_with_hooks(tree, kept)
-    loss_functions = tuple(loss_function_hooks(tree))
-    downcasts = tuple(downcast_input_hooks(tree, heads, dtype))
-    hooks = (
-        *kept_module_hooks(tree, hooked, heads),
-        *loss_functions,
-        *fp32_result_hooks(tree, parts),
-        *fp32_prediction_hooks(tree, dtype),
-        *downcasts,
-        *dtype_error_hooks(tree, [hook.module for hook in downcasts]),
-    )
-    called = [hook.module for hook in loss_functions if calls_loss_function(tree.modules[hook.module])]
+    heads = output_heads(tree, parts, dtype)
+    loss_modules = [name for name in hooked if is_loss(tree.modules[name])]
     return CastPlan(
         dtype,
         tensors,
-        hooks,
-        kept,
+        hooks=plan_hooks(tree, parts, hooked, heads, dtype),
+        kept=kept,
         heads=tuple(name for name in hooked if name in heads.names),
-        losses=(*(name for name in hooked if is_loss(tree.modules[name])), *called),
+        losses=(*loss_modules, *models_calling_loss_function(tree)),
     )
 
 
 def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
-    """Apply every rule: which modules and tensors stay in FP32."""
+    """Apply every rule, then the entries of `keep_fp32`, then ties: which modules and tensors stay in FP32."""
     decisions = [rule(tree) for rule in FP32_RULES]
     decisions += [named_by_caller(tree, entry) for entry in keep_fp32]
     parts = Fp32Parts.combine(decisions)
@@ -155,10 +149,33 @@ def plan_tensors(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> tupl
     return tuple(plans)
 
 
+def plan_hooks(
+    tree: ModuleTree, parts: Fp32Parts, hooked: Iterable[str], heads: OutputHeads, dtype: torch.dtype
+) -> tuple[HookPlan, ...]:
+    """Decide which hooks go on which modules, in the order in which they are to be installed.
+
+    Args:
+        tree: the model with its planned dtypes.
+        parts: what stays in FP32.
+        hooked: the modules of those that get hooks.
+        heads: the modules of those that end the model.
+        dtype: the 16-bit dtype.
+    """
+    input_hooks = list(downcast_input_hooks(tree, heads, dtype))
+    return (
+        *kept_module_hooks(tree, hooked, heads),
+        *loss_function_hooks(tree),
+        *fp32_result_hooks(tree, parts),
+        *fp32_prediction_hooks(tree, dtype),
+        *input_hooks,
+        *dtype_error_hooks(tree, [hook.module for hook in input_hooks]),
+    )
+
+
 def kept_in_fp32(tree: ModuleTree, parts: Fp32Parts, tensors: Iterable[TensorPlan]) -> dict[str, str]:
     """The outermost modules and the single tensors that stay in FP32, and why.
 
-    Modules are left out if nothing in them is a tensor in FP32, unless it is their code that computes in FP32.
+    A kept module without FP32 tensors is listed only if its code computes in FP32.
     """
     kept = {}
     for plan in tensors:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Rule = Literal["quantized", "exception", "norm", "rotary", "loss", "model class", "keep_fp32", "tied"]
+Rule = Literal["quantized", "listed class", "norm", "rotary", "loss", "model class", "keep_fp32", "tied"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Modules and tensors stay in FP32 that the caller names in `keep_fp32`."""
+"""Modules and tensors that the caller names in `keep_fp32` stay in FP32."""
 
 import difflib
 import fnmatch
@@ -13,6 +13,7 @@ from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 Entry = str | type[nn.Module]
+KeepFp32 = Entry | Iterable[Entry]
 
 
 def named_by_caller(tree: ModuleTree, entry: Entry) -> Fp32Parts:
@@ -36,11 +37,13 @@ def named_by_caller(tree: ModuleTree, entry: Entry) -> Fp32Parts:
     return parts
 
 
-def check_entries(entries: Iterable[Entry]) -> None:
-    """Raise TypeError for an entry that is neither a name nor a class of modules."""
+def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
+    """The entries of `keep_fp32`. Raise TypeError for one that is neither a name nor a class of modules."""
+    entries = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(f"keep_fp32 takes names (str) and torch.nn.Module classes, not {entry!r}")
+    return entries
 
 
 def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:

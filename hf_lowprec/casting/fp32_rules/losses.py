@@ -23,6 +23,6 @@ def is_loss(module: nn.Module) -> bool:
 
     With parameters other than single numbers (a temperature), it is a part of the model.
     """
-    if is_norm(module) or is_rotary(module) or not any(_NAME.search(cls.__name__) for cls in type(module).__mro__):
+    if not any(_NAME.search(cls.__name__) for cls in type(module).__mro__):
         return False
-    return not any(parameter.dim() for parameter in module.parameters())
+    return not any(parameter.dim() for parameter in module.parameters()) and not (is_norm(module) or is_rotary(module))

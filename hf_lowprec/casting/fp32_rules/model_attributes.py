@@ -1,4 +1,4 @@
-"""Modules and tensors stay in FP32 that a model's class names in `_keep_in_fp32_modules`.
+"""Modules and tensors that a model's class names in `_keep_in_fp32_modules` stay in FP32.
 
 transformers keeps the same ones when it loads a model.
 """

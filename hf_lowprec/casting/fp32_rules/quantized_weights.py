@@ -1,4 +1,4 @@
-"""Modules stay in FP32 whose quantized weights act as FP32 tensors: operations with 16-bit inputs would fail."""
+"""Modules whose quantized weights act as FP32 tensors stay in FP32: operations with 16-bit inputs would fail."""
 
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
 from hf_lowprec.casting.module_tree import ModuleTree

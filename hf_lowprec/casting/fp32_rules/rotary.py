@@ -21,9 +21,10 @@ def rotary_embeddings(tree: ModuleTree) -> Fp32Parts:
 def is_rotary(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
 
-    It converts its own outputs, so it gets no hooks.
+    Modules that hold others with tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
     """
-    if is_norm(module) or any(part._parameters or part._buffers for part in module.modules() if part is not module):
-        return False
     has_frequencies = not module._parameters and any(map(_FREQUENCIES.fullmatch, module._buffers))
-    return has_frequencies or any(_NAME.search(cls.__name__) for cls in type(module).__mro__)
+    if not has_frequencies and not any(_NAME.search(cls.__name__) for cls in type(module).__mro__):
+        return False
+    inner = any(part._parameters or part._buffers for part in module.modules() if part is not module)
+    return not inner and not is_norm(module)
