@@ -94,7 +94,7 @@ def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
 
     A model computes such a loss if its `forward` takes `return_loss`. Heads and projections are compared; where there
     are fewer than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside
-    (FLAVA's `flava.text_projection`).
+    (FLAVA's `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
     """
     module = tree.modules[model]
     if not type(module).__module__.startswith("transformers.") or "return_loss" not in arguments_of_forward(module):

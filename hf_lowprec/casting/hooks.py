@@ -73,8 +73,9 @@ def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def install_output_upcast(module: nn.Module) -> bool:
-    """Let a module return its floating outputs in FP32, after rounding if it rounds them. Return whether it is new."""
+    """Let a module return exact FP32 copies of its floating outputs. Return whether the hook is new."""
     is_new = _install_output_hook(module, upcast_outputs)
+    # Hooks that round outputs stay first: copies that were rounded after all would be 16-bit.
     for key in [key for key, hook in module._forward_hooks.items() if hook in _OUTPUT_DOWNCASTS]:
         module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
     return is_new

@@ -46,6 +46,7 @@ class DowncastInputs:
     dtype: torch.dtype
     keeps_labels: bool
     positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
+    takes_times: bool  # whether an integer among its arguments may be a timestep: never in transformers' own classes
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype) -> "DowncastInputs":
@@ -55,7 +56,9 @@ class DowncastInputs:
         except (TypeError, ValueError):
             parameters = {}.values()
         skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
+        times = any(is_time(p.name) or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        times = times and not type(module).__module__.startswith("transformers.")
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip), times)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
@@ -63,7 +66,7 @@ class DowncastInputs:
         downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
         args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=False)])
         kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
-        if not torch.compiler.is_compiling() and not type(module).__module__.startswith("transformers."):
+        if self.takes_times and not torch.compiler.is_compiling():
             arguments = (*zip(names, args, strict=False), *kwargs.items())
             if times := [name for name, value in arguments if is_time(name) and _is_integer(value)]:
                 follow_numbers(module, self.dtype, times, _INTEGERS)

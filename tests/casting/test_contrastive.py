@@ -1,7 +1,6 @@
 """Contrastive losses of transformers: what they compare is FP32, and so are logits and loss."""
 
 import copy
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,14 @@ def test_the_loss_is_that_of_the_formula_in_fp64(name: str, other: str) -> None:
     model, batch = upcast(name)
     with torch.no_grad():
         outputs = model(**batch)
-        scale = 1 / model.temperature if name == "AlignModel" else model.logit_scale.exp()
+        scale = 1 / model.temperature.double() if name == "AlignModel" else model.logit_scale.exp().double()
     ours, theirs = outputs.text_embeds.double(), outputs[f"{other}_embeds"].double()
     width = ours.shape[-1]
     # Divided by its norm in FP32: `width` squares are added, a root and a quotient are taken.
     assert all(((e.norm(dim=-1) - 1).abs() <= (width + 2) * UNIT).all() for e in (ours, theirs))
     texts = torch.einsum("vtd,vd->tv", ours, theirs) if name == "XCLIPModel" else ours @ theirs.T
-    expected = paired(texts * scale.double(), 0.1 if name == "AlignModel" else 0.0)
-    # Products of unit vectors, and the scale, are off by (width + 2) roundings of `scale`; a temperature is divided by,
-    # where its reciprocal was rounded to 16 bits here. A cross-entropy moves by at most twice what its logits do.
-    assert outputs.loss.dtype == FP32
-    assert abs(outputs.loss.item() - expected.item()) <= 2 * (width + 2) * UNIT * scale.item() + 8 * UNIT * math.log(2)
+    expected = paired(texts * scale, 0.1 if name == "AlignModel" else 0.0)
+    # Logits, `scale` times products of unit vectors, are off by (width + 2) roundings of `scale` at most; a loss
+    # by twice what its logits are, and by a few roundings of its own sums, which are below 2 here.
+    assert outputs.loss.dtype == FP32 and 0 < expected < 1
+    assert abs(outputs.loss.item() - expected.item()) <= 2 * (width + 2) * UNIT * scale.item() + 8 * UNIT * 2
