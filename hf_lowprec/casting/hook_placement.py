@@ -36,9 +36,9 @@ HookKind = Literal[
 class HookPlan:
     """A hook that is to be installed."""
 
-    module: str
+    module: str  # its qualified name
     kind: HookKind
-    reason: str
+    reason: str  # for people
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def output_heads(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> Outp
     A kept module is a head if it is or contains what `get_output_embeddings()` of the model, or of a model inside,
     returns; or if `keep_fp32` keeps it and it is the last of the model's children that hold floating tensors, or the
     last child of that, and so on down. The last child written is the last one called by convention only: the modules
-    written before it downcast their inputs, so that an exception does not fail.
+    written before it downcast their inputs, so that a model which calls them later does not fail.
     """
     names = {id(module): name for name, module in tree.modules.items()}
     heads = set[str]()
@@ -63,28 +63,37 @@ def output_heads(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> Outp
         name = names.get(id(output_embeddings(module)))
         if name is not None and (kept := parts.outermost(name)) is not None:
             heads |= set(tree.callable_parts(kept))
-    name, before = "", list[str]()
+    last, written_before = _last_kept_module(tree, parts)
+    if last is None or last in heads or parts.modules[last].rule != "keep_fp32" or _has_several_names(tree, last):
+        return OutputHeads(frozenset(heads), ())
+    called_before = [part for child in written_before for part in tree.callable_parts(child)]
+    return OutputHeads(
+        frozenset(heads.union(tree.callable_parts(last))),
+        tuple(part for part in called_before if tree.computes_in(part, dtype)),
+    )
+
+
+def _last_kept_module(tree: ModuleTree, parts: Fp32Parts) -> tuple[str | None, list[str]]:
+    """The first kept module on the way down from last child to last child, and the children written before it."""
+    name, written_before = "", list[str]()
     while children := computing_children(tree, name):
         name = children[-1]
-        before += children[:-1]
-        if name not in parts.modules:
-            continue
-        has_one_name = (
-            sum(module is tree.modules[name] for module in tree.modules.values()) == 1
-        )  # else several callers
-        if name in heads or not has_one_name or parts.modules[name].rule != "keep_fp32":
-            break
-        called_before = [part for child in before for part in tree.callable_parts(child)]
-        heads |= set(tree.callable_parts(name))
-        return OutputHeads(frozenset(heads), tuple(part for part in called_before if tree.computes_in(part, dtype)))
-    return OutputHeads(frozenset(heads), ())
+        written_before += children[:-1]
+        if name in parts.modules:
+            return name, written_before
+    return None, written_before
+
+
+def _has_several_names(tree: ModuleTree, name: str) -> bool:
+    """Whether a module is shared, and so called in several places."""
+    return sum(module is tree.modules[name] for module in tree.modules.values()) > 1
 
 
 def kept_modules_with_hooks(tree: ModuleTree, kept: Iterable[str]) -> list[str]:
-    """The modules on which the hooks of kept modules go.
+    """The modules that get the hooks of kept modules.
 
-    Rotary embeddings convert their own outputs, apart from the exceptions. Containers are never called: the modules in
-    them get the hooks.
+    Containers are never called: the modules in them get the hooks. Rotary embeddings convert their own outputs, except
+    for the listed classes.
     """
     called = [part for name in kept if name in tree.modules for part in tree.callable_parts(name)]
     return [
