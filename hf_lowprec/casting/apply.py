@@ -22,7 +22,7 @@ from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.plan import CastPlan
 from hf_lowprec.casting.quantized import frozen_tensors
-from hf_lowprec.casting.rotary_tables import restore_table
+from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_weights import UpcastTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -50,27 +50,29 @@ class ConvertedTensors:
 def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
     """Give every tensor its planned dtype, and recompute rotary tables that had been rounded."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    cast, restored, warnings, weights = list[str](), list[str](), list[str](), list[UpcastTensor]()
-    upcast = {}
+    dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
     for planned in plan.tensors:
-        tensor, dtype_before = planned.target.tensor, planned.target.tensor.dtype
-        if planned.action == "leave":
-            continue
-        convert_in_place(tensor, planned.dtype)
-        if planned.action == "cast":
-            cast += [planned.name] if dtype_before != planned.dtype else []
-            continue
-        if dtype_before != planned.dtype:
-            upcast[planned.name] = dtype_before
-        owner = modules[planned.target.owners[0].module]
-        if not is_rotary(owner):
-            weights.append(UpcastTensor(planned.name, tensor, dtype_before))
-            continue
-        outcome = restore_table(owner, planned.name.rpartition(".")[2], tensor)
-        restored += [planned.name] if outcome == "recomputed" else []
-        warnings += [f"{planned.name} looks rounded to 16 bits and could not be recomputed"] * (outcome == "lost")
-    warnings += rounded_weight_warnings(modules.values(), weights)
-    return ConvertedTensors(tuple(cast), upcast, tuple(restored), tuple(warnings))
+        if planned.action != "leave":
+            convert_in_place(planned.target.tensor, planned.dtype)
+    converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
+
+    restorations, weights = dict[str, Restoration](), list[UpcastTensor]()
+    for planned in plan.tensors:
+        owner, name = modules[planned.target.owners[0].module], planned.name
+        if planned.action == "keep" and is_rotary(owner):
+            restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
+        elif planned.action == "keep":
+            weights.append(UpcastTensor(name, planned.target.tensor, dtypes_before[name]))
+    lost = [name for name, outcome in restorations.items() if outcome == "lost"]
+    return ConvertedTensors(
+        cast=tuple(planned.name for planned in converted if planned.action == "cast"),
+        upcast={planned.name: dtypes_before[planned.name] for planned in converted if planned.action == "keep"},
+        restored=tuple(name for name, outcome in restorations.items() if outcome == "recomputed"),
+        warnings=(
+            *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
+            *rounded_weight_warnings(modules.values(), weights),
+        ),
+    )
 
 
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:

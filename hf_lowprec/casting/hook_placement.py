@@ -103,12 +103,16 @@ def kept_modules_with_hooks(tree: ModuleTree, kept: Iterable[str]) -> list[str]:
     ]
 
 
-def kept_module_hooks(tree: ModuleTree, names: Iterable[str], heads: OutputHeads) -> Iterator[HookPlan]:
+def kept_module_hooks(
+    tree: ModuleTree, parts: Fp32Parts, names: Iterable[str], heads: OutputHeads
+) -> Iterator[HookPlan]:
     """Kept modules get their inputs in FP32 and return 16 bits to the next module, except for heads and losses."""
     for name in names:
-        yield HookPlan(name, "upcast inputs", "kept in FP32")
+        kept = parts.outermost(name)
+        reason = "" if kept is None else parts.modules[kept].text
+        yield HookPlan(name, "upcast inputs", reason)
         if name not in heads.names and not is_loss(tree.modules[name]):
-            yield HookPlan(name, "downcast outputs", "kept in FP32")
+            yield HookPlan(name, "downcast outputs", reason)
 
 
 def loss_function_hooks(tree: ModuleTree) -> Iterator[HookPlan]:

@@ -163,7 +163,7 @@ def plan_hooks(
     """
     input_hooks = list(downcast_input_hooks(tree, heads, dtype))
     return (
-        *kept_module_hooks(tree, hooked, heads),
+        *kept_module_hooks(tree, parts, hooked, heads),
         *loss_function_hooks(tree),
         *fp32_result_hooks(tree, parts),
         *fp32_prediction_hooks(tree, dtype),

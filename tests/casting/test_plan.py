@@ -44,9 +44,9 @@ def test_every_tensor_has_a_dtype_and_a_reason() -> None:
 def test_every_hook_is_planned() -> None:
     plan = make_plan(Net(), BF16, ["lm_head"])
     assert plan.hooks == (
-        HookPlan("norm", "upcast inputs", "kept in FP32"),
-        HookPlan("norm", "downcast outputs", "kept in FP32"),
-        HookPlan("lm_head", "upcast inputs", "kept in FP32"),
+        HookPlan("norm", "upcast inputs", "norm (LayerNorm)"),
+        HookPlan("norm", "downcast outputs", "norm (LayerNorm)"),
+        HookPlan("lm_head", "upcast inputs", "keep_fp32 'lm_head'"),
         HookPlan("proj", "downcast inputs", "written before an output head, whose output is FP32"),
         HookPlan("", "downcast inputs", "the model, called with the data"),
         HookPlan("", "explain dtype errors", "the model"),
@@ -61,7 +61,7 @@ def test_text() -> None:
     words = [" ".join(line.split()) for line in lines[1:]]
     assert "tensor proj.weight: cast torch.float16 no rule keeps it" in words
     assert "tensor norm.weight: keep torch.float32 norm (LayerNorm)" in words
-    assert "module norm: upcast inputs kept in FP32" in words
+    assert "module norm: upcast inputs norm (LayerNorm)" in words
     assert "module (model): downcast inputs the model, called with the data" in words
 
 
