@@ -23,7 +23,7 @@ from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.plan import CastPlan
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
-from hf_lowprec.casting.rounded_weights import UpcastTensor, rounded_weight_warnings
+from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
@@ -56,13 +56,13 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
             convert_in_place(planned.target.tensor, planned.dtype)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
 
-    restorations, weights = dict[str, Restoration](), list[UpcastTensor]()
+    restorations, weights = dict[str, Restoration](), list[KeptTensor]()
     for planned in plan.tensors:
         owner, name = modules[planned.target.owners[0].module], planned.name
         if planned.action == "keep" and is_rotary(owner):
             restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
         elif planned.action == "keep":
-            weights.append(UpcastTensor(name, planned.target.tensor, dtypes_before[name]))
+            weights.append(KeptTensor(name, planned.target.tensor, dtypes_before[name]))
     lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),

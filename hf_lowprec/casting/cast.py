@@ -6,7 +6,6 @@ from torch import nn
 from hf_lowprec.casting.apply import convert_tensors, install_hooks, remove_cast
 from hf_lowprec.casting.earlier_casts import cast_dtypes, marks_in, set_marks
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
-from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.plan import make_plan
 from hf_lowprec.casting.report import CastReport, dtype_totals
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -69,7 +68,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     entries = as_entries(keep_fp32)
     already_cast = bool(marks_in(model))
     plan = make_plan(model, dtype, entries)
-    before = dtype_totals(ModuleTree.of(model).tensors)
+    targets = [planned.target for planned in plan.tensors]
+    before = dtype_totals(targets)
     tensors = convert_tensors(model, plan)
     hooks_are_new = install_hooks(model, plan)
     set_marks(model, dtype, entries)
@@ -89,7 +89,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         untouched={planned.name: planned.reason for planned in plan.tensors if planned.action == "leave"},
         warnings=tensors.warnings,
         before=before,
-        after=dtype_totals(ModuleTree.of(model).tensors),
+        after=dtype_totals(targets),
         already_cast=already_cast,
         changed=hooks_are_new or bool(tensors.cast or tensors.upcast or tensors.restored),
     )

@@ -20,8 +20,9 @@ _MISMATCH = re.compile(
     r"|dtypes? .*\bmatch|dtypes must be the same|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
     r"|not implemented for '(BFloat16|Half)'|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
 )
+# The same phrases about integers and complex numbers are errors of another kind.
 _INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")
-_TO_FLOAT32 = {"float", "float32", "double", "float64"}
+_TO_FLOAT32 = {"float", "float32", "double", "float64"}  # names in code that converts to FP32
 
 
 def install_advice(module: nn.Module) -> bool:

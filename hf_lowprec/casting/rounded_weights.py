@@ -19,15 +19,15 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 @dataclass(frozen=True, eq=False)
-class UpcastTensor:
-    """A tensor that a cast has upcast to FP32."""
+class KeptTensor:
+    """A tensor that a cast keeps in FP32."""
 
     name: str
     tensor: Tensor
     loaded_dtype: torch.dtype  # before the cast
 
 
-def rounded_weight_warnings(modules: Iterable[nn.Module], upcast: Iterable[UpcastTensor]) -> Iterator[str]:
+def rounded_weight_warnings(modules: Iterable[nn.Module], kept: Iterable[KeptTensor]) -> Iterator[str]:
     """Yield one line about tensors that may have lost digits when they were loaded, if there are any.
 
     Tensors that the model's checkpoint itself has in 16 bits lost nothing in loading. Where no checkpoint is at hand,
@@ -35,9 +35,9 @@ def rounded_weight_warnings(modules: Iterable[nn.Module], upcast: Iterable[Upcas
 
     Args:
         modules: every module of the model; those of transformers say which checkpoint they were loaded from.
-        upcast: the tensors kept in FP32.
+        kept: the tensors kept in FP32, rotary tables excluded.
     """
-    candidates = [found for found in upcast if found.loaded_dtype in LOW_PRECISION_DTYPES]
+    candidates = [found for found in kept if found.loaded_dtype in LOW_PRECISION_DTYPES]
     stored = dict(_stored_dtypes(modules)) if candidates else {}
     stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
     rounded = []
@@ -55,6 +55,7 @@ def rounded_weight_warnings(modules: Iterable[nn.Module], upcast: Iterable[Upcas
 
 
 def _is_initial(tensor: Tensor) -> bool:
+    """Whether a tensor has the values that norms begin with."""
     return tensor.is_meta or bool(((tensor == 0) | (tensor == 1)).all())
 
 

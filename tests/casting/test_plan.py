@@ -92,7 +92,7 @@ def test_a_cast_model_has_the_same_plan() -> None:
     assert make_plan(model) == make_plan(fresh, BF16, ["lm_head"])
 
 
-def test_a_plan_is_refused_where_a_cast_is() -> None:
+def test_a_plan_raises_what_a_cast_raises() -> None:
     model = Net()
     with pytest.raises(ValueError, match="matches no module or tensor"):
         make_plan(model, BF16, ["lm_hat"])
