@@ -41,41 +41,39 @@ Keep = Entry | Iterable[Entry]
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: Keep = ()) -> CastReport:
-    """Cast `model` in place to `dtype`, keeping what needs FP32, and return what was done.
+    """Cast `model` in place to `dtype`, keep in FP32 what needs it, and return what was done.
 
-    Floating parameters and buffers of any shape go to `dtype`, except those of norms (by class or name), of rotary
-    embeddings and other tables named `inv_freq`, of losses, of the few modules whose code needs FP32
-    (`float32_code.py`), in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (expressions searched
-    in qualified names, as in transformers' loading) and in `keep_fp32`. `Parameter` objects and ties survive,
-    gradients are cast along, every owner of a kept tensor is kept. A second call changes nothing, unless the model
-    grew. Quantized weights stay as they are, and so do the scales in the same modules; a module whose quantized
-    weights present themselves as FP32 is kept.
+    Kept in FP32 are norms (by class or name), rotary embeddings and other tables named `inv_freq`, losses, the few
+    modules whose code needs FP32, what the model lists in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`,
+    and `keep_fp32`. All other floating-point parameters and buffers are converted, gradients with them. Quantized
+    weights, and the scales in the same modules, stay as they are. `Parameter` objects keep their identity, tied tensors
+    stay tied. A second call changes nothing, unless the model has grown.
 
-    Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
-    `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters but single numbers (a
-    temperature), and the `loss_function` of models as transformers has it, get exact FP32 copies of what is handed to
-    them, and their result stays FP32. Apart from these, only a kept output head leaves its output in FP32: a kept
-    module that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last
-    child with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module
-    with a `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call
-    with FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments
-    to `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name
-    of an argument, also a positional one, or of a dict's key, these are not:
+    **Kept modules.** A call converts floating-point inputs to FP32 and outputs back to `dtype`. An output head that is
+    kept returns FP32: what `get_output_embeddings()` returns, or what `keep_fp32` names and the model ends with.
 
-    - labels and targets, which losses are measured against (where torch's losses do not mix formats, as in 2.11, they
-      are rounded too);
+    **Losses** of loss modules, and of the `loss_function` of transformers' models, are computed and returned in FP32,
+    on exact copies of the predictions.
+
+    **Inputs.** A call of `model`, and of every transformers model inside of it, rounds floating-point arguments to
+    `dtype`, at any depth of tuples, lists and dicts. Only activations are rounded. By name or dimensions, these are
+    not:
+
+    - labels and targets (where torch's losses do not mix dtypes, as in torch 2.11, they are rounded too);
     - tensors of no or one dimension: counts, temperatures, weights of classes or samples, timesteps, noise levels;
-    - further ones whose name has a word for numbers, weights or positions, as `sample_weight`, `sigmas`, `bbox`.
+    - tensors of more dimensions whose name has a word for numbers, weights or positions, as `sample_weight`, `sigmas`,
+      `bbox`.
 
-    Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
-    number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
-    of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
-    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Where a
-    module multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they
-    are activations. Methods other than a module's call pass no boundary.
+    Tensors with "mask" in their name are clamped to the finite range of `dtype` from below, so that FP32's lowest
+    number does not become -inf.
 
-    Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
-    a call of `model` also says which module that was, what to give as `keep_fp32`, and which FP32 numbers came in.
+    A module that is given FP32 numbers computes with them in FP32. From the first such call on its children round their
+    inputs as the model does; `torch.compile(fullgraph=True)` needs one such call before it. A module that multiplies
+    such numbers with its own 16-bit parameters fails: pass them in 16 bits if they are activations. Methods other than
+    a module's call convert nothing.
+
+    If code mixes dtypes all the same, torch's error is extended by the name of the module and the `keep_fp32` that
+    helps.
 
     Args:
         model: any module, on any device (meta included), before DDP or FSDP wraps it.
@@ -83,11 +81,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         keep_fp32: one entry or several. A string is a case-sensitive glob (`fnmatch`; `*` crosses dots) for a
             whole qualified name of a module, parameter or buffer, or for what follows any dot in one:
             `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all below it, a tensor
-            with the childless module that owns it (else alone, no boundary). A class keeps its instances.
+            with the childless module that owns it, else alone. A class keeps its instances.
+
+    Returns:
+        What was converted, kept and rounded, by name; `print` it.
 
     Raises:
-        ValueError: another `dtype`, or not an earlier cast's; an entry that matches nothing, covers quantized
-            weights or names what an earlier cast has rounded; a model already wrapped or sharded.
+        ValueError: `dtype` is another one, or not that of an earlier cast; an entry matches nothing, covers quantized
+            weights or names what an earlier cast has rounded; the model is already wrapped or sharded.
         TypeError: an entry is neither a string nor a module class.
     """
     keep = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)

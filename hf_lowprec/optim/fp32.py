@@ -13,8 +13,8 @@ from torch import Tensor, nn
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The best FP32 estimate of every tensor of `model.state_dict()`.
 
-    A weight trained with Kahan summation is `weight + compensation`, which holds about twice the digits of the weight
-    alone; every other floating-point tensor is converted as it is.
+    For a weight that trains with Kahan summation it is `weight + compensation`, which has about twice as many
+    significant bits as the weight. Every other floating-point tensor is converted as it is.
 
     Args:
         model: the trained model.
