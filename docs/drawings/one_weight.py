@@ -13,7 +13,7 @@ import hf_lowprec
 STEPS, LR = 1000, 2e-5
 START = torch.tensor(0.1, dtype=torch.bfloat16).item()
 SPACING = 2.0**-11  # of BF16 numbers between 1/16 and 1/8
-COPIES = 256  # of the weight, which differ in their random bits alone
+COPIES = 4096  # of the weight, which differ in their random bits alone
 
 
 @functools.cache
@@ -23,21 +23,22 @@ def trained() -> dict[str, torch.Tensor]:
     # The gradient is noise around a mean that changes its sign, so that the weight turns.
     mean = torch.cos(torch.linspace(0, 1.45 * torch.pi, STEPS)) * -0.5
     grads = (mean + torch.randn(STEPS, generator=generator)).to(torch.bfloat16)
-    fp32 = torch.full((1,), START, requires_grad=True)
-    optimizers = {"fp32": (fp32, torch.optim.AdamW([fp32], lr=LR, weight_decay=0.0))}
+    weights = {"fp32": torch.full((1,), START, requires_grad=True)}
     for rounding, count in (("nearest", 1), ("kahan", 1), ("stochastic", COPIES)):
-        weight = torch.full((count,), START, dtype=torch.bfloat16, requires_grad=True)
-        optimizer = hf_lowprec.AdamW([weight], lr=LR, weight_decay=0.0, rounding=rounding)
-        optimizers[rounding] = (weight, optimizer)
-    found: dict[str, list[torch.Tensor]] = {name: [torch.zeros(1)] for name in (*optimizers, "sum")}
-    found["stochastic"] = [torch.zeros(COPIES)]
+        weights[rounding] = torch.full((count,), START, dtype=torch.bfloat16, requires_grad=True)
+    groups = [{"params": [weight], "rounding": name} for name, weight in weights.items() if name != "fp32"]
+    ours = hf_lowprec.AdamW(groups, lr=LR, weight_decay=0.0)
+    fp32 = torch.optim.AdamW([weights["fp32"]], lr=LR, weight_decay=0.0)
+    found = {name: [torch.zeros_like(weight, dtype=torch.float32)] for name, weight in weights.items()}
+    found["sum"] = [torch.zeros(1)]
     for grad in grads:
-        for name, (weight, optimizer) in optimizers.items():
-            weight.grad = grad.to(weight.dtype).expand_as(weight).clone()
-            optimizer.step()
+        for weight in weights.values():
+            weight.grad = torch.full_like(weight, grad.item())
+        ours.step()
+        fp32.step()
+        for name, weight in weights.items():
             found[name].append(weight.detach().float() - START)
-            if name == "kahan":
-                found["sum"].append(found[name][-1] + optimizer.state[weight]["compensation"].float())
+        found["sum"].append(found["kahan"][-1] + ours.state[weights["kahan"]]["compensation"].float())
     return {name: torch.stack(steps).squeeze(1) for name, steps in found.items()}
 
 
@@ -52,7 +53,7 @@ def draw(theme: Theme) -> Figure:
     titles += ("Stochastic: each run wanders, the mean follows",)
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, color=theme.ink)
-        ax.set_ylim(-6, 7.9)
+        ax.set_ylim(-8, 9)
         ax.set_yticks([-4, 0, 4], ["−4", "0", "+4"])
         ax.grid(axis="y", color=theme.fill, linewidth=0.8)
         ax.set_axisbelow(True)
@@ -70,7 +71,7 @@ def draw(theme: Theme) -> Figure:
         line(stochastic, f"stochastic-{k}", steps, one, color=theme.stochastic, linewidth=0.8, alpha=0.8)
     mean = values["stochastic"].mean(axis=1)
     line(stochastic, "stochastic-mean", steps, mean, color=theme.stochastic, linewidth=2.4)
-    stochastic.text(330, 6.3, "three runs, thin", color=theme.stochastic, ha="center")
+    stochastic.text(330, 6.8, "three runs, thin", color=theme.stochastic, ha="center")
     stochastic.text(330, -3.6, f"mean of {COPIES} runs, thick", color=theme.stochastic, ha="center")
     kahan.set_ylabel("change of the weight, in BF16 spacings")
     stochastic.set_xlabel(f"steps of AdamW at a learning rate of {LR:g}".replace("e-05", "e-5"))

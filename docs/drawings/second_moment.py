@@ -22,13 +22,15 @@ STORED = {
 @functools.cache
 def moments() -> dict[str, torch.Tensor]:
     """The second moment of every element after each step: `(steps, ELEMENTS)`."""
+    weights = {name: torch.zeros(ELEMENTS, dtype=torch.bfloat16, requires_grad=True) for name in STORED}
+    groups = [{"params": [weights[name]], **options} for name, options in STORED.items()]
+    optimizer = hf_lowprec.AdamW(groups, lr=1e-5, betas=(0.9, 0.999))
     found: dict[str, list[torch.Tensor]] = {name: [] for name in STORED}
-    for name, options in STORED.items():
-        weight = torch.zeros(ELEMENTS, dtype=torch.bfloat16, requires_grad=True)
-        optimizer = hf_lowprec.AdamW([weight], lr=1e-5, betas=(0.9, 0.999), **options)
-        for step in range(LARGE + SMALL):
+    for step in range(LARGE + SMALL):
+        for weight in weights.values():
             weight.grad = torch.full_like(weight, 1.0 if step < LARGE else 0.1)
-            optimizer.step()
+        optimizer.step()
+        for name, weight in weights.items():
             found[name].append(optimizer.state[weight]["exp_avg_sq"].to(torch.float32, copy=True))
     return {name: torch.stack(steps) for name, steps in found.items()}
 
