@@ -33,17 +33,19 @@ HEAD = """\
 # Model support
 
 **{trains} of {compared} classes of transformers' models train in BF16 after `cast_model` ({percent}%)**, and
-{types} of {all_types} model types with all their classes. Look for your model's type, `model.config.model_type`, in the
-[first table](#trains). A model that is not listed, or of your own, is cast by the same rules ([casting](concepts/casting.md)); if
-one of its layers fails, the error names the layer and the `keep_fp32=` that helps.
+{types} of {all_types} model types with all their classes. Look for your model's type, `model.config.model_type`, in
+the [first table](#trains). A model that is not listed, or of your own, is cast by the same rules
+([casting](concepts/casting.md)); if one of its layers fails, the error names the layer and the `keep_fp32=` that
+helps.
 
-{rest} further classes are [not compared](#not-compared): with a tiny config and an invented batch they do not train in FP32 either, for
-the reason given with each. The cast is not that reason.
+{rest} further classes are [not compared](#not-compared): with a tiny config and an invented batch they do not train
+in FP32 either, for the reason given with each. The cast is not that reason.
 
 ## What was tested
 
-Every class in transformers' model mappings was built with a tiny config, trained for one step in FP32, cast with `cast_model`, and
-trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager attention where it has both. It *trains* if
+Every class in transformers' model mappings was built with a tiny config, trained for one step in FP32, cast with
+`cast_model`, and trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager attention where it has
+both. It *trains* if
 
 - nothing fails,
 - the loss is FP32's up to rounding, by a bound from the FP32 gradients and BF16's unit roundoff, 2⁻⁸,
@@ -52,11 +54,11 @@ trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager atte
 - every parameter that has a gradient in FP32 has a finite one in its own dtype.
 
 Activations among the inputs are rounded to BF16. Labels, numbers, weights and positions arrive as they are, by the
-[rule for inputs](concepts/casting.md#what-enters-a-model). One step of a tiny model says that training works, not how accurate a
-long one is; for that see [performance and evidence](performance.md).
+[rule for inputs](concepts/casting.md#what-enters-a-model). One step of a tiny model says that training works, not
+how accurate a long one is; for that see [performance and evidence](performance.md).
 
-Notes in the tables: *text alone*, the model also takes images or sound, which the batch lacks; *without labels*, the loss is the mean
-square of what the model returns.
+Notes in the tables: *text alone*, the model also takes images or sound, which the batch lacks; *without labels*,
+the loss is the mean square of what the model returns.
 
 This page is written by `{command}`, here with transformers {transformers} and torch {torch} on a CPU.
 """
