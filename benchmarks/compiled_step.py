@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
 from hf_lowprec.optim.backends import triton as launch
-from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used
+from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.fused import StepSpec
 
 BITS = 128
@@ -107,7 +107,7 @@ def compiled(layout: StepSpec, capability: int, measure: bool = False) -> Compil
     per_thread = launch.BLOCK // (32 * launch.WARPS)
     accesses = [*layout.tensors.values(), *layout.written.values()]
     if measure:
-        accesses = [layout.tensors[name] for name in used(trace_tensor_mean(layout), layout.tensors)]
+        accesses = [layout.tensors[name] for name in used_inputs(trace_tensor_mean(layout), layout.tensors)]
     result = Compiled(
         registers=int(_found(r"REG:(\d+)", usage)),
         stack=int(_found(r"STACK:(\d+)", usage)),

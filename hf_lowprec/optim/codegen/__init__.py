@@ -1,1 +1,1 @@
-"""Compiled code from the one formula: record the step as a graph, then write it as C or Triton."""
+"""Code generation: trace the step of a `StepSpec` as a graph of scalar operations, then render the graph as C or Triton."""
