@@ -203,9 +203,7 @@ def _render_step(spec: StepSpec) -> str:
         pairs = _PAIRS.format(
             even_outputs=", ".join(f"new_{name}_even" for name in written),
             odd_outputs=", ".join(f"new_{name}_odd" for name in written),
-            loads=indent(
-                12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]
-            ),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]),
             even_arguments=fused_step_arguments([f"as_float({name}_pair << 16)" for name in tensors], "", "_even"),
             odd_arguments=fused_step_arguments(
                 [f"as_float({name}_pair & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"

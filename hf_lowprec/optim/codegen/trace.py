@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, fx
 
 from hf_lowprec.optim.step.fused import StepSpec, evaluate, fused_step

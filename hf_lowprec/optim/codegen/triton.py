@@ -151,7 +151,8 @@ def step(
     #
     # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
     # segments: contiguous runs of a parameter's elements, see `Segments` in step/param_entry.py.
-    # pointers ({n_pointers} each), scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by its entry_index.
+    # pointers ({n_pointers} each), scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by
+    # its entry_index.
     # enabled: 0 to leave everything as it is.
     # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
 {chunk_bounds}
