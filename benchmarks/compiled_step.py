@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
 from hf_lowprec.optim.backends import triton as launch
 from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.spec import StepSpec
 
 BITS = 128
 TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
@@ -62,7 +62,7 @@ def _short(dtype: torch.dtype) -> str:
 def _layout(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
     param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
-    with cls([param], backend="eager", **options).next_step() as plan:
+    with cls([param], backend="eager", **options).plan_step() as plan:
         return plan.fused_groups[0].spec
 
 
@@ -105,7 +105,7 @@ def compiled(layout: StepSpec, capability: int, measure: bool = False) -> Compil
         machine_code = _tool("nvdisasm", "-c", file.name)
 
     per_thread = launch.BLOCK // (32 * launch.WARPS)
-    accesses = [*layout.tensors.values(), *layout.written.values()]
+    accesses = [*layout.tensors.values(), *layout.output_tensors.values()]
     if measure:
         accesses = [layout.tensors[name] for name in used(trace_tensor_mean(layout), layout.tensors)]
     result = Compiled(

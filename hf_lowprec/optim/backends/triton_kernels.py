@@ -25,7 +25,7 @@ def square_sum(
 ):  # fmt: skip
     """The sum of squares of each chunk's gradients, in FP64; tables as for a printed `step`.
 
-    Of a segment's columns (see `entry.columns`) it takes the first two, of an entry_index's tensors the gradient, which is second.
+    Of a segment's columns (see `segment_columns`) it takes the first two, of an entry_index's tensors the gradient, which is second.
     """
     chunk = tl.program_id(0).to(tl.int64)
     segment = segments + tl.load(chunks + 2 * chunk) * COLUMNS

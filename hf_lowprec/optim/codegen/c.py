@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -162,7 +162,7 @@ def render(spec: StepSpec) -> str:
 
 
 def _render_step(spec: StepSpec) -> str:
-    tensors, written = spec.tensors, spec.written
+    tensors, written = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     second_keys = [f"key{word}_1" for word in spec.random_words]
@@ -270,7 +270,7 @@ def _keys(spec: StepSpec) -> str:
 
 def _sizes(spec: StepSpec, scalars: Sequence[str]) -> dict[str, Any]:
     """What both templates are filled in with."""
-    names = columns(spec)
+    names = segment_columns(spec)
     return {
         "n_columns": len(names),
         "n_pointers": len(spec.tensors),

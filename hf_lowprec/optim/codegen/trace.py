@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hf_lowprec.optim.step.fused import StepSpec, evaluate, fused_step
+from hf_lowprec.optim.step.fused import evaluate, fused_step
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import quiet_nan, sqrt_rn, step_keys
 from hf_lowprec.rounding.random import weyl
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -168,7 +168,7 @@ def render(spec: StepSpec) -> str:
 
 
 def _render_step(spec: StepSpec) -> str:
-    tensors, written = spec.tensors, spec.written
+    tensors, written = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     lines, results = statements(trace(spec), Triton(), {"index", *keys})
@@ -233,7 +233,7 @@ def _chunk(spec: StepSpec) -> list[str]:
     return [
         "chunk = tl.program_id(0).to(tl.int64)",
         *_table("chunks", "chunk", ["segment", "start"]),
-        *_table("segments", "segment", columns(spec)),
+        *_table("segments", "segment", segment_columns(spec)),
         "left = end - start",
     ]
 
