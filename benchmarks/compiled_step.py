@@ -30,7 +30,7 @@ from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used
 from hf_lowprec.optim.step.spec import StepSpec
 
 BITS = 128
-TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
+TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
 SIGNATURE = TABLES | {"counts": "*i64", "enabled": "*i32"}
 MEASURE_SIGNATURE = TABLES | {"sums": "*fp64"}
 CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}

@@ -55,7 +55,7 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
 def _changes(
     fused_group: FusedGroup, segment: int, keys: dict[int, tuple[int, int]], sample: int
 ) -> tuple[Tensor, Tensor]:
-    """The algorithm's change `u` and the stored change `Δ`, in FP64, of a sample of a segment that begins at element 0."""
+    """The changes `u` and `Δ`, in FP64, of a sample of a segment that begins at element 0 of its parameter."""
     segments = fused_group.segments
     count, shift = int(segments.end[segment]), int(segments.shift[segment])
     taken = min(sample, count)

@@ -49,8 +49,8 @@ class NativeStep(BackendStep):
         """Step every parameter of the group in place, in one call."""
         if self.fused_group.skipped:
             return
-        # Autograd notices a write that it did not see by the version of a weight; states are in no graph. Done before the
-        # step, which leaves nothing else in the caches.
+        # Autograd notices a write that it did not see by the version of a weight; states are in no graph. Done before
+        # the step, which leaves nothing else in the caches.
         increment_version(self.fused_group.weights)
         self._call(self._kernel.step, self.fused_group.counts)
 
