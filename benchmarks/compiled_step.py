@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
 from hf_lowprec.optim.backends import triton as triton_backend
 from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import dtype_name
 
 ACCESS_BITS = 128
@@ -59,7 +59,7 @@ def specs() -> dict[str, StepSpec]:
 def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
     param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
-    with cls([param], backend="eager", **options).next_step() as plan:
+    with cls([param], backend="eager", **options).plan_step() as plan:
         return plan.fused_groups[0].spec
 
 
@@ -102,7 +102,7 @@ def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) ->
         machine_code = _tool("nvdisasm", "-c", file.name)
 
     elements_per_thread = triton_backend.BLOCK // (32 * triton_backend.WARPS)
-    accesses = [*spec.tensors.values(), *spec.written.values()]
+    accesses = [*spec.tensors.values(), *spec.output_tensors.values()]
     if tensor_sum:
         accesses = [spec.tensors[name] for name in used_inputs(trace_tensor_mean(spec), spec.tensors)]
     result = CompiledKernel(

@@ -11,8 +11,8 @@ import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
@@ -126,7 +126,7 @@ static inline __attribute__((always_inline)) void fused_step(
 /* One optimizer step of all parameters of a fused group.
 
    chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
-   segments: contiguous runs of a parameter's elements, see `Segments` in step/param_entry.py.
+   segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
    pointers, scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by its entry_index. */
 void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
           void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
@@ -166,14 +166,14 @@ _PAIRS = """\
 
 def _render_step(spec: StepSpec) -> str:
     """Render `step`; where all tensors are BF16, its inner loop handles two elements at a time."""
-    tensors, written = spec.tensors, spec.written
+    tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     key1s = [f"key{word}_1" for word in spec.random_words]
     weyls = [f"weyl{word}" for word in spec.random_words]
     lines, results = statements(trace(spec), CRenderer(), {"index", *keys})
 
-    chunk_inputs = _load_chunk_inputs(spec, scalars, written)
+    chunk_inputs = _load_chunk_inputs(spec, scalars, output_tensors)
     if keys:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
@@ -184,11 +184,11 @@ def _render_step(spec: StepSpec) -> str:
 
     parameters = [f"float {name}" for name in [*tensors, *scalars]]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
-    parameters += [f"float *new_{name}" for name in written]
+    parameters += [f"float *new_{name}" for name in output_tensors]
 
     def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
         sequences = [name + weyl_offset for name in weyls]
-        outputs = [f"&new_{name}{suffix}" for name in written]
+        outputs = [f"&new_{name}{suffix}" for name in output_tensors]
         return arguments([*values, *scalars, *key1s, *sequences, *outputs], 16)
 
     def advance_weyls(increment: str) -> list[str]:
@@ -198,11 +198,11 @@ def _render_step(spec: StepSpec) -> str:
     if set(tensors.values()) == {torch.bfloat16}:
         pair_stores = [
             f"((bf16_pair *){name}_ptr)[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
-            for name in written
+            for name in output_tensors
         ]
         pairs = _PAIRS.format(
-            even_outputs=", ".join(f"new_{name}_even" for name in written),
-            odd_outputs=", ".join(f"new_{name}_odd" for name in written),
+            even_outputs=", ".join(f"new_{name}_even" for name in output_tensors),
+            odd_outputs=", ".join(f"new_{name}_odd" for name in output_tensors),
             loads=indent(12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]),
             even_arguments=fused_step_arguments([f"as_float({name}_pair << 16)" for name in tensors], "", "_even"),
             odd_arguments=fused_step_arguments(
@@ -210,16 +210,18 @@ def _render_step(spec: StepSpec) -> str:
             ),
             stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
         )
-    stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in written.items()]
+    stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
     return _STEP.format(
         **_table_widths(spec, scalars),
         chunks_at_once=_CHUNKS_AT_ONCE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         chunk_inputs=indent(8, chunk_inputs),
         parameters=arguments(parameters, 8),
-        body=indent(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
+        body=indent(
+            4, lines + [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
+        ),
         pairs=pairs,
-        outputs=", ".join(f"new_{name}" for name in written),
+        outputs=", ".join(f"new_{name}" for name in output_tensors),
         arguments=fused_step_arguments([_TO_FLOAT[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
         stores=indent(12, stores + advance_weyls(_GOLDEN)),
     )
@@ -286,12 +288,12 @@ def _render_tensor_sum(spec: StepSpec) -> str:
 
 def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
     """How many entries each row of the tables has."""
-    return {"n_columns": len(columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
+    return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
 
 
 def _load_chunk_bounds(spec: StepSpec) -> list[str]:
     """Statements that look up a chunk's segment, its first element and the number of its elements."""
-    names = [f"{name} = segment[{k}]" for k, name in enumerate(columns(spec))]
+    names = [f"{name} = segment[{k}]" for k, name in enumerate(segment_columns(spec))]
     return [
         "const int64_t *segment = segments[chunks[chunk][0]];",
         "const int64_t start = chunks[chunk][1];",
@@ -300,11 +302,11 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
     ]
 
 
-def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], written: Container[str]) -> list[str]:
+def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
     """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
-        pointer_type = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
+        pointer_type = f"{'' if name in output_tensors else 'const '}{_STORAGE[dtype]} *"
         lines.append(f"{pointer_type}restrict {name}_ptr = ({pointer_type})pointers[entry_index][{k}] + start;")
     names = list(scalars)
     return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.random import weyl
 

@@ -12,7 +12,8 @@ from typing import cast
 
 from torch import Tensor, fx
 
-from hf_lowprec.optim.step.fused import StepSpec, evaluate, fused_step
+from hf_lowprec.optim.step.fused import evaluate, fused_step
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import step_keys
 
 

@@ -13,8 +13,8 @@ import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -150,7 +150,7 @@ def step(
     # One optimizer step of all parameters of a fused group; a program computes one chunk.
     #
     # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
-    # segments: contiguous runs of a parameter's elements, see `Segments` in step/param_entry.py.
+    # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
     # pointers ({n_pointers} each), scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by
     # its entry_index.
     # enabled: 0 to leave everything as it is.
@@ -173,7 +173,7 @@ def step(
 
 
 def _render_step(spec: StepSpec) -> str:
-    tensors, written = spec.tensors, spec.written
+    tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys})
@@ -187,7 +187,7 @@ def _render_step(spec: StepSpec) -> str:
         chunk_lookups.append(f"{', '.join(keys)} = segment_keys({arguments(key_inputs, 8)})")
 
     def stores(mask: str) -> str:
-        values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in written.items()}
+        values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
         return indent(8, [f"tl.store({name}_ptr, {value}{mask})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
@@ -196,7 +196,7 @@ def _render_step(spec: StepSpec) -> str:
         arguments=arguments(inputs, 12),
         chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
         addresses=" | ".join(addresses),
-        outputs=", ".join(f"new_{name}" for name in written),
+        outputs=", ".join(f"new_{name}" for name in output_tensors),
         body=indent(4, lines),
         results=", ".join(results),
         n_pointers=len(tensors),
@@ -296,7 +296,7 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
     return [
         "chunk = tl.program_id(0).to(tl.int64)",
         *_load_row("chunks", "chunk", ["segment", "start"]),
-        *_load_row("segments", "segment", columns(spec)),
+        *_load_row("segments", "segment", segment_columns(spec)),
         "remaining = end - start",
     ]
 
