@@ -108,7 +108,12 @@ def test_offsets_have_64_bits(start):
                 fused_group.counts.to(DEVICE),
                 torch.ones((), dtype=torch.int32, device=DEVICE),
             ),
-            **{"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL, "enable_fp_fusion": False},
+            **{
+                "CHUNK": triton_backend.CHUNK,
+                "BLOCK": triton_backend.BLOCK,
+                "TAIL": triton_backend.TAIL,
+                "enable_fp_fusion": False,
+            },
         )
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)

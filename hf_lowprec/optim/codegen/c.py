@@ -188,8 +188,8 @@ def _render_step(spec: StepSpec) -> str:
 
     def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
         sequences = [name + weyl_offset for name in weyls]
-        outputs = [f"&new_{name}{suffix}" for name in output_tensors]
-        return arguments([*values, *scalars, *key1s, *sequences, *outputs], 16)
+        pointers = [f"&new_{name}{suffix}" for name in output_tensors]
+        return arguments([*values, *scalars, *key1s, *sequences, *pointers], 16)
 
     def advance_weyls(increment: str) -> list[str]:
         return [f"{name} += {increment};" for name in weyls]
@@ -211,15 +211,14 @@ def _render_step(spec: StepSpec) -> str:
             stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
         )
     stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
     return _STEP.format(
         **_table_widths(spec, scalars),
         chunks_at_once=_CHUNKS_AT_ONCE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         chunk_inputs=indent(8, chunk_inputs),
         parameters=arguments(parameters, 8),
-        body=indent(
-            4, lines + [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
-        ),
+        body=indent(4, lines + outputs),
         pairs=pairs,
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         arguments=fused_step_arguments([_TO_FLOAT[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),

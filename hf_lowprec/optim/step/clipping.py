@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import local, sum_over_shards
+from hf_lowprec.optim.sharding import local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.graph_capture import is_capturing
@@ -257,6 +257,6 @@ def _versions(grads: Sequence[Tensor]) -> list[Any]:
     try:
         if set(map(type, grads)) <= {Tensor}:
             return list(map(_VERSION, grads))
-        return [(grad._version, local(grad)._version) for grad in grads]
+        return [(grad._version, local_shard(grad)._version) for grad in grads]
     except RuntimeError:  # torch does not count the writes to a tensor that was made in inference mode
-        return [None if grad.is_inference() else (grad._version, local(grad)._version) for grad in grads]
+        return [None if grad.is_inference() else (grad._version, local_shard(grad)._version) for grad in grads]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm import Algorithm, Formula, ParamGroup
-from hf_lowprec.optim.sharding import gathered, part_of, sum_over_shards
+from hf_lowprec.optim.sharding import full_tensor, shard_like, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused import evaluate
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
@@ -69,4 +69,4 @@ def _orthogonalized(algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int)
     for start in range(0, matrix.numel(), CHUNK):
         chunk = slice(start, start + CHUNK)
         matrix.view(-1)[chunk] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, chunk))
-    return part_of(algorithm.orthogonalize(entry.group, gathered(matrix, entry.param)), entry.param)
+    return shard_like(algorithm.orthogonalize(entry.group, full_tensor(matrix, entry.param)), entry.param)

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
-from hf_lowprec.optim.sharding import Sharding, is_sharded, local, sharding_of
+from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
@@ -104,8 +104,8 @@ class StepPlan:
             if grad is None:
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
-            validation.check_memory(group, index - first, index, "the parameter itself", local(param))
-            validation.check_memory(group, index - first, index, "its gradient", local(grad))
+            validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
+            validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = states_by_dtype[param.dtype]
             optimizer_state = _initialized_state(optimizer, param, group, states)
             tensors = {state.name: optimizer_state[state.name] for state in states}
@@ -116,7 +116,7 @@ class StepPlan:
             dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
             if dtypes not in specs:
                 specs[dtypes] = _step_spec(optimizer, group, states, dtypes, clipped)
-            parts = {name: local(tensor) for name, tensor in tensors.items()}
+            parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             entry = ParamEntry(
@@ -124,7 +124,7 @@ class StepPlan:
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
-                weight=self._contiguous(local(param)),
+                weight=self._contiguous(local_shard(param)),
                 states={name: self._contiguous(part) for name, part in parts.items()},
             )
             entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
@@ -153,7 +153,7 @@ class StepPlan:
         if self._compute_fingerprint(optimizer, clipped, params, maybe_grads) != self._fingerprint:
             return False
         grads = [grad for grad in maybe_grads if grad is not None]
-        parts = list(map(local, grads)) if self._sharded else grads
+        parts = list(map(local_shard, grads)) if self._sharded else grads
         addresses = list(map(Tensor.data_ptr, parts))
         if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
             _check_gradient_memory(optimizer)
@@ -184,7 +184,7 @@ class StepPlan:
             param_layouts=list(map(_LAYOUT, params)),
             grad_layouts=list(map(_LAYOUT, grads)),
             contiguous=list(map(Tensor.is_contiguous, params)),
-            addresses=list(map(Tensor.data_ptr, map(local, self._tensors) if self._sharded else self._tensors)),
+            addresses=list(map(Tensor.data_ptr, map(local_shard, self._tensors) if self._sharded else self._tensors)),
             states=list(map(id, states)),
             state_tensors=state_tensors,
             placements=[getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
@@ -262,7 +262,7 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
     for group in optimizer.param_groups:
         for place, param in enumerate(group["params"]):
             if param.grad is not None:
-                validation.check_memory(group, place, index, "its gradient", local(param.grad))
+                validation.check_memory(group, place, index, "its gradient", local_shard(param.grad))
             index += 1
 
 

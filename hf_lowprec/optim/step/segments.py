@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import Run, runs
+from hf_lowprec.optim.sharding import ContiguousRun, contiguous_runs
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import stream_keys
@@ -70,10 +70,10 @@ def sum_by_entry(chunk_sums: Tensor, chunks_per_entry: Tensor) -> Tensor:
     return torch.segment_reduce(chunk_sums, "sum", lengths=chunks_per_entry, unsafe=True, initial=0)
 
 
-def _runs_of_one_high_word(param: Tensor) -> Iterator[Run]:
+def _runs_of_one_high_word(param: Tensor) -> Iterator[ContiguousRun]:
     """The runs of this rank's elements of `param`, split where the high 32 bits of the global index change."""
-    for first, length, start in runs(param):
+    for first, length, start in contiguous_runs(param):
         while length:
             count = min(length, _HIGH_WORD - start % _HIGH_WORD)
-            yield first, count, start
+            yield ContiguousRun(first, count, start)
             first, length, start = first + count, length - count, start + count

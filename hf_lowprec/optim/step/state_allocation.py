@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from hf_lowprec.optim.sharding import distributed, is_sharded, local
+from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address come again."""
@@ -30,7 +30,7 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> T
         place: which of the parameter's states this is, from 0.
         places: how many there are; they divide the page that begins at the weight.
     """
-    part = local(param)
+    part = local_shard(param)
     if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")
@@ -39,4 +39,4 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> T
     zeros = memory[first : first + part.numel()].view(part.shape)
     # Of a shard with an offset in its storage torch makes a DTensor that it cannot copy. Where a tensor is plain the
     # offset is of use: it is saved, so that what is loaded lies apart as well.
-    return distributed(from_dlpack(zeros), param) if is_sharded(param) else zeros
+    return dtensor_like(from_dlpack(zeros), param) if is_sharded(param) else zeros
