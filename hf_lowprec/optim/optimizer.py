@@ -18,7 +18,7 @@ from hf_lowprec.optim import state_dict as checkpoint
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.shared_keywords import signature
+from hf_lowprec.optim.shared_keywords import full_signature
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
@@ -69,7 +69,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
-        cls.__signature__ = signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
+        cls.__signature__ = full_signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -87,9 +87,9 @@ class LowPrecisionOptimizer(Algorithm):
         skip_nonfinite: bool = False,
         **unexpected: Any,
     ) -> None:
-        validation.check_keywords_of(type(self), unexpected)
+        validation.check_unexpected_keywords(type(self), unexpected)
         selection.check_backend(backend)
-        validation.check_execution(capturable, max_grad_norm, skip_nonfinite)
+        validation.check_execution_arguments(capturable, max_grad_norm, skip_nonfinite)
         self.backend = backend
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
@@ -135,7 +135,7 @@ class LowPrecisionOptimizer(Algorithm):
             with torch.enable_grad():
                 loss = closure()
 
-        numbering.start_anew()
+        numbering.reset_numbers()
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             for fused_group in plan.fused_groups:
                 fused_group.compute_scalars(self.scalars)
@@ -275,7 +275,7 @@ class LowPrecisionOptimizer(Algorithm):
 
         Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
         """
-        return checkpoint.saved_form(self, super().state_dict())
+        return checkpoint.to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
@@ -291,7 +291,7 @@ class LowPrecisionOptimizer(Algorithm):
         changed: list[str] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            final.append(checkpoint.checked(self, incoming))
+            final.append(checkpoint.prepare_for_loading(self, incoming))
             changed.extend(checkpoint.changed_options(self, final[0]["param_groups"]))
             return final[0]
 
@@ -302,12 +302,12 @@ class LowPrecisionOptimizer(Algorithm):
         finally:
             handle.remove()
         checkpoint.restore_dtypes(self, final[0])
-        checkpoint.warn_of_changes(self, changed)
+        checkpoint.warn_about_changed_options(self, changed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*validation.EXECUTION, "grad_norm")},
+            **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

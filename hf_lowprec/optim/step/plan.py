@@ -111,7 +111,7 @@ class StepPlan:
             tensors = {state.name: optimizer_state[state.name] for state in states}
             for tensor in (grad, *tensors.values()):
                 if tensor.shape != param.shape or tensor.device != param.device:
-                    validation.refuse_mismatch(index, param, optimizer_state)
+                    validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
             if dtypes not in specs:

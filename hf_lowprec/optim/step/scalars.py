@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm import ParamGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.validation import refuse_overflow
+from hf_lowprec.optim.validation import check_scalars
 
 ScalarFormula = Callable[[ParamGroup, Any, Any], dict[str, Any]]
 """`Algorithm.scalars`: `(group, lr, step)` to scalars by name; numbers from numbers, FP64 tensors from FP64 tensors."""
@@ -70,7 +70,7 @@ class HostScalars:
             scalars = formula(group, float(group["lr"]), counts[0] + offset + 1)
             row = array("f", scalars.values())
             if not math.isfinite(sum(row)):
-                refuse_overflow(group, scalars)
+                check_scalars(group, scalars)
             table += row * entries
         self._values[:] = table
 
