@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Adam(TwoMoments):
-    """`torch.optim.Adam` for weights stored in BF16; to let weights decay, `AdamW` is the usual choice.
+    """`torch.optim.Adam` for weights stored in BF16. With weight decay, `AdamW` is the usual choice.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
@@ -31,7 +31,7 @@ class Adam(TwoMoments):
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         amsgrad: keep the maximum of the second moment.
         maximize: ascend instead of descend.
-        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+        decoupled_weight_decay: decay the weights as AdamW does, per unit of learning rate, instead of the L2 penalty.
 
     The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
     """
@@ -64,5 +64,5 @@ class Adam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used, and where the decay goes."""
+        """Whether the maximum of the second moment is used, and whether the decay is decoupled."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

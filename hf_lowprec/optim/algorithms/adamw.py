@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2), with the decay inside the one rounded update."""
+"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The decay is part of the update, which is rounded once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(TwoMoments):
-    """`torch.optim.AdamW` for weights stored in BF16: Adam whose weights decay by themselves.
+    """`torch.optim.AdamW` for weights stored in BF16: Adam with decoupled weight decay.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
@@ -61,5 +61,5 @@ class AdamW(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used."""
+        """Whether the maximum of the second moment is used. The decay is always decoupled."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": True}

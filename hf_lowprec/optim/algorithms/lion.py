@@ -1,4 +1,4 @@
-"""Lion (Chen et al., arXiv:2302.06675, Alg. 2): the sign of an interpolated momentum."""
+"""Lion (Chen et al., arXiv:2302.06675, Alg. 2): steps by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Lion(LowPrecisionOptimizer):
-    """Lion for weights stored in BF16: every weight moves by the learning rate, and only one moment is kept.
+    """Lion for weights stored in BF16: every weight moves by the learning rate, and there is only one moment.
 
-    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a decay that many times larger.
+    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
     `step`, an int64 scalar.
@@ -30,7 +30,8 @@ class Lion(LowPrecisionOptimizer):
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: share of the momentum in the direction of a step, and decay rate of the momentum, each in [0, 1).
+        betas: weight of the momentum in the interpolation with the gradient, and decay rate of the momentum, each in
+            [0, 1).
         weight_decay: decoupled decay, per unit of learning rate.
         maximize: ascend instead of descend.
 
@@ -63,7 +64,7 @@ class Lion(LowPrecisionOptimizer):
         return (State("exp_avg", 1),)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Nothing depends on the step."""
+        """Decay rates and learning rate; none depends on the step count."""
         beta1, beta2 = group["betas"]
         return {
             "beta1": beta1,
@@ -77,8 +78,8 @@ class Lion(LowPrecisionOptimizer):
     @staticmethod
     def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
-        direction = state.exp_avg * scalars.beta1 + grad * scalars.gain1
+        interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2
-        # What is neither above nor below zero is its own sign: zero, and NaN, which must be seen in the weight.
-        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
+        # Zero and NaN are passed on as they are: NaN must reach the weight, where it is noticed.
+        sign = torch.where(interpolated > 0, 1.0, torch.where(interpolated < 0, -1.0, interpolated))
         return -(sign * scalars.lr + weight * scalars.decay), {"exp_avg": exp_avg}

@@ -20,7 +20,7 @@ class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
     States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with
-        `rounding="kahan"`; `step`, an int64 scalar.
+    `rounding="kahan"`; `step`, an int64 scalar.
 
     Args:
         params: parameters or groups.
@@ -28,7 +28,7 @@ class SGD(LowPrecisionOptimizer):
         momentum: momentum factor.
         dampening: dampening of the gradient in the momentum, from the second step on.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
-        nesterov: look ahead by the momentum; needs a momentum and no dampening.
+        nesterov: use Nesterov momentum; needs `momentum > 0` and no dampening.
         maximize: ascend instead of descend.
 
     The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
@@ -60,7 +60,7 @@ class SGD(LowPrecisionOptimizer):
         )
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
+        """Raise ValueError if a hyperparameter is out of range, or `nesterov` does not go with the others."""
         check_range("momentum", group["momentum"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
         check_range("weight_decay", group["weight_decay"], 0.0)
@@ -71,15 +71,15 @@ class SGD(LowPrecisionOptimizer):
             )
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum, if there is one."""
+        """The momentum buffer, unless `momentum` is zero."""
         return (State("momentum_buffer", 1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether there is a momentum, and of which kind."""
+        """Whether there is momentum, and whether it is Nesterov's."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The first step takes the whole gradient into the momentum, whatever the dampening, as torch does."""
+        """As in torch, the first step adds the whole gradient to the momentum buffer, without dampening."""
         return {
             "lr": lr,
             "momentum": group["momentum"],
