@@ -187,8 +187,8 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
-            f"state_rounding={group['state_rounding']!r} in {where} belongs to a group of state_dict(), which cannot "
-            "be put into param_groups; use load_state_dict"
+            f"state_rounding={group['state_rounding']!r} in {where} is that of a group of state_dict(), which "
+            "cannot be put into param_groups; use load_state_dict"
         )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
     check_integer("seed", group["seed"], where)
