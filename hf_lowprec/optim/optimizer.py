@@ -163,7 +163,8 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: a group was given an unsupported mode, dtype or parameter.
         """
         self._check_groups()
-        self._clipping.match(self._gradients())
+        if self._clipping.pending is not None:
+            self._clipping.match(self._gradients())
         return self._plan_with_gradients(self.limit)
 
     def _check_groups(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the tests of single algorithms: training on fixed gradients, and comparisons of steps with FP64 formulas."""
+"""Shared by the tests of single algorithms: training on fixed gradients, comparisons of steps with FP64 formulas."""
 
 from collections.abc import Callable
 

@@ -211,3 +211,17 @@ def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(*moving, *still)
+
+
+def test_static_tables_are_sent_once(monkeypatch):
+    """Chunks and segments go to the device with the first step; pointers, scalars and counts with every step."""
+    sent = []
+    upload = triton_backend._upload
+    monkeypatch.setattr(triton_backend, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
+    params = make([(40,), (7,)])
+    optimizer = AdamW(params, backend="triton", max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.step()
+        for param in params:
+            param.grad = torch.ones_like(param)
+    assert sent == [3] * (1 + 3)
