@@ -81,7 +81,7 @@ def _add_kahan(
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("kahan", _add_kahan, auxiliary=(State("compensation", WEIGHT_ROLE),)),
+        Mode("kahan", _add_kahan, auxiliary=(State("compensation", role=WEIGHT_ROLE),)),
         Mode("stochastic", _add_stochastic, dtypes=(torch.bfloat16, torch.float32)),
         Mode("nearest", _add_nearest),
     )

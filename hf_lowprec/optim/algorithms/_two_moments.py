@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -28,8 +28,10 @@ class TwoMoments(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments, and with `amsgrad` the maximum of the second."""
-        moments = (State("exp_avg", 2), State("exp_avg_sq", 1))
-        return (*moments, State("max_exp_avg_sq", 3, averages=False)) if self.options(group)["amsgrad"] else moments
+        moments = (State("exp_avg", role=2), State("exp_avg_sq", role=1))
+        return (
+            (*moments, State("max_exp_avg_sq", role=3, averages=False)) if self.options(group)["amsgrad"] else moments
+        )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""
@@ -47,7 +49,7 @@ class TwoMoments(LowPrecisionOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, amsgrad: bool, decoupled: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, amsgrad: bool, decoupled: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(a·m / (√v·b + ε) + d·w)`, with `a = lr/(1-β1ᵗ)`, `b = 1/√(1-β2ᵗ)`, `d = lr·wd`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -38,7 +39,7 @@ class Adam(TwoMoments):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -40,7 +42,7 @@ class Adan(LowPrecisionOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -71,8 +73,8 @@ class Adan(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The three moments and the previous gradient."""
-        moments = (State("exp_avg", 2), State("exp_avg_diff", 3), State("exp_avg_sq", 1))
-        return (*moments, State("previous_grad", 4, averages=False))
+        moments = (State("exp_avg", role=2), State("exp_avg_diff", role=3), State("exp_avg_sq", role=1))
+        return (*moments, State("previous_grad", role=4, averages=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates, step sizes and bias corrections.
@@ -99,7 +101,9 @@ class Adan(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -((a·m + c·v) / (√n·b + ε) + d·w)`; `m`, `v`, `n` are the moments of `g`, `δ = g - g₋₁`, `(g + β2·δ)²`.
 
         `s = 1/(1 + lr·wd)`, `a = s·lr/(1-β1ᵗ)`, `c = s·lr·β2/(1-β2ᵗ)`, `b = 1/√(1-β3ᵗ)`, `d = s·lr·wd`.

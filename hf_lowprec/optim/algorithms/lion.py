@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -40,7 +42,7 @@ class Lion(LowPrecisionOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -61,7 +63,7 @@ class Lion(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum."""
-        return (State("exp_avg", 1),)
+        return (State("exp_avg", role=1),)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """Decay rates and learning rate; none depends on the step count."""
@@ -76,7 +78,9 @@ class Lion(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
         interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2

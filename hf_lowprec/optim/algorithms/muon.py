@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_lowprec.optim.validation import check_one_of, check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 _LR_SCALES = {
@@ -74,7 +76,7 @@ class Muon(TwoMoments):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -133,7 +135,7 @@ class Muon(TwoMoments):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum of matrices, or AdamW's moments."""
-        return (State("momentum_buffer", 1),) if group["use_muon"] else super().states(group)
+        return (State("momentum_buffer", role=1),) if group["use_muon"] else super().states(group)
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
         """True for groups of matrices."""
@@ -154,7 +156,7 @@ class Muon(TwoMoments):
 
     @staticmethod
     def momentum_matrix(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, nesterov: bool, **options: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, nesterov: bool, **options: bool
     ) -> Tensor:
         """The matrix that is orthogonalized: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
@@ -180,8 +182,8 @@ class Muon(TwoMoments):
     def update(
         weight: Tensor,
         grad: Tensor,
-        state: Any,
-        scalars: Any,
+        state: SimpleNamespace,
+        scalars: SimpleNamespace,
         amsgrad: bool,
         decoupled: bool,
         use_muon: bool = True,
@@ -195,5 +197,5 @@ class Muon(TwoMoments):
         return -change, {"momentum_buffer": _momentum(grad, state, scalars)}
 
 
-def _momentum(grad: Tensor, state: Any, scalars: Any) -> Tensor:
+def _momentum(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
     return state.momentum_buffer * scalars.momentum + grad * scalars.gain

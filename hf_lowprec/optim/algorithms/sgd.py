@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from hf_lowprec.optim.validation import check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -36,7 +38,7 @@ class SGD(LowPrecisionOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -72,7 +74,7 @@ class SGD(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum buffer, unless `momentum` is zero."""
-        return (State("momentum_buffer", 1),) if group["momentum"] else ()
+        return (State("momentum_buffer", role=1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
         """Whether there is momentum, and whether it is Nesterov's."""
@@ -89,7 +91,7 @@ class SGD(LowPrecisionOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, momentum: bool, nesterov: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, momentum: bool, nesterov: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`g = grad + wd·w; v = μ·v + (1-dampening)·g; u = -lr·v`, or `-lr·(g + μ·v)` with Nesterov."""
         grad = grad + weight * scalars.weight_decay

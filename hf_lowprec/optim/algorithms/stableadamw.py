@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -38,7 +40,7 @@ class StableAdamW(LowPrecisionOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-6,
@@ -58,7 +60,7 @@ class StableAdamW(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments."""
-        return State("exp_avg", 2), State("exp_avg_sq", 1)
+        return State("exp_avg", role=2), State("exp_avg_sq", role=1)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """The decay rates contain the bias correction: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
@@ -76,13 +78,15 @@ class StableAdamW(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def tensor_mean(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> Tensor:
+    def tensor_mean(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
         """`g² / max(v, ε²)`. The root of its mean, the RMS in `update`, is about 1 while gradients match `v`."""
         exp_avg_sq = _second_moment(grad, state, scalars)
         return grad * grad / torch.where(exp_avg_sq > scalars.min_exp_avg_sq, exp_avg_sq, scalars.min_exp_avg_sq)
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)` and `RMS = √mean(g² / max(v, ε²))`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
@@ -92,5 +96,5 @@ class StableAdamW(LowPrecisionOptimizer):
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _second_moment(grad: Tensor, state: Any, scalars: Any) -> Tensor:
+def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
     return state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2
