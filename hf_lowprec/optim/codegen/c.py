@@ -127,7 +127,7 @@ static inline __attribute__((always_inline)) void fused_step(
 
    chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
    segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
-   pointers, scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by its entry_index. */
+   By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far. */
 void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
           void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
 {{

@@ -151,8 +151,7 @@ def step(
     #
     # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
     # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
-    # pointers ({n_pointers} each), scalars ({n_scalars} each), counts (steps taken so far): of each parameter, by
-    # its entry_index.
+    # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
     # enabled: 0 to leave everything as it is.
     # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
 {chunk_bounds}
@@ -184,7 +183,7 @@ def _render_step(spec: StepSpec) -> str:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
         key_inputs += [f"{name}.to(tl.int32)" for name in spec.stream_names]
-        chunk_lookups.append(f"{', '.join(keys)} = segment_keys({arguments(key_inputs, 8)})")
+        chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
 
     def stores(mask: str) -> str:
         values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
