@@ -130,27 +130,9 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> dic
     if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
         raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
     _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
-    for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(group["params"]) != len(saved["params"]):
-            raise ValueError(
-                f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
-                f"{len(group['params'])}"
-            )
-        saved_groups[k] = saved = _completed(optimizer, group, saved, f"param group {k}")
-        check_group(optimizer, saved, f"param group {k} of the state dict")
-        if saved["rounding"] != group["rounding"]:
-            raise ValueError(
-                f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
-                f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
-                "the group's 'rounding' then if it should go on in another mode"
-            )
-        for flag in optimizer.flags:
-            if bool(saved[flag]) != bool(group[flag]):
-                raise ValueError(
-                    f"param group {k} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
-                    "there; give the optimizer the same groups in the same order"
-                )
-    prepared = {**state_dict, "param_groups": saved_groups}
+    pairs = enumerate(zip(groups, saved_groups, strict=True))
+    prepared_groups = [_prepare_group(optimizer, group, saved, f"param group {k}") for k, (group, saved) in pairs]
+    prepared = {**state_dict, "param_groups": prepared_groups}
     for param, number, saved in _parameters(optimizer, prepared):
         if number in state_dict["state"]:
             _check_state(optimizer, param, saved, state_dict["state"][number], f"parameter {number}")
@@ -173,7 +155,36 @@ def _check_header(name: str, saved: ParamGroup, where: str) -> None:
         )
 
 
-def _completed(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    """Check that the group `saved` fits `group` of `optimizer`, and return it with defaults filled in.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    name = algorithm_name(optimizer)
+    if len(group["params"]) != len(saved["params"]):
+        raise ValueError(
+            f"{where} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
+            f"{len(group['params'])}"
+        )
+    saved = _with_defaults(optimizer, group, saved, where)
+    check_group(optimizer, saved, f"{where} of the state dict")
+    if saved["rounding"] != group["rounding"]:
+        raise ValueError(
+            f"{where} was saved with rounding={saved['rounding']!r} and this {name} has "
+            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
+            "the group's 'rounding' then if it should go on in another mode"
+        )
+    for flag in optimizer.flags:
+        if bool(saved[flag]) != bool(group[flag]):
+            raise ValueError(
+                f"{where} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
+                "there; give the optimizer the same groups in the same order"
+            )
+    return saved
+
+
+def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
     """The group `saved` without its header, and with the defaults of missing keys.
 
     Raises:
