@@ -234,7 +234,7 @@ def test_a_step_that_fails_keeps_no_gradient_alive(any_backend, change):
     param, optimizer = stepped(backend=any_backend)
     gone = weakref.ref(param.grad.untyped_storage())
     optimizer.param_groups[0].update(change)
-    with pytest.raises(ValueError, match="rounding='up'|FP32 cannot hold"):
+    with pytest.raises(ValueError, match=r"rounding='up'|FP32 cannot hold"):
         optimizer.step()
     optimizer.zero_grad()
     gc.collect()
