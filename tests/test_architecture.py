@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "cli": {"cli", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-KERNELS = {f"{PACKAGE}.optim.kernels", f"{PACKAGE}.reduction.kernels"}
+KERNELS = {f"{PACKAGE}.optim.backends.triton_kernels", f"{PACKAGE}.reduction.kernels"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 
@@ -200,11 +200,11 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
         ("cli.run", "from transformers.trainer import _private"),
         ("cli.run", "import transformers._internal"),
         ("cli.run", "import transformers as t\nt.trainer._private()"),
-        ("optim.launch", "import triton"),
-        ("optim.launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
-        ("optim.launch", "class Kernels:\n    from triton import jit"),
-        ("optim.launch", "from hf_lowprec.optim.backends.triton_kernels import square_sum"),
-        ("optim.launch", "from hf_lowprec.optim import kernels"),
+        ("optim.backends.triton", "import triton"),
+        ("optim.backends.triton", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
+        ("optim.backends.triton", "class Kernels:\n    from triton import jit"),
+        ("optim.backends.triton", "from hf_lowprec.optim.backends.triton_kernels import square_sum"),
+        ("optim.backends.triton", "from hf_lowprec.optim.backends import triton_kernels"),
         ("odds", "x = 1"),
     ],
 )
@@ -228,10 +228,10 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
         ("integrations.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
         ("cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
         ("__main__", "from hf_lowprec.cli import main"),
-        ("optim.launch", "def kernels():\n    import triton\n    return triton.jit"),
-        ("optim.launch", "if TYPE_CHECKING:\n    import triton"),
-        ("optim.launch", "def run():\n    from hf_lowprec.optim.backends.triton_kernels import square_sum"),
-        ("optim.kernels", "import triton"),
+        ("optim.backends.triton", "def kernels():\n    import triton\n    return triton.jit"),
+        ("optim.backends.triton", "if TYPE_CHECKING:\n    import triton"),
+        ("optim.backends.triton", "def run():\n    from hf_lowprec.optim.backends.triton_kernels import square_sum"),
+        ("optim.backends.triton_kernels", "import triton"),
     ],
 )
 def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:

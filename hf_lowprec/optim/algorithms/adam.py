@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -31,7 +32,7 @@ class Adam(TwoMoments):
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         amsgrad: keep the maximum of the second moment.
         maximize: ascend instead of descend.
-        decoupled_weight_decay: decay as AdamW does instead of by the penalty.
+        decoupled_weight_decay: decay the weights as AdamW does, per unit of learning rate, instead of the L2 penalty.
 
     `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
     those of `LowPrecisionOptimizer`.
@@ -39,7 +40,7 @@ class Adam(TwoMoments):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -65,5 +66,5 @@ class Adam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used, and where the decay goes."""
+        """Whether the maximum of the second moment is used, and whether the decay is decoupled."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

@@ -1,8 +1,8 @@
-"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2), with the decay inside the one rounded update."""
+"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The decay is part of the update, which is rounded once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
@@ -38,7 +39,7 @@ class AdamW(TwoMoments):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -62,5 +63,5 @@ class AdamW(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used."""
+        """Whether the maximum of the second moment is used. The decay is always decoupled."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": True}

@@ -1,4 +1,4 @@
-"""Which parameters of a model are hidden matrices."""
+"""`hidden_matrices`: the weights of linear layers and experts, without embeddings and heads."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def names(model: nn.Module) -> set[str]:
 
 
 def linear_names(model: nn.Module, prefix: str) -> set[str]:
-    """Weights of the linear layers whose name starts so."""
+    """Names of the weights of linear layers whose name starts with `prefix`."""
     modules = model.named_modules()
     return {f"{name}.weight" for name, m in modules if isinstance(m, nn.Linear) and name.startswith(prefix)}
 
@@ -53,7 +53,7 @@ def test_a_classifier_without_its_head():
     assert "classifier.weight" not in names(model)
 
 
-def test_patches_positions_and_the_class_token_are_no_matrices():
+def test_patches_positions_and_the_class_token_are_not_matrices():
     model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **SIZES))
     assert names(model) == linear_names(model, "vit.")
 

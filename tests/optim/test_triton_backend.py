@@ -1,4 +1,4 @@
-"""The `triton` backend: one launch per layout, 64-bit offsets, alignment, tables, what stays on the device."""
+"""The `triton` backend: one launch per spec, 64-bit offsets, alignment, tables, what stays on the device."""
 
 import copy
 from collections import Counter
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
-from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.backends import triton as triton_backend
 from hf_lowprec.optim.step.fused import fused_step
 from tests.triton_here import require_triton
 
@@ -31,7 +31,7 @@ def make(shapes, dtype=BF16) -> list[nn.Parameter]:
 def launches(monkeypatch) -> Counter:
     """Counts launches of step kernels by grid."""
     counted: Counter = Counter()
-    real = launch.kernels
+    real = triton_backend.kernels
 
     class Counting:
         def __init__(self, kernel):
@@ -41,15 +41,15 @@ def launches(monkeypatch) -> Counter:
             counted[grid] += 1
             return self.kernel[grid]
 
-    def kernels(layout):
-        step, measure = real(layout)
-        return Counting(step), measure
+    def kernels(spec):
+        step, tensor_sum = real(spec)
+        return Counting(step), tensor_sum
 
-    monkeypatch.setattr(launch, "kernels", kernels)
+    monkeypatch.setattr(triton_backend, "kernels", kernels)
     return counted
 
 
-def test_hundreds_of_tensors_are_one_launch_per_layout(launches):
+def test_hundreds_of_tensors_are_one_launch_per_spec(launches):
     weights, norms = make([(k % 97,) for k in range(300)]), make([(5,)] * 40, FP32)
     reference = [nn.Parameter(p.detach().cpu()) for p in weights + norms]
     for param, source in zip(reference, weights + norms, strict=True):
@@ -72,7 +72,7 @@ def test_nothing_is_launched_for_nothing(launches):
 @pytest.mark.parametrize("shift", [1, 2, 4, 7, 8])
 def test_misaligned_tensors(shift):
     """Gradients that are views into a bucket lie anywhere; so may everything else."""
-    size = 2 * launch.CHUNK + 17
+    size = 2 * triton_backend.CHUNK + 17
     trained = {}
     for backend, where in (("eager", torch.device("cpu")), ("triton", DEVICE)):
         generator = torch.Generator().manual_seed(2)
@@ -90,24 +90,30 @@ def test_misaligned_tensors(shift):
 @pytest.mark.parametrize("start", [2**31 - 8192, 2**31, 2**32 - 8192, 2**33, 2**40])
 def test_offsets_have_64_bits(start):
     """A chunk far into a tensor: the table points so far before the data that the chunk's elements are the data."""
-    (param,) = make([(launch.CHUNK + 100,)])
+    (param,) = make([(triton_backend.CHUNK + 100,)])
     optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
-    with optimizer.next_step() as plan:
+    with optimizer.plan_step() as plan:
         (fused_group,) = plan.fused_groups
+        fused_group.compute_scalars(optimizer.scalars)
         tensors = list(fused_group.entries[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
-        chunks = torch.tensor([[0, start], [0, start + launch.CHUNK]], device=DEVICE)
-        rows = fused_group.segments.table.clone()
-        rows[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
+        chunks = torch.tensor([[0, start], [0, start + triton_backend.CHUNK]], device=DEVICE)
+        segments = fused_group.segments.table.clone()
+        segments[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
         addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
-        launch.kernels(fused_group.spec)[0][(2,)](
-            *(chunks, rows.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
+        triton_backend.kernels(fused_group.spec)[0][(2,)](
+            *(chunks, segments.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
             *(
                 fused_group.scalars.to(DEVICE),
                 fused_group.counts.to(DEVICE),
                 torch.ones((), dtype=torch.int32, device=DEVICE),
             ),
-            **{"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL, "enable_fp_fusion": False},
+            **{
+                "CHUNK": triton_backend.CHUNK,
+                "BLOCK": triton_backend.BLOCK,
+                "TAIL": triton_backend.TAIL,
+                "enable_fp_fusion": False,
+            },
         )
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)
@@ -191,8 +197,8 @@ def test_a_checkpoint_crosses_from_capturable_to_not_and_back():
 
 def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
     """Uploads are copies, as on a device: what is there must be sent again when an address has changed."""
-    upload = launch._upload
-    monkeypatch.setattr(launch, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
+    upload = triton_backend._upload
+    monkeypatch.setattr(triton_backend, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
     moving, still = make([(40,)]), make([(40,)])
     options = {"lr": 0.1, "backend": "triton", "capturable": True, "first_parameter": 0}
     optimizers = [AdamW(params, **options) for params in (moving, still)]
@@ -205,3 +211,17 @@ def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(*moving, *still)
+
+
+def test_static_tables_are_sent_once(monkeypatch):
+    """Chunks and segments go to the device with the first step; pointers, scalars and counts with every step."""
+    sent = []
+    upload = triton_backend._upload
+    monkeypatch.setattr(triton_backend, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
+    params = make([(40,), (7,)])
+    optimizer = AdamW(params, backend="triton", max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.step()
+        for param in params:
+            param.grad = torch.ones_like(param)
+    assert sent == [3] * (1 + 3)

@@ -1,4 +1,4 @@
-"""State dicts: whose they are, in which format, what they replace, and how far back they load."""
+"""State dicts: the algorithm and format in them, the options that they replace, and those of earlier versions."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def stepped(name: str, **options) -> torch.optim.Optimizer:
 
 
 def in_format_1(state_dict: dict) -> dict:
-    """A state dict as the first commits wrote it: the same, without headers."""
+    """A state dict without headers, as earlier versions wrote it."""
     groups = [
         {**group, "state_rounding": json.loads(group["state_rounding"])["state_rounding"]}
         for group in state_dict["param_groups"]
@@ -59,7 +59,7 @@ def test_format_1_is_what_the_fixture_has():
 
 
 @pytest.mark.parametrize("saved", FORMAT_1)
-def test_format_1_goes_on_bit_for_bit(saved):
+def test_format_1_resumes_bit_for_bit(saved):
     """The weights after further steps are those that the commit which wrote the fixture arrived at."""
     found = FORMAT_1[saved]
     state = {
@@ -75,7 +75,7 @@ def test_format_1_goes_on_bit_for_bit(saved):
 @pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize(("saver", "loader"), PAIRS)
-def test_the_state_of_another_algorithm_is_refused(saver, loader, steps, written):
+def test_the_state_of_another_algorithm_raises(saver, loader, steps, written):
     source = optimizer(saver)
     train(source, steps)
     target = optimizer(loader)
@@ -89,8 +89,8 @@ def test_the_state_of_another_algorithm_is_refused(saver, loader, steps, written
 
 @pytest.mark.parametrize("loader", sorted(ALGORITHMS))
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
-def test_the_state_of_torchs_own_optimizers_is_refused(cls, loader):
-    """Even where the states have the same names: which were rounded how is not known."""
+def test_the_state_of_torchs_own_optimizers_raises(cls, loader):
+    """Even where the states have the same names: it is not known how they were rounded."""
     source = cls([nn.Parameter(torch.ones(3, 4)) for _ in range(2)], lr=0.1)
     train(source, 2)
     target = optimizer(loader)
@@ -109,7 +109,7 @@ def test_a_subclass_has_the_state_of_its_algorithm():
 
 
 def edited(state_dict: dict, **changes) -> dict:
-    """A copy whose first group has `changes`; None takes a key away."""
+    """A copy whose first group has `changes`; None removes a key."""
     saved = copy.deepcopy(state_dict)
     saved["param_groups"][0].update(changes)
     for key in (key for key, value in changes.items() if value is None):
@@ -123,7 +123,7 @@ def header(**changes) -> str:
 
 @pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")  # AdamW's amsgrad
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_what_a_state_dict_does_not_say_has_its_default(name):
+def test_keys_that_a_state_dict_lacks_have_defaults(name):
     source = stepped(name)
     for key in source.param_groups[0].keys() - {"params", "lr", "rounding", "state_rounding", *source.flags}:
         target = optimizer(name)
@@ -157,7 +157,7 @@ def test_format_1_without_maximize_descends(name):
         ({"state_rounding": '{"format":' + "9" * 5000 + "}"}, ["state_rounding of a param group is damaged"]),
     ],
 )
-def test_what_is_unknown_is_refused(changes, words):
+def test_unknown_keys_and_formats_raise(changes, words):
     target, saved = stepped("AdamW"), stepped("AdamW").state_dict()
     refuses(lambda: target.load_state_dict(edited(saved, **changes)), target, words)
 
@@ -173,15 +173,15 @@ def test_what_is_unknown_is_refused(changes, words):
         ({"rounding": "up"}, ["rounding='up'"]),
     ],
 )
-def test_what_no_optimizer_takes_is_refused_before_anything_is_loaded(changes, words):
+def test_invalid_values_raise_before_anything_is_loaded(changes, words):
     target, saved = stepped("AdamW"), stepped("AdamW").state_dict()
     refuses(lambda: target.load_state_dict(edited(saved, **changes)), target, words)
 
 
-def test_a_state_that_is_no_tensor_is_refused():
+def test_a_state_that_is_not_a_tensor_raises():
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["exp_avg"] = "lost"
-    refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is no tensor but 'lost'"])
+    refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is not a tensor but 'lost'"])
 
 
 @pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
@@ -258,14 +258,14 @@ def test_what_the_user_keeps_in_the_state_comes_back():
         (lambda state: {**state, 99: state[0]}, "parameter 99, which is in none"),
     ],
 )
-def test_states_that_torch_would_pass_over_are_refused(states, words):
+def test_states_that_torch_would_ignore_raise(states, words):
     saver, loader = stepped("AdamW"), stepped("AdamW")
     saved = saver.state_dict()
     with pytest.raises(ValueError, match=words):
         loader.load_state_dict({**saved, "state": states(saved["state"])})
 
 
-def test_a_group_without_parameters_is_refused():
+def test_a_group_without_parameters_raises():
     saved = stepped("AdamW").state_dict()
     del saved["param_groups"][0]["params"]
     with pytest.raises(ValueError, match="has no 'params'"):
@@ -275,21 +275,21 @@ def test_a_group_without_parameters_is_refused():
 @pytest.mark.parametrize(
     "step", [1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, torch.tensor(2.5), [3, 4]]
 )
-def test_a_step_that_is_no_count_is_refused(step):
+def test_a_step_that_is_not_a_count_raises(step):
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["step"] = step
     refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 is", "whole number"])
 
 
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
-def test_a_step_of_any_kind_is_taken(step):
+def test_a_step_count_of_any_type_is_accepted(step):
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["step"] = step
     target.load_state_dict(saved)
     assert target.state[params_of(target)[1]]["step"] == 3
 
 
-def test_a_group_of_a_state_dict_is_no_param_group():
+def test_a_saved_group_in_param_groups_raises():
     target = stepped("AdamW")
     target.param_groups[0].update({**target.state_dict()["param_groups"][0], "params": params_of(target)})
     with pytest.raises(ValueError, match=r"of a group of state_dict\(\).*use load_state_dict$"):
@@ -297,7 +297,7 @@ def test_a_group_of_a_state_dict_is_no_param_group():
 
 
 @pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}])
-def test_what_is_no_state_dict_is_refused(given):
+def test_an_argument_that_is_not_a_state_dict_raises(given):
     target = stepped("AdamW")
     refuses(lambda: target.load_state_dict(given), target, ["is not that of an optimizer", *given])
 
@@ -319,7 +319,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("scheduled_again", [True, False])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_what_schedulers_write_is_no_change_of_options(name, make, scheduled_again):
+def test_keys_that_schedulers_write_are_not_changed_options(name, make, scheduled_again):
     source, target = optimizer(name, lr=0.01), optimizer(name, lr=0.02)
     schedule = make(source)
     for _ in range(3):
@@ -346,8 +346,8 @@ def test_what_schedulers_write_is_no_change_of_options(name, make, scheduled_aga
         (Lion, {"maximize": True}, {}, r"maximize=True \(was False\)"),
     ],
 )
-def test_options_that_are_replaced_are_said_once(cls, saved, given, message):
-    """As in torch the state dict wins; in several groups the same is said once."""
+def test_replaced_options_are_warned_about_once(cls, saved, given, message):
+    """As in torch the state dict wins; the same change in several groups is named once."""
 
     def make(options):
         params = [nn.Parameter(torch.ones(3, 4).bfloat16()) for _ in range(2)]
@@ -366,7 +366,7 @@ def test_options_that_are_replaced_are_said_once(cls, saved, given, message):
         target.load_state_dict(source.state_dict())
 
 
-def test_later_keys_of_groups_travel_in_the_header():
+def test_added_keys_of_groups_are_saved_in_the_header():
     """No key of their own that a distributed checkpoint of format 1 would lack."""
     source, target = stepped("AdamW"), stepped("AdamW")
     source.param_groups[0]["first_parameter"] = 3
@@ -380,8 +380,8 @@ def test_later_keys_of_groups_travel_in_the_header():
     assert "first_parameter" not in target.param_groups[0]
 
 
-def test_a_group_of_matrices_is_no_group_of_the_rest():
-    """Both of one shape, so that nothing but the flag tells them apart."""
+def test_a_group_of_matrices_cannot_be_loaded_into_a_group_of_others():
+    """Both have the same shape, so that only the flag distinguishes them."""
     groups = [
         [{"params": [nn.Parameter(torch.ones(3, 4).bfloat16())], "use_muon": flag} for flag in flags]
         for flags in ((True, False), (False, True))
@@ -390,7 +390,7 @@ def test_a_group_of_matrices_is_no_group_of_the_rest():
     refuses(lambda: target.load_state_dict(source.state_dict()), target, ["use_muon=True", "same order"])
 
 
-def test_hooks_see_what_is_saved_and_may_hand_over_another_state_dict():
+def test_hooks_see_the_saved_form_and_may_replace_it():
     source, target = stepped("AdamW", state_dtype=torch.float32), optimizer("AdamW", state_dtype=torch.float32)
     seen = []
 
@@ -427,8 +427,8 @@ def distributed_pair(name: str, full: bool, flat: bool, folder: Path, loader: st
     models[1].load_state_dict(models[0].state_dict())
     with pytest.MonkeyPatch.context() as patch:
         if old:
-            original = checkpoint.saved_form
-            patch.setattr(checkpoint, "saved_form", lambda o, saved: in_format_1(original(o, saved)))
+            original = checkpoint.to_saved_form
+            patch.setattr(checkpoint, "to_saved_form", lambda o, saved: in_format_1(original(o, saved)))
         dcp.save({"o": get_optimizer_state_dict(models[0], source, options=how)}, checkpoint_id=folder, no_dist=True)
     loaded = {"o": get_optimizer_state_dict(models[1], target, options=how)}
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)
@@ -448,7 +448,7 @@ quiet = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavai
 @pytest.mark.parametrize("old", [False, True], ids=["now", "format_1"])
 @pytest.mark.parametrize(("full", "flat"), FORMS)
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_distributed_checkpoints_go_on_bit_for_bit(name, full, flat, old, tmp_path):
+def test_distributed_checkpoints_resume_bit_for_bit(name, full, flat, old, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         source, target = distributed_pair(name, full, flat, tmp_path, old=old)
@@ -461,7 +461,7 @@ def test_distributed_checkpoints_go_on_bit_for_bit(name, full, flat, old, tmp_pa
 @quiet
 @pytest.mark.parametrize(("full", "flat"), FORMS)
 @pytest.mark.parametrize(("saver", "loader"), [("AdamW", "Lion"), ("Adam", "RAdam"), ("RAdam", "StableAdamW")])
-def test_distributed_checkpoints_of_another_algorithm_are_refused(saver, loader, full, flat, tmp_path):
+def test_distributed_checkpoints_of_another_algorithm_raise(saver, loader, full, flat, tmp_path):
     with pytest.raises(ValueError, match=f"the state of {saver} cannot be loaded into {loader}"):
         distributed_pair(saver, full, flat, tmp_path, loader)
 

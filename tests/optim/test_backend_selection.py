@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.backends import selection as backends
-from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.backends import selection
+from hf_lowprec.optim.backends import triton as triton_backend
+from hf_lowprec.optim.backends.eager import EagerStep
 
 GPU = torch.cuda.is_available()
 
@@ -43,15 +44,15 @@ def test_triton_without_triton_says_why_and_what_can(monkeypatch):
 def test_auto_on_a_gpu_without_a_working_triton_warns_and_is_eager(monkeypatch):
     """As on an image without a C compiler, where Triton cannot build its launcher."""
 
-    def cannot(batch):
-        raise launch.TritonError("no compiler")
+    def cannot(fused_group):
+        raise triton_backend.TritonError("no compiler")
 
-    monkeypatch.setattr(launch, "supports_bfloat16", lambda device: True)
-    monkeypatch.setattr(launch, "require", lambda device=None: None)
-    monkeypatch.setattr(launch, "prepare", cannot)
-    monkeypatch.setattr(backends, "_warned", set())
+    monkeypatch.setattr(triton_backend, "supports_bfloat16", lambda device: True)
+    monkeypatch.setattr(triton_backend, "check_available", lambda device=None: None)
+    monkeypatch.setattr(triton_backend, "TritonStep", cannot)
+    monkeypatch.setattr(selection, "_warned", set())
     gpu = torch.device("cuda", 0)
     with pytest.warns(RuntimeWarning, match="'eager' backend on cuda:0, with the same results: no compiler"):
-        assert backends.resolve("auto", SimpleNamespace(device=gpu, kept={})) is backends.EAGER
-    with pytest.raises(launch.TritonError, match="no compiler"):
-        backends.resolve("triton", SimpleNamespace(device=gpu, kept={}))
+        assert type(selection.backend_step("auto", SimpleNamespace(device=gpu))) is EagerStep
+    with pytest.raises(triton_backend.TritonError, match="no compiler"):
+        selection.backend_step("triton", SimpleNamespace(device=gpu))

@@ -1,4 +1,4 @@
-"""Parameters that have an optimizer each draw bits of their own: those of one optimizer that has them all."""
+"""Optimizers of one parameter each: every parameter draws the random bits that one optimizer of all would draw."""
 
 import copy
 import json
@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim import parameter_numbers as numbering
+from hf_lowprec.optim import SGD, AdamW, parameter_numbers
 from tests.integrations.tiny_training import arguments
 
 OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]
 
 
 @pytest.fixture(autouse=True)
-def nothing_built_before():
-    numbering.start_anew()
+def fresh_numbers():
+    parameter_numbers.reset_numbers()
 
 
 def parameters(number: int = 3, size: int = 4096) -> list[nn.Parameter]:
-    """Equal weights."""
+    """Parameters with equal weights."""
     return [nn.Parameter(torch.full((size,), 0.75).bfloat16()) for _ in range(number)]
 
 
@@ -80,7 +79,7 @@ def test_optimizers_that_step_inside_of_backward():
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def test_a_second_training_in_the_same_process_is_the_first_again():
+def test_a_second_run_in_the_same_process_repeats_the_first():
     def trained():
         params = parameters()
         train(params, [AdamW([param], lr=1e-2) for param in params])
@@ -101,8 +100,8 @@ def test_a_number_can_be_given():
     assert torch.equal(shifted[0], whole[2])
 
 
-def test_what_is_compared_is_not_numbered_on():
-    """Models, one next to the other; and single parameters that are stepped in different ways."""
+def test_runs_that_are_compared_start_at_the_same_number():
+    """Two models, and single parameters with optimizers of different settings."""
     first, second = parameters(), parameters()
     train([*first, *second], [AdamW(first), AdamW(second)])
     assert all(map(torch.equal, first, second))
@@ -143,7 +142,7 @@ def test_state_dicts_keep_them_and_older_ones_have_none():
     assert others[2].param_groups[0].get("first_parameter", 0) == 0
 
 
-def test_a_group_that_is_added_goes_on_from_there():
+def test_an_added_group_continues_the_numbering():
     params, whole = parameters(4), parameters(4)
     optimizers = [AdamW([param], lr=1e-2) for param in params[:2]]
     optimizers[1].add_param_group({"params": params[2:]})
@@ -162,12 +161,12 @@ def test_an_optimizer_that_only_checks_arguments_is_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, "1", True])
-def test_a_number_that_is_none_is_refused(value):
+def test_an_invalid_number_raises(value):
     with pytest.raises(ValueError, match=f"first_parameter={value!r}"):
         AdamW(parameters(1), first_parameter=value)
 
 
-def test_a_number_of_any_integer_kind_is_taken_and_saved():
+def test_a_number_of_any_integer_type_is_accepted_and_saved():
     params, twins = parameters(1), parameters(1)
     optimizer, twin = AdamW(params, first_parameter=np.int64(2)), AdamW(twins, first_parameter=2)
     train(params, [optimizer])
@@ -178,7 +177,7 @@ def test_a_number_of_any_integer_kind_is_taken_and_saved():
     assert optimizer.param_groups[0]["first_parameter"] == 2
 
 
-def test_none_in_a_group_is_no_number():
+def test_none_in_a_group_counts_as_zero():
     params, twins = parameters(1), parameters(1)
     optimizer, twin = AdamW([{"params": params, "first_parameter": None}]), AdamW(twins, first_parameter=0)
     train(params, [optimizer])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step.state_allocation import PAGE, SMALLEST, zeros_apart
 
 LARGE = (SMALLEST // 2 // 64, 64)
@@ -29,7 +29,7 @@ def states(optimizer: AdamW) -> dict[str, torch.Tensor]:
 
 def distances(tensors: list[torch.Tensor]) -> list[int]:
     """Bytes between neighbours on the circle that a page's addresses make, the last and the first included."""
-    places = sorted(local(tensor).data_ptr() % PAGE for tensor in tensors)
+    places = sorted(local_shard(tensor).data_ptr() % PAGE for tensor in tensors)
     return [(after - before) % PAGE for before, after in zip(places, [*places[1:], places[0]], strict=True)]
 
 
