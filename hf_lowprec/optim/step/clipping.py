@@ -270,8 +270,9 @@ class PendingClip:
 
 def _smallest(max_norm: float | None, earlier: PendingClip | None) -> float | None:
     """The smaller one of `max_norm` and the limit of `earlier`; None if there is neither."""
-    limits = (max_norm, None if earlier is None else earlier.limit)
-    return min((limit for limit in limits if limit is not None), default=None)
+    if earlier is None or earlier.limit is None:
+        return max_norm
+    return earlier.limit if max_norm is None else min(max_norm, earlier.limit)
 
 
 _VERSION = operator.attrgetter("_version")
