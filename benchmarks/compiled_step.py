@@ -1,10 +1,10 @@
-"""What Triton's compiler makes of the step, without a GPU: registers, spills, width of memory accesses, instructions.
+"""Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
-Every layout, and the measure of those that have one, is compiled ahead of time for the given compute
-capabilities. Exits with status 1 if a kernel spills, moves whole chunks in pieces of less than 128 bits, contracts or
-flushes where the arithmetic forbids it.
+Compiles the kernels `step` and `tensor_sum` of every spec ahead of time for the given compute capabilities. Exits with
+status 1 if a kernel spills registers, accesses full chunks with less than 128 bits, or contracts, flushes or
+approximates floating-point operations, which the arithmetic forbids.
 
-    python benchmarks/compiled_step.py [--capabilities 80 90] [--layouts "AdamW kahan bfloat16" …]
+    python benchmarks/compiled_step.py [--capabilities 80 90] [--specs "AdamW kahan bfloat16" …]
 """
 
 from __future__ import annotations
@@ -25,77 +25,74 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends import triton as launch
-from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.backends import triton as triton_backend
+from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.rounding import dtype_name
 
-BITS = 128
-TABLES = {"chunks": "*i64", "rows": "*i64", "pointers": "*i64", "scalars": "*fp32"}
-SIGNATURE = TABLES | {"counts": "*i64", "enabled": "*i32"}
-MEASURE_SIGNATURE = TABLES | {"sums": "*fp64"}
-CONSTANTS = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, "TAIL": launch.TAIL}
+ACCESS_BITS = 128
+TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
+STEP_ARGUMENTS = TABLES | {"counts": "*i64", "enabled": "*i32"}
+TENSOR_SUM_ARGUMENTS = TABLES | {"sums": "*fp64"}
+CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def layouts() -> dict[str, StepSpec]:
-    """Every algorithm with every rounding mode and dtype, and AdamW's further options, by name."""
-    found = {}
+def specs() -> dict[str, StepSpec]:
+    """A spec for every algorithm, rounding mode and dtype, and for AdamW's further options, by name."""
+    named = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for cls, rounding, dtype in product(ALGORITHMS.values(), ("kahan", "stochastic", "nearest"), dtypes):
         if dtype == torch.bfloat16 or rounding == "kahan":
             options = {"momentum": 0.9} if cls is SGD else {}
-            found[f"{cls.__name__} {rounding} {_short(dtype)}"] = _layout(cls, dtype, rounding=rounding, **options)
+            named[f"{cls.__name__} {rounding} {dtype_name(dtype)}"] = _spec(cls, dtype, rounding=rounding, **options)
     further = {
         "FP32 states": {"state_dtype": torch.float32},
         "amsgrad": {"amsgrad": True},
         "clipped": {"max_grad_norm": 1.0},
     }
     for name, options in further.items():
-        found[f"AdamW kahan bfloat16, {name}"] = _layout(AdamW, torch.bfloat16, rounding="kahan", **options)
-    return found
+        named[f"AdamW kahan bfloat16, {name}"] = _spec(AdamW, torch.bfloat16, rounding="kahan", **options)
+    return named
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _layout(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
+def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
     param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
     param.grad = torch.zeros_like(param)
-    with cls([param], backend="eager", **options).next_step() as plan:
+    with cls([param], backend="eager", **options).plan_step() as plan:
         return plan.fused_groups[0].spec
 
 
 @dataclass
-class Compiled:
-    """What came out of the compiler for one layout.
+class CompiledKernel:
+    """What the compiler made of one kernel.
 
     Attributes:
         registers: per thread.
-        stack: bytes per thread in local memory, where spilled registers go.
-        wide: 128-bit accesses to global memory in the source of the machine code.
-        expected: how many there must be for whole chunks.
-        instructions: per element, in the loop over whole chunks; the rare paths of division and root included.
-        complaints: what must not be.
+        stack: bytes per thread in local memory, to which registers are spilled.
+        wide_accesses: accesses to global memory of 128 bits in the PTX.
+        expected_wide_accesses: how many of them the path of full chunks needs.
+        instructions: per element, in the loop over full chunks; includes the rare paths of division and square root.
+        faults: what the compiler must not do.
     """
 
     registers: int
     stack: int
-    wide: int
-    expected: int
+    wide_accesses: int
+    expected_wide_accesses: int
     instructions: float
-    complaints: list[str]
+    faults: list[str]
 
 
-def compiled(layout: StepSpec, capability: int, measure: bool = False) -> Compiled:
-    """Compile the step or the measure of `layout` for an NVIDIA GPU of compute capability `capability` (90 is 9.0)."""
-    arguments = MEASURE_SIGNATURE if measure else SIGNATURE
+def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) -> CompiledKernel:
+    """Compile `step`, or `tensor_sum`, of `spec` for NVIDIA GPUs of compute capability `capability` (90 is 9.0)."""
+    arguments = TENSOR_SUM_ARGUMENTS if tensor_sum else STEP_ARGUMENTS
     signature = {**arguments, **dict.fromkeys(CONSTANTS, "constexpr")}
     aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(arguments))}
     kernel = triton.compile(
-        ASTSource(launch.kernels(layout)[measure], signature, dict(CONSTANTS), aligned),
+        ASTSource(triton_backend.kernels(spec)[tensor_sum], signature, dict(CONSTANTS), aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.WARPS, "enable_fp_fusion": False},
+        options={"num_warps": triton_backend.WARPS, "enable_fp_fusion": False},
     )
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -104,25 +101,28 @@ def compiled(layout: StepSpec, capability: int, measure: bool = False) -> Compil
         usage = _tool("cuobjdump", "-res-usage", file.name)
         machine_code = _tool("nvdisasm", "-c", file.name)
 
-    per_thread = launch.BLOCK // (32 * launch.WARPS)
-    accesses = [*layout.tensors.values(), *layout.written.values()]
-    if measure:
-        accesses = [layout.tensors[name] for name in used(trace_tensor_mean(layout), layout.tensors)]
-    result = Compiled(
-        registers=int(_found(r"REG:(\d+)", usage)),
-        stack=int(_found(r"STACK:(\d+)", usage)),
-        wide=len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32", ptx)),
-        expected=sum(-(-dtype.itemsize * 8 * per_thread // BITS) for dtype in accesses),
-        instructions=_loop_length(machine_code) / per_thread,
-        complaints=[],
+    elements_per_thread = triton_backend.BLOCK // (32 * triton_backend.WARPS)
+    accesses = [*spec.tensors.values(), *spec.output_tensors.values()]
+    if tensor_sum:
+        accesses = [spec.tensors[name] for name in used_inputs(trace_tensor_mean(spec), spec.tensors)]
+    result = CompiledKernel(
+        registers=int(_match(r"REG:(\d+)", usage)),
+        stack=int(_match(r"STACK:(\d+)", usage)),
+        wide_accesses=len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32", ptx)),
+        expected_wide_accesses=sum(-(-dtype.itemsize * 8 * elements_per_thread // ACCESS_BITS) for dtype in accesses),
+        instructions=_loop_length(machine_code) / elements_per_thread,
+        faults=[],
     )
     if result.stack:
-        result.complaints.append(f"{result.stack} bytes of stack: registers are spilled")
-    if result.wide != result.expected:
-        result.complaints.append(f"{result.wide} accesses of {BITS} bits, {result.expected} expected")
-    for pattern, what in ((r"\bfma\.", "a contraction"), (r"\.ftz\b", "a flush to zero"), (r"\.approx\b", "a guess")):
+        result.faults.append(f"{result.stack} bytes of stack: registers are spilled")
+    if result.wide_accesses != result.expected_wide_accesses:
+        result.faults.append(
+            f"{result.wide_accesses} accesses of {ACCESS_BITS} bits, {result.expected_wide_accesses} expected"
+        )
+    forbidden = {r"\bfma\.": "a contraction", r"\.ftz\b": "a flush to zero", r"\.approx\b": "an approximation"}
+    for pattern, meaning in forbidden.items():
         if re.search(pattern, ptx):
-            result.complaints.append(f"{what} ({pattern}) in the PTX")
+            result.faults.append(f"{meaning} ({pattern}) in the PTX")
     return result
 
 
@@ -131,7 +131,7 @@ def _tool(name: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def _found(pattern: str, text: str) -> str:
+def _match(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     if match is None:
         raise ValueError(f"{pattern!r} is not in the tool's output:\n{text[:2000]}")
@@ -159,27 +159,27 @@ def _loop_length(machine_code: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
-    parser.add_argument("--layouts", nargs="+", choices=list(layouts()), default=list(layouts()), metavar="NAME")
+    parser.add_argument("--specs", nargs="+", choices=list(specs()), default=list(specs()), metavar="NAME")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
-    print(f"Triton {triton.__version__}, {launch.BLOCK} elements per {launch.WARPS} warps\n")
-    print("| layout | sm | registers | stack | 128-bit accesses | instructions per element |")
+    print(f"Triton {triton.__version__}, {triton_backend.BLOCK} elements per {triton_backend.WARPS} warps\n")
+    print("| kernel | sm | registers | stack | 128-bit accesses | instructions per element |")
     print("|---|---:|---:|---:|---:|---:|")
-    complaints: Counter[str] = Counter()
-    chosen = {name: layouts()[name] for name in options.layouts}
-    kernels = [(name, layout, False) for name, layout in chosen.items()]
-    kernels += [(f"{name}, measure", layout, True) for name, layout in chosen.items() if layout.tensor_mean is not None]
-    for (name, layout, measure), capability in product(kernels, options.capabilities):
-        result = compiled(layout, capability, measure)
-        wide = f"{result.wide} of {result.expected}"
+    faults: Counter[str] = Counter()
+    selected = {name: specs()[name] for name in options.specs}
+    kernels = [(name, spec, False) for name, spec in selected.items()]
+    kernels += [(f"{name}, tensor_sum", spec, True) for name, spec in selected.items() if spec.tensor_mean is not None]
+    for (name, spec, tensor_sum), capability in product(kernels, options.capabilities):
+        result = compile_kernel(spec, capability, tensor_sum)
+        accesses = f"{result.wide_accesses} of {result.expected_wide_accesses}"
         print(
-            f"| {name} | {capability} | {result.registers} | {result.stack} | {wide} | {result.instructions:.0f} |",
+            f"| {name} | {capability} | {result.registers} | {result.stack} | {accesses} | {result.instructions:.0f} |",
             flush=True,
         )
-        complaints.update(f"{name}, sm_{capability}: {complaint}" for complaint in result.complaints)
-    print(*complaints, sep="\n")
-    return 1 if complaints else 0
+        faults.update(f"{name}, sm_{capability}: {fault}" for fault in result.faults)
+    print(*faults, sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.step import plan
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.spec import StepSpec
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
 
 
@@ -48,7 +48,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
     dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
     states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
     return MemoryUse(
-        sum(local(p).numel() for p in parameters),
+        sum(local_shard(p).numel() for p in parameters),
         _bytes(parameters),
         _bytes(p.grad for p in parameters if p.grad is not None),
         _bytes(states),
@@ -65,7 +65,7 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
     for elements in expected_states(optimizer).values():
         state.update({dtype: count * dtype.itemsize for dtype, count in elements.items()})
     return MemoryUse(
-        sum(local(p).numel() for p in parameters),
+        sum(local_shard(p).numel() for p in parameters),
         _bytes(parameters),
         _bytes(p for p in parameters if p.requires_grad),
         state,
@@ -78,13 +78,13 @@ def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch
     for group in optimizer.param_groups:
         for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
             for state in optimizer.stored_states(group, param.dtype):
-                elements[state.name][state_dtype(state.name, param.dtype, group)] += local(param).numel()
+                elements[state.name][state_dtype(state.name, param.dtype, group)] += local_shard(param).numel()
     return elements
 
 
 def storage_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the plain tensors in which `tensors` are stored on this rank: shards, quantized data and its scales."""
-    for tensor in map(local, tensors):
+    for tensor in map(local_shard, tensors):
         if type(tensor.data) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             yield from storage_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.cast import cast_dtypes
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations import seams
 from hf_lowprec.integrations.beside import is_evaluation
 from hf_lowprec.integrations.misuse import live_modules
@@ -40,24 +40,26 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
-    """Let `accelerator` reduce gradients with FP32 sums, under DDP, FSDP2 and HSDP; call it before `prepare`.
+    """Let `accelerator` sum gradients in FP32, under DDP, FSDP2 and HSDP; call it before `accelerator.prepare`.
 
-    Gradients travel in the parameters' dtype; the mean over ranks is summed in FP32 in rank order and rounded once.
-    Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
-    `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
-    Models that `cast_model` has cast return FP32 to the loop once they are prepared (see `return_float32`).
-    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only the FP32
-    outputs, mixed precision and `grad_accumulation` are affected. Ranks are compared when a model is prepared, and
-    before an optimizer's first step: where settings, parameters or replicated weights differ, a RuntimeError on every
-    rank names them. Weights that differ before FSDP2 shards them are a warning. Calling it again changes nothing.
+    - Gradients travel in the parameters' dtype. The mean over ranks is summed in FP32, in rank order, and rounded once.
+      Under FSDP2, FP32 parameters (norms) become a group of their own, because torch wants one dtype per group.
+    - `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
+    - Models that `cast_model` has cast return FP32 to the loop once they are prepared, as by `return_float32`.
+    - Mixed precision "bf16" is switched off: under FSDP2 it would make parameters FP32.
+    - Ranks are compared when a model is prepared and before an optimizer's first step. Settings, parameters or
+      replicated weights that differ are a `RuntimeError` on every rank that names them; weights that differ before
+      FSDP2 shards them are a warning.
+
+    With one process, only outputs, mixed precision and `grad_accumulation` are affected. A second call changes nothing.
 
     Args:
-        accelerator: not yet used to prepare a model.
+        accelerator: an Accelerator that has not prepared a model yet.
         grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
             `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
 
     Returns:
-        What is done; fills as models are prepared. `print` it to see whether it is active.
+        What is done, filled as models are prepared. `print` it to see whether it is active.
 
     Raises:
         ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hf_lowprec.casting.quantized import holds_codes, is_quantized
+from hf_lowprec.casting.quantized import holds_quantized_weights, is_quantized
 from hf_lowprec.integrations import seams
 
 _RECIPES = {
@@ -51,7 +51,7 @@ def refuse_quantized_training(model: nn.Module) -> None:
         raise ValueError(
             f"{what} of a model with quantization_config={type(config).__name__} is not supported: {_ADAPTERS}"
         )
-    codes = next((name for name, module in model.named_modules() if holds_codes(module)), None)
+    codes = next((name for name, module in model.named_modules() if holds_quantized_weights(module)), None)
     # Somebody who trains adapters, or norms, has frozen the rest.
     if codes is not None and all(param.requires_grad for param in model.parameters() if not is_quantized(param)):
         raise ValueError(
@@ -72,7 +72,7 @@ def refuse_frozen(model: nn.Module) -> None:
 def quantization_notes(model: nn.Module) -> list[str]:
     """What a precision report should say about the quantized weights of `model`."""
     wide = [name for name, m in model.named_modules() if getattr(m, "compute_dtype", None) == torch.float32]
-    if not any(holds_codes(model.get_submodule(name)) for name in wide):
+    if not any(holds_quantized_weights(model.get_submodule(name)) for name in wide):
         return []
     return [
         f"{len(wide)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "

@@ -25,19 +25,14 @@ class Algorithm(torch.optim.Optimizer):
     max_grad_norm: float | None
     skip_nonfinite: bool
 
-    @property
-    def limit(self) -> float | None:
-        """The norm by which the coming step clips gradients; None if it does not."""
-        raise NotImplementedError
-
     update: ClassVar[Update]
     """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
 
-    It takes and gives FP32 values and may use operators, `torch.where` and `sqrt_rn`; see `step/fused.py`.
+    It takes and returns FP32 values and may use operators, `torch.where` and `sqrt_rn`; `fused_step` calls it.
     """
 
     tensor_mean: ClassVar[Formula | None] = None
-    """A formula of the same arguments, a static method, whose mean over a parameter `update` gets as `scalars.tensor_mean`."""
+    """A static method with the arguments of `update`, which gets its mean over a parameter as `scalars.tensor_mean`."""
 
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
@@ -51,11 +46,11 @@ class Algorithm(torch.optim.Optimizer):
         raise NotImplementedError
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Static choices of the formula; each combination is a kernel of its own."""
+        """Static options of the formula; each combination is a kernel of its own."""
         return {}
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
-        """Whether `update` needs `state.orthogonalized`, made of a whole matrix; see `MatrixAlgorithm`."""
+        """Whether `update` takes `state.orthogonalized`, made of a whole matrix; see `per_tensor.MatrixAlgorithm`."""
         return False
 
     def check_hyperparameters(self, group: ParamGroup) -> None:

@@ -1,4 +1,4 @@
-"""The FP32 weights that BF16 training knows: stored weight plus compensation."""
+"""FP32 estimates of trained weights: stored weight plus compensation."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NAMED = 3
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The best FP32 estimate of every tensor of `model.state_dict()`.
 
-    A weight trained with Kahan summation is `weight + compensation`, which holds about twice the digits of the weight
-    alone; every other floating-point tensor is converted as it is. A warning names 16-bit parameters in training that
-    `optimizer` does not hold, or that an optimizer of another library trains.
+    For a weight that trains with Kahan summation it is `weight + compensation`, which has about twice as many
+    significant bits as the weight. Every other floating-point tensor is converted as it is. A warning names 16-bit
+    parameters in training that `optimizer` does not hold, or that an optimizer of another library trains.
 
     Args:
         model: the trained model.
-        optimizer: its optimizer, or accelerate's wrapper of it.
+        optimizer: its optimizer, or accelerate's wrapper around it.
 
     Returns:
-        FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names; tensors that are
+        FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
         not floating point are returned as they are.
 
     Raises:
@@ -41,7 +41,9 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    """What gives the best FP32 estimate of any tensor of `model`, as `fp32_state_dict` does, one at a time.
+    """A function that returns the best FP32 estimate of one tensor of `model`.
+
+    `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
 
     Raises:
         ValueError: `optimizer` holds none of the model's parameters.
@@ -54,11 +56,11 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     def estimate(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        full = tensor.detach().to(torch.float32, copy=True)
+        weight = tensor.detach().to(torch.float32, copy=True)
         if groups.get(id(tensor), {}).get("rounding") == "kahan":
             compensation = optimizer.state[tensor].get("compensation")
-            full = full if compensation is None else full + compensation.float()
-        return full
+            weight = weight if compensation is None else weight + compensation.float()
+        return weight
 
     return estimate
 

@@ -1,4 +1,7 @@
-"""Which parameters are hidden matrices: what an optimizer for matrices takes, and leaves to another algorithm."""
+"""Hidden matrices: the parameters that a matrix optimizer (Muon) steps; it leaves the others to another algorithm.
+
+`hidden_matrices` finds them in a model; `split_group` splits a param group into matrices and the rest.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,29 @@ from hf_lowprec.optim.algorithm import ParamGroup
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices inside `model`, without its embeddings and heads.
+    """The weight matrices inside `model`, without its embeddings and heads: what `Muon(matrices=…)` takes.
 
-    These are the weights of linear layers (of `nn.Linear` and its subclasses, and of `Conv1D` as GPT-2 has it), and
-    stacks of them: three-dimensional parameters named `…_proj`, as experts have in transformers. Left out are what the
-    model ties to an embedding, its `get_output_embeddings()`, and what a transformers model has beside its base model.
+    Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of such
+    weights: three-dimensional parameters named `…_proj`, as the experts of transformers' models. Excluded are weights
+    tied to an embedding, `get_output_embeddings()`, and the modules of a transformers model outside of its base model.
+
+    Args:
+        model: the model, before it is wrapped.
+
+    Returns:
+        The parameters themselves, each once.
     """
-    outside = {
+    excluded = {
         id(param) for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
     }
     for module in model.modules():
-        outside |= {id(param) for head in _heads(module) for param in head.parameters()}
-    found = {id(param): param for module in model.modules() for param in _matrices_of(module)}
-    return [param for key, param in found.items() if key not in outside]
+        excluded |= {id(param) for head in _heads(module) for param in head.parameters()}
+    matrices = {id(param): param for module in model.modules() for param in _matrices_of(module)}
+    return [param for key, param in matrices.items() if key not in excluded]
 
 
 def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The matrices and stacks of matrices that belong to `module` itself."""
     linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     for name, param in module.named_parameters(recurse=False):
         if (linear and param.ndim == 2) or (param.ndim == 3 and name.endswith("_proj")):
@@ -36,7 +46,7 @@ def _matrices_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _heads(module: nn.Module) -> Iterable[nn.Module]:
-    """What a model of transformers' make has besides its base model, and what it calls its output embeddings."""
+    """The children of a transformers model other than its base model, and its output embeddings."""
     base = vars(module).get("_modules", {}).get(getattr(type(module), "base_model_prefix", None) or "")
     if base is not None:
         yield from (child for child in module.children() if child is not base)
@@ -49,29 +59,34 @@ def _heads(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[ParamGroup]:
-    """`group` as one or two groups that say `use_muon`, in the order matrices, rest.
+    """Split `group` into a group of its matrices (`use_muon=True`) and one of its other parameters (`use_muon=False`).
 
     Args:
-        group: a param group; one that says so itself stays whole.
-        matrices: the parameters that are matrices; None is all.
+        group: a param group; one that has `use_muon` already is not split.
+        matrices: the parameters that are matrices; None means all.
+
+    Returns:
+        The one or two groups that are not empty.
     """
-    given = group["params"]
-    if "use_muon" in group or matrices is None or isinstance(given, set):  # a set, which torch refuses, has no order
+    params = group["params"]
+    if "use_muon" in group or matrices is None or isinstance(params, set):  # torch raises for sets, which have no order
         return [{"use_muon": True, **group}]
     ids = {id(matrix) for matrix in matrices}
-    params = [given] if isinstance(given, Tensor) else list(given)
-    inside = [id(_tensor(param)) in ids for param in params]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    is_matrix = [id(_tensor(param)) in ids for param in params]
     parts: list[ParamGroup] = []
-    for wanted in (True, False) if params else (False,):
-        part = {**group, "params": list(compress(params, [is_one is wanted for is_one in inside])), "use_muon": wanted}
+    for use_muon in (True, False) if params else (False,):
+        selected = [each is use_muon for each in is_matrix]
+        part = {**group, "params": list(compress(params, selected)), "use_muon": use_muon}
         if "param_names" in group:
-            part["param_names"] = list(compress(group["param_names"], [is_one is wanted for is_one in inside]))
+            part["param_names"] = list(compress(group["param_names"], selected))
         parts += [part] if part["params"] or not params else []
     return parts
 
 
 def _tensor(param: Any) -> Any:
-    return param[1] if isinstance(param, tuple) else param  # of named parameters
+    """A parameter, which in a group of named parameters comes as `(name, parameter)`."""
+    return param[1] if isinstance(param, tuple) else param
 
 
 def check_matrix(param: torch.Tensor) -> None:

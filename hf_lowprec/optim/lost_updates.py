@@ -1,8 +1,8 @@
 """The share of an optimizer step that rounding lost.
 
-For a sample of weights the coming step is computed twice, from the same state: the change `u` that the algorithm wants,
-in FP32, and the change `Δ` of what is stored, weight plus compensation. The slope of `Δ` on `u`, `Σ u·Δ / Σ u²`, is the
-share of the wanted change that arrives; one minus it is lost. Nearest rounding loses nearly all of small updates; Kahan
+For a sample of weights two changes are computed from the same state: the algorithm's change `u`, in FP32, and the
+change `Δ` of what is stored, weight plus compensation. The slope of `Δ` on `u`, `Σ u·Δ / Σ u²`, is the share of the
+algorithm's change that arrives; one minus it is lost. Nearest rounding loses nearly all of small updates; Kahan
 summation loses none; stochastic rounding loses none on average, so its value scatters around zero.
 """
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.step.fused import fused_step, wanted_update
+from hf_lowprec.optim.step.fused import algorithm_update, fused_step
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.per_tensor import compute_per_tensor
 
 SAMPLE = 1 << 12
 """Elements per parameter."""
@@ -28,39 +29,41 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
 
     Args:
         optimizer: the optimizer about to step.
-        sample: elements to look at per parameter, evenly spread.
+        sample: how many elements of each parameter are compared; they are evenly spaced.
 
     Returns:
         0 if everything arrives, 1 if nothing does; NaN if there is no change to store or no 16-bit parameter.
     """
-    wanted_square = stored_product = 0.0
-    with optimizer.next_step() as plan:
+    update_square = stored_product = 0.0
+    with optimizer.plan_step() as plan:
+        for fused_group in plan.fused_groups:
+            fused_group.compute_scalars(optimizer.scalars)
+        optimizer.clip_step(plan)
+        compute_per_tensor(optimizer, plan.backend_steps)
         for fused_group in plan.fused_groups:
             if fused_group.spec.param_dtype == torch.float32:
                 continue
             firsts = fused_group.segments.first.tolist()
             for segment, keys in enumerate(fused_group.segment_keys()):
                 if firsts[segment] == 0:  # one segment of each parameter is sample enough
-                    wanted, stored = _changes(fused_group, segment, keys, sample)
-                    wanted_square += float(wanted.square().sum())
-                    stored_product += float((wanted * stored).sum())
-    return 1 - stored_product / wanted_square if wanted_square else float("nan")
+                    update, stored = _changes(fused_group, segment, keys, sample)
+                    update_square += float(update.square().sum())
+                    stored_product += float((update * stored).sum())
+    return 1 - stored_product / update_square if update_square else float("nan")
 
 
 def _changes(
     fused_group: FusedGroup, segment: int, keys: dict[int, tuple[int, int]], sample: int
 ) -> tuple[Tensor, Tensor]:
-    """The wanted and the stored change of a sample of one segment's elements, in FP64."""
-    count, shift = (
-        int(fused_group.segments.end[segment]),
-        int(fused_group.segments.shift[segment]),
-    )  # its elements begin at 0
+    """The changes `u` and `Δ`, in FP64, of a sample of a segment that begins at element 0 of its parameter."""
+    segments = fused_group.segments
+    count, shift = int(segments.end[segment]), int(segments.shift[segment])
     taken = min(sample, count)
-    place = torch.arange(taken, device=fused_group.device) * count // taken
-    elements = fused_group.elements(int(fused_group.segments.entry_index[segment]), place)
-    wanted, _ = wanted_update(fused_group.spec, *elements)
-    new_weight, new_state = fused_step(fused_group.spec, *elements, (place + shift).to(torch.int32), keys)
+    places = torch.arange(taken, device=fused_group.device) * count // taken
+    elements = fused_group.elements(int(segments.entry_index[segment]), places)
+    update, _ = algorithm_update(fused_group.spec, *elements)
+    new_weight, new_state = fused_step(fused_group.spec, *elements, (places + shift).to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()
-    return wanted.double(), stored
+    return update.double(), stored

@@ -1,14 +1,13 @@
-"""The optimizer shell every algorithm shares: groups, lazy state, one call per step_spec and step.
+"""The optimizer that every algorithm is a subclass of: parameter groups, steps, clipping and checkpoints.
 
-An algorithm is a subclass that gives its states, its host-side scalars and its formula; rounding, state dtypes,
-backends and checkpoints live here and below, once.
+An algorithm defines its states, its scalars and its formula (see `Algorithm`). Rounding, state dtypes, backends and
+checkpoints are written here and below, once for all algorithms.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +17,13 @@ from hf_lowprec.optim import parameter_numbers as numbering
 from hf_lowprec.optim import state_dict as checkpoint
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
-from hf_lowprec.optim.backends import selection as backends
-from hf_lowprec.optim.backends import triton as launch
-from hf_lowprec.optim.sharding import sum_over_shards
-from hf_lowprec.optim.shared_keywords import signature
-from hf_lowprec.optim.step import clipping, interrupts, per_tensor
-from hf_lowprec.optim.step.clipping import PendingClip
-from hf_lowprec.optim.step.plan import Plan
+from hf_lowprec.optim.backends import selection
+from hf_lowprec.optim.shared_keywords import full_signature
+from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
+from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
+from hf_lowprec.optim.step.per_tensor import compute_per_tensor
+from hf_lowprec.optim.step.plan import StepPlan
 
 
 class LowPrecisionOptimizer(Algorithm):
@@ -70,7 +69,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
-        cls.__signature__ = signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
+        cls.__signature__ = full_signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -88,9 +87,9 @@ class LowPrecisionOptimizer(Algorithm):
         skip_nonfinite: bool = False,
         **unexpected: Any,
     ) -> None:
-        validation.check_keywords_of(type(self), unexpected)
-        backends.check(backend)
-        validation.check_execution(capturable, max_grad_norm, skip_nonfinite)
+        validation.check_unexpected_keywords(type(self), unexpected)
+        selection.check_backend(backend)
+        validation.check_execution_arguments(capturable, max_grad_norm, skip_nonfinite)
         self.backend = backend
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
@@ -113,13 +112,12 @@ class LowPrecisionOptimizer(Algorithm):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
     def _reset(self) -> None:
-        self._plan: Plan | None = None
-        self._pending: PendingClip | None = None
-        self._skipped: Tensor | None = None
+        self._plan: StepPlan | None = None
+        self._clipping = GradientClipping()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, as a whole: Ctrl-C and other signals are handled before it or after it.
+        """Take one optimizer step. Ctrl-C and other signals are handled before it or after it, never in between.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -137,51 +135,108 @@ class LowPrecisionOptimizer(Algorithm):
             with torch.enable_grad():
                 loss = closure()
 
-        numbering.start_anew()
-        with self.next_step() as plan, interrupts.deferred():
+        numbering.reset_numbers()
+        with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             for fused_group in plan.fused_groups:
-                backends.resolve(self.backend, fused_group).run(fused_group)
-            for fused_group in plan.fused_groups:
-                fused_group.count()
-            plan.copy_back()
-            self.grad_norm = plan.norm
-            if self._pending is not None:
-                self._pending.taken = True
-            if self.capturable:  # a graph that is replayed writes to gradients without changing their versions
-                self._pending = None
-            if plan.norm is not None and self.skip_nonfinite:
-                if self._skipped is None:
-                    self._skipped = torch.zeros((), dtype=torch.int64, device=plan.norm.device)
-                self._skipped += ~plan.norm.isfinite()  # in place, for a graph that is replayed
+                fused_group.compute_scalars(self.scalars)
+            norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
+            compute_per_tensor(self, plan.backend_steps)
+            with interrupts.deferred():
+                for backend_step in plan.backend_steps:
+                    backend_step.run()
+                for fused_group in plan.fused_groups:
+                    fused_group.count_step()
+                plan.copy_back()
+                self.grad_norm = norm
+                self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
 
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps `skip_nonfinite` has left out; asks the device, so read it only now and then."""
-        return 0 if self._skipped is None else int(self._skipped)
+    def plan_step(self) -> StepPlan:
+        """The plan of the coming step, with its gradients; creates missing states and changes nothing else.
 
-    def global_grad_norm(self) -> Tensor:
-        """The norm that the coming step clips by: FP32 scalar on the gradients' device, not waited for.
+        Called by `step` and by what computes a step without taking it. Use it in a `with` statement, which releases the
+        gradients.
 
-        The step does not compute it again, as long as it finds the same gradients.
+        Raises:
+            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
+                `clip_grad_norm_`; or a backend cannot run.
+            ValueError: a group was given an unsupported mode, dtype or parameter.
+        """
+        self._check_groups()
+        if self._clipping.pending is not None:
+            self._clipping.match(self._gradients())
+        return self._plan_with_gradients(self.limit)
+
+    def _check_groups(self) -> None:
+        for k, group in enumerate(self.param_groups):
+            validation.check_group(self, group, f"param group {k}")
+
+    def _plan_with_gradients(self, limit: float | None) -> StepPlan:
+        """The plan of a step that clips to `limit`: that of the last step, or a new one if something has changed."""
+        plan, clipped = self._plan, limit is not None
+        try:
+            if plan is None or not plan.collect_gradients(self, clipped):
+                check_not_capturing()
+                for check in self.first_step_checks if plan is None else ():
+                    check(self)
+                plan = self._plan = StepPlan(self, clipped)
+                plan.collect_gradients(self, clipped)
+            if len(plan.backend_steps) < len(plan.fused_groups):
+                plan.backend_steps = [selection.backend_step(self.backend, group) for group in plan.fused_groups]
+            check_capture(plan.backend_steps, self.capturable)
+        except BaseException:
+            if plan is not None:
+                plan.release()
+            raise
+        return plan
+
+    def clip_step(self, plan: StepPlan) -> Tensor | None:
+        """Set the clip factor of the planned step, if it clips, and whether it is skipped.
+
+        Returns:
+            The norm of the gradients, FP32 scalar; None if the step needs none.
 
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        pending, _ = self._clip_ahead(None)
-        assert pending.norm is not None
-        return pending.norm
+        return self._clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients that are there, in the steps that take them, by their global norm.
+    @property
+    def limit(self) -> float | None:
+        """The norm to which the coming step clips gradients; None if it does not."""
+        return self._clipping.limit(self.max_grad_norm)
 
-        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips what the first time leaves.
-        Clipping ends with the gradients: new ones are not clipped, and what is left of them is. They may be zeroed in
-        place. Neither a step nor this method takes gradients that were written to otherwise, or again by a backward,
-        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that `skip_nonfinite` has left out. Reading it waits for the device."""
+        return 0 if self._clipping.skipped_steps is None else int(self._clipping.skipped_steps)
+
+    def global_grad_norm(self) -> Tensor:
+        """The global norm of the gradients, before clipping.
+
+        The next step does not compute it again, as long as it finds the same gradients.
 
         Returns:
-            The norm before, FP32 scalar on the gradients' device, not waited for.
+            An FP32 scalar on the gradients' device. The device is not waited for.
+
+        Raises:
+            RuntimeError: gradients were written to after `clip_grad_norm_`.
+        """
+        return self._compute_norm(None).norm
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients by their global norm, in the step that uses them; they are not rewritten.
+
+        Call it last before `step()`. It applies to the gradients of now: new ones, as after `zero_grad()`, are not
+        clipped. Gradients that are written to in between are an error, unless they were zeroed in place, because
+        `torch.nn.utils.clip_grad_norm_` would have scaled what was there before. A second call clips what the first one
+        leaves.
+
+        Args:
+            max_norm: wins over the optimizer's `max_grad_norm`; infinity does not clip.
+
+        Returns:
+            The norm before clipping, an FP32 scalar on the gradients' device. The device is not waited for.
 
         Raises:
             RuntimeError: gradients were changed or added after an earlier call.
@@ -189,97 +244,27 @@ class LowPrecisionOptimizer(Algorithm):
         """
         if max_norm != math.inf:
             validation.check_max_norm("max_norm", max_norm)
-        _, norm = self._clip_ahead(max_norm)
-        return norm
+        return self._compute_norm(max_norm).norm_before
 
-    def _clip_ahead(self, max_norm: float | None) -> tuple[PendingClip, Tensor]:
-        """Clip the coming step by `max_norm`, or None to compute the norm only; also the norm before."""
-        earlier = self._still_pending()
-        if max_norm is not None and (earlier is None or earlier.limit is None):
+    def _compute_norm(self, max_norm: float | None) -> PendingClip:
+        """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
+        self._clipping.match(self._gradients())
+        if max_norm is not None and not self._clipping.clips:
             for group in self.param_groups:
-                clipping.give_own_views(group["params"])
-        self._pending = pending = PendingClip(self._gradients(), earlier, max_norm)
-        try:
-            with self.next_step(norm_only=True) as plan:
-                assert plan.norm is not None
-                return pending, pending.finish(plan.norm, launch.capturing())
-        except BaseException:
-            self._pending = earlier
-            raise
+                replace_bucket_views(group["params"])
+        grads = self._gradients()
+        self._check_groups()
+        with self._plan_with_gradients(self._clipping.limit(self.max_grad_norm, max_norm)) as plan:
+            return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
 
     def _gradients(self) -> list[Tensor]:
         maybe = [param.grad for group in self.param_groups for param in group["params"]]
         return [grad for grad in maybe if grad is not None]
 
-    def _still_pending(self) -> PendingClip | None:
-        """What is pending for the gradients of now; forgotten if it belongs to others."""
-        if self._pending is not None and not self._pending.applies_to(self._gradients()):
-            self._pending = None
-        return self._pending
-
-    @property
-    def limit(self) -> float | None:
-        """What the coming step clips by; None if it does not."""
-        pending = None if self._pending is None else self._pending.limit
-        limit = self.max_grad_norm if pending is None else pending
-        return None if limit == math.inf else limit
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
-        self._pending = None
+        self._clipping.pending = None
         super().zero_grad(set_to_none)
-
-    @contextmanager
-    def next_step(self, norm_only: bool = False) -> Iterator[Plan]:
-        """The coming step, ready to be run; creates missing states and changes nothing else.
-
-        Args:
-            norm_only: compute the norm of the gradients, and nothing more of what the step needs.
-
-        Raises:
-            RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
-                `clip_grad_norm_`; or a backend cannot run.
-            ValueError: a group was given an unsupported mode, dtype or parameter.
-        """
-        for k, group in enumerate(self.param_groups):
-            validation.check_group(self, group, f"param group {k}")
-        pending = self._still_pending()
-        plan = self._plan
-        try:
-            if plan is None or not plan.collect(self):
-                backends.check_not_capturing()
-                for check in self.first_step_checks if plan is None else ():
-                    check(self)
-                plan = self._plan = Plan(self)
-                plan.collect(self)
-            resolved = [backends.resolve(self.backend, fused_group) for fused_group in plan.fused_groups]
-            backends.check_capture(plan.fused_groups, self.capturable)
-            for fused_group in plan.fused_groups:
-                fused_group.prepare(self.scalars)
-            plan.norm = None
-            if norm_only or self.limit is not None or self.skip_nonfinite:
-                known = pending is not None and pending.captured == launch.capturing()
-                if pending is not None and known and not norm_only and pending.expected is None:
-                    plan.norm = pending.norm
-                else:
-                    pairs = zip(resolved, plan.fused_groups, strict=True)
-                    sums = [
-                        sum_over_shards(backend.square_sum(fused_group), fused_group.sharding)
-                        for backend, fused_group in pairs
-                    ]
-                    plan.norm = clipping.global_norm(sums)
-                    if pending is not None and pending.expected is not None:
-                        pending.check(plan.norm)
-                if not norm_only:
-                    factor = pending.factor if pending is not None and known else None
-                    plan.limit(self.limit, factor, self.skip_nonfinite)
-            if not norm_only:
-                for backend, fused_group in zip(resolved, plan.fused_groups, strict=True):
-                    per_tensor.compute(self, fused_group, backend.tensor_sums)
-            yield plan
-        finally:
-            if plan is not None:
-                plan.release()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
@@ -300,7 +285,7 @@ class LowPrecisionOptimizer(Algorithm):
 
         Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
         """
-        return checkpoint.saved_form(self, super().state_dict())
+        return checkpoint.to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
@@ -316,7 +301,7 @@ class LowPrecisionOptimizer(Algorithm):
         changed: list[str] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            final.append(checkpoint.checked(self, incoming))
+            final.append(checkpoint.prepare_for_loading(self, incoming))
             changed.extend(checkpoint.changed_options(self, final[0]["param_groups"]))
             return final[0]
 
@@ -327,12 +312,12 @@ class LowPrecisionOptimizer(Algorithm):
         finally:
             handle.remove()
         checkpoint.restore_dtypes(self, final[0])
-        checkpoint.warn_of_changes(self, changed)
+        checkpoint.warn_about_changed_options(self, changed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*validation.EXECUTION, "grad_norm")},
+            **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

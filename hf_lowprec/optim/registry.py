@@ -1,4 +1,4 @@
-"""Every `optim=` string, and what it stands for."""
+"""The registered `optim=` strings, and the optimizer class and keywords that each stands for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from hf_lowprec.optim.validation import keywords
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
 SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
+"""Rounding modes by the suffix of the registered name."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)
-"""The registered names, `<algorithm>_bf16_<mode>`."""
+"""Every registered `optim=` string: `<algorithm>_bf16_kahan` and `<algorithm>_bf16_sr` for each algorithm."""
 
 
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
-    """The optimizer class and keyword arguments behind an `optim=` string.
+    """The optimizer class and keyword arguments that an `optim=` string stands for.
 
-    The pair is what `Trainer(optimizer_cls_and_kwargs=…)` takes; Trainer then adds nothing, so give `lr` here.
+    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds nothing, so give `lr` here.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
         overrides: keyword arguments of the class.
+
+    Returns:
+        `(cls, kwargs)`.
 
     Raises:
         ValueError: the name, or a keyword, is unknown.
@@ -37,10 +41,10 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     return cls, {"rounding": SUFFIXES[suffix], **overrides}
 
 
-def check_keywords(given: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raise ValueError, with the nearest valid name, if a keyword is unknown."""
+def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> None:
+    """Raise ValueError, with the closest valid name, for the first of `names` that is not in `valid`."""
     valid = list(valid)
-    for name in given:
+    for name in names:
         if name not in valid:
             near = difflib.get_close_matches(name, valid, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,134 +1,164 @@
-"""Shards of distributed tensors: which elements of the full tensor a rank holds.
+"""Shards of DTensors: which elements of the full tensor this rank holds, and conversions between shard and full tensor.
 
-Random bits belong to elements of the full tensor (their row-major index there), so a rank must know the indices of its
-elements, whatever dimension is sharded and however unevenly.
+An element's random bits depend on its index in the full tensor (row-major), so a rank has to know the indices of its
+elements, whichever dimensions are sharded and however unevenly. Every function also accepts plain tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Run = tuple[int, int, int]
-"""`(first local element, length, first global index)` of elements that are neighbours in both."""
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-Sharding = tuple[Any, tuple[int, ...]]
-"""A device mesh, and its dimensions over which a tensor is sharded."""
+class ContiguousRun(NamedTuple):
+    """Elements that are contiguous both in a rank's shard and in the full tensor.
+
+    Attributes:
+        local_start: index of the first element in the shard.
+        length: number of elements.
+        global_start: index of the first element in the full tensor.
+    """
+
+    local_start: int
+    length: int
+    global_start: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over which ranks a tensor is sharded.
+
+    Attributes:
+        mesh: the device mesh.
+        mesh_dims: the dimensions of `mesh` over which the tensor is sharded; over the others it is replicated.
+    """
+
+    mesh: DeviceMesh
+    mesh_dims: tuple[int, ...]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether `tensor` is a `DTensor`."""
+    """Whether `tensor` is a `DTensor`, replicated ones included."""
     return hasattr(tensor, "device_mesh")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of `tensor`, sharing its memory; `tensor` itself if it is not distributed."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor as it is."""
     with torch.no_grad():
-        part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return part
+        shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return shard
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """How `tensor` is spread; None if every rank has all of it."""
+    """How `tensor` is sharded; None if every rank holds all of it."""
     if not is_sharded(tensor):
         return None
-    dims = tuple(k for k, placement in enumerate(tensor.placements) if _shards(placement))  # type: ignore[attr-defined]
-    return (tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
+    placements = tensor.placements  # type: ignore[attr-defined]
+    dims = tuple(dim for dim, placement in enumerate(placements) if _is_shard(placement))
+    return Sharding(tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
-def distributed(part: Tensor, like: Tensor) -> Tensor:
-    """The contiguous tensor whose part on this rank is `part`, distributed as `like`, which may be plain."""
+def dtensor_like(shard: Tensor, like: Tensor) -> Tensor:
+    """The contiguous DTensor with this rank's `shard`, placed as `like`; `shard` itself if `like` is plain."""
     if not is_sharded(like):
-        return part
+        return shard
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(like.shape, device="meta").stride()
-    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
+    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
 
 
-def gathered(part: Tensor, like: Tensor) -> Tensor:
-    """The full tensor, on every rank, whose part on this one is `part`; distributed as `like`, which may be plain."""
-    placed = distributed(part, like)
-    return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[attr-defined]
+def full_tensor(shard: Tensor, like: Tensor) -> Tensor:
+    """The full tensor, on every rank, of which this rank holds `shard`; it is sharded as `like`. Communicates."""
+    sharded = dtensor_like(shard, like)
+    return sharded.full_tensor() if is_sharded(sharded) else sharded  # type: ignore[attr-defined]
 
 
-def part_of(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that is to be distributed as `like`; the inverse of `gathered`, contiguous."""
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of the tensor `full`, sharded as `like`, contiguous; the inverse of `full_tensor`."""
     if not is_sharded(like):
         return full.contiguous()
-    part = full.new_empty(local(like).shape)
-    for first, length, start in runs(like):
-        part.view(-1)[first : first + length] = full.reshape(-1)[start : start + length]
-    return part
+    shard = full.new_empty(local_shard(like).shape)
+    for run in contiguous_runs(like):
+        values = full.reshape(-1)[run.global_start : run.global_start + run.length]
+        shard.view(-1)[run.local_start : run.local_start + run.length] = values
+    return shard
 
 
 def sum_over_shards(value: Tensor, sharding: Sharding | None) -> Tensor:
-    """The sum of `value` over the ranks among which tensors spread so are divided; in place."""
+    """Sum `value`, in place, over the ranks that hold different shards of the same tensors."""
     if sharding is not None:
-        mesh, dims = sharding
-        for dim in dims:
-            torch.distributed.all_reduce(value, group=mesh.get_group(dim))
+        for dim in sharding.mesh_dims:
+            torch.distributed.all_reduce(value, group=sharding.mesh.get_group(dim))
     return value
 
 
-def check_placements(tensor: Tensor, where: str) -> None:
-    """Raise ValueError unless this rank holds whole elements of `tensor`."""
+def check_placements(tensor: Tensor, name: str) -> None:
+    """Raise ValueError if a placement of `tensor`, called `name` in the message, is neither sharded nor replicated."""
     if is_sharded(tensor):
         for placement in tensor.placements:  # type: ignore[attr-defined]
-            if not _shards(placement) and not placement.is_replicate():
-                raise ValueError(f"{where} is placed as {placement}; supported are sharded and replicated DTensors")
+            if not _is_shard(placement) and not placement.is_replicate():
+                raise ValueError(f"{name} is placed as {placement}; supported are sharded and replicated DTensors")
 
 
-def runs(tensor: Tensor) -> Iterator[Run]:
-    """The runs of this rank's part of `tensor`, in its order."""
-    part, shape = local(tensor), tensor.shape
-    held = [_held(tensor, dim) for dim in range(len(shape))] if is_sharded(tensor) else []
-    if all(len(indices) == size for indices, size in zip(held, shape, strict=False)):
-        if part.numel():
-            yield 0, part.numel(), 0
+def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
+    """The contiguous runs of this rank's shard of `tensor`, in the shard's order.
+
+    Raises:
+        ValueError: the shard does not have the shape that DTensor's placements imply.
+    """
+    shard, shape = local_shard(tensor), tensor.shape
+    indices = [_local_indices(tensor, dim) for dim in range(len(shape))] if is_sharded(tensor) else []
+    if all(len(held) == size for held, size in zip(indices, shape, strict=False)):
+        if shard.numel():
+            yield ContiguousRun(0, shard.numel(), 0)
         return
-    if math.prod(map(len, held)) != part.numel():
+    if math.prod(map(len, indices)) != shard.numel():
         raise ValueError(
-            f"a DTensor of shape {tuple(shape)} placed as {tensor.placements} holds {tuple(part.shape)} here, and not "  # type: ignore[attr-defined]
-            f"the expected {tuple(map(len, held))}"
+            f"a DTensor of shape {tuple(shape)} placed as {tensor.placements} holds {tuple(shard.shape)} here, and not "  # type: ignore[attr-defined]
+            f"the expected {tuple(map(len, indices))}"
         )
-    inner = max(dim for dim, size in enumerate(shape) if len(held[dim]) < size)
-    width = math.prod(shape[inner + 1 :])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(inner)]
-    first = 0
-    for outer in product(*(indices.tolist() for indices in held[:inner])):
+    # All dimensions after the last sharded one are held in full, so they belong to the same run.
+    last_sharded = max(dim for dim, size in enumerate(shape) if len(indices[dim]) < size)
+    width = math.prod(shape[last_sharded + 1 :])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(last_sharded)]
+    local_start = 0
+    for outer in product(*(held.tolist() for held in indices[:last_sharded])):
         base = sum(index * stride for index, stride in zip(outer, strides, strict=True))
-        for begin, count in _neighbours(held[inner]):
-            yield first, count * width, base + begin * width
-            first += count * width
+        for begin, count in _consecutive_ranges(indices[last_sharded]):
+            yield ContiguousRun(local_start, count * width, base + begin * width)
+            local_start += count * width
 
 
-def _shards(placement: Any) -> bool:
-    # Strided sharding (tensor parallel before data parallel) is no `Shard` of torch's in every version.
+def _is_shard(placement: Any) -> bool:
+    # Strided sharding (tensor parallel before data parallel) is not a `Shard` in every version of torch.
     return placement.is_shard() or hasattr(placement, "split_factor")
 
 
-def _held(tensor: Any, dim: int) -> Tensor:
-    """Which indices of dimension `dim` this rank holds: DTensor's sharding, which is that of `torch.chunk`."""
+def _local_indices(tensor: Any, dim: int) -> Tensor:
+    """The indices of dimension `dim` that this rank holds, ascending. DTensor shards as `torch.chunk` splits."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
     mesh = tensor.device_mesh
-    for k, placement in enumerate(tensor.placements):
-        if _shards(placement) and placement.dim == dim:
-            parts, place = mesh.size(k), mesh.get_coordinate()[k]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if _is_shard(placement) and placement.dim == dim:
+            ranks, rank = mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim]
             factor = int(getattr(placement, "split_factor", 1))
-            pieces = torch.chunk(indices, parts * factor)
-            indices = torch.cat([indices[:0], *pieces[place::parts]])
+            chunks = torch.chunk(indices, ranks * factor)
+            indices = torch.cat([indices[:0], *chunks[rank::ranks]])
     return indices
 
 
-def _neighbours(indices: Tensor) -> Iterator[tuple[int, int]]:
-    """`(first, length)` of the stretches of consecutive numbers in an ascending tensor."""
+def _consecutive_ranges(indices: Tensor) -> Iterator[tuple[int, int]]:
+    """`(first, length)` of each range of consecutive numbers in an ascending tensor."""
     if len(indices) == 0:
         return
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()

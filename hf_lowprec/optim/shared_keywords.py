@@ -1,16 +1,16 @@
-"""The keyword arguments that every algorithm has, shown in its signature."""
+"""The keyword arguments that all algorithms share, and how they get into each algorithm's signature."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 
 class Shared(TypedDict, total=False):
-    """The keyword arguments that every algorithm hands on to `LowPrecisionOptimizer`."""
+    """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
 
     rounding: str
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
@@ -23,11 +23,14 @@ class Shared(TypedDict, total=False):
     skip_nonfinite: bool
 
 
-def signature(algorithm: Any, base: Any) -> inspect.Signature:
-    """The signature of an algorithm's constructor, with the keywords of `base` in the place of `**shared`."""
-    own = inspect.signature(algorithm.__init__).parameters.values()
-    shared = inspect.signature(base.__init__).parameters
+def full_signature(algorithm: type, base: type) -> inspect.Signature:
+    """The signature of `algorithm` with `**shared` replaced by the keywords of `base`.
+
+    So `help()`, editors and `inspect.signature` show them. `LowPrecisionOptimizer.__init_subclass__` sets it.
+    """
+    own = inspect.signature(algorithm.__init__).parameters.values()  # type: ignore[misc]
+    shared = inspect.signature(base.__init__).parameters  # type: ignore[misc]
     parameters = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in own):
+    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in own):  # type: ignore[misc]
         parameters += [shared[name] for name in Shared.__annotations__]
     return inspect.Signature(parameters)

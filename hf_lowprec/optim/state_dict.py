@@ -1,4 +1,10 @@
-"""State dicts: validated before anything is changed; dtypes are preserved."""
+"""Saving and loading of optimizer state dicts.
+
+Saving: `to_saved_form` makes a state dict that every checkpoint format can hold. Loading: `prepare_for_loading` checks
+a state dict completely before anything is changed, and fills in what it lacks; torch's loader then copies it into the
+optimizer; `restore_dtypes` restores the dtypes that torch's loader has changed. `LowPrecisionOptimizer.state_dict` and
+`load_state_dict` call these.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +24,28 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 
 FORMAT = 2
-"""Version of the state dicts written here. Format 1, of the first commits, has no header."""
+"""Version of the state dicts that are saved. Those of format 1 have no header."""
 
 HEADER = "header"
-"""Key of a param group that is being loaded: who wrote it, in which format; the keys that format 1 did not have."""
+"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
 
 ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
-"""Optional keys of param groups that format 1 did not have. They travel in the header; without one a group is as it was
-in format 1."""
+"""Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
+group are those of format 1."""
 
 _CARRIER = "state_rounding"
-"""The key whose saved value carries the header, as one JSON object with the value itself.
+"""The key whose saved value is a JSON string of the header and of the value itself.
 
-Distributed checkpoints keep nothing but states and the keys of param groups, and torch loads them key by key: one that
-the checkpoint lacks is an error. A header under a key of its own would lock all earlier checkpoints out. It is a string
-because torch takes everything else apart.
+Distributed checkpoints hold nothing but states and the keys of param groups, and torch raises an error when a
+checkpoint lacks a key. So with a new key for the header, earlier checkpoints could no longer be loaded. The header is a
+string because torch flattens containers into keys of their own.
 """
 
 _REQUIRED = {"lr", "rounding"}
-"""What a group must say; its default would be a guess."""
+"""Keys that a saved group must have, because their defaults may differ from the values in use when it was saved."""
 
 _IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
-"""Arguments of every algorithm. If a group without a header lacks one, that does not mean another algorithm saved it.
-"""
+"""Arguments that all algorithms have. A group without a header may lack them and still come from the same algorithm."""
 
 _WRITTEN_BY_TORCH = {
     *("params", "param_names", "differentiable"),
@@ -49,26 +54,28 @@ _WRITTEN_BY_TORCH = {
 """Keys that torch and its schedulers leave in param groups."""
 
 
-def saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` as it is saved: dtypes by name, since distributed checkpoints gather no `torch.dtype`; headers."""
+def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Add a header to each param group, and replace dtypes by their names, since distributed checkpoints cannot gather
+    `torch.dtype`.
+    """
 
-    def saved(group: ParamGroup) -> ParamGroup:
-        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm(optimizer), "format": FORMAT}
+    def saved_group(group: ParamGroup) -> ParamGroup:
+        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
-        kept = {key: value for key, value in group.items() if key not in ADDED_KEYS}
-        return {**_with_state_dtype(kept, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
+        group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
+        return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
-    return {**state_dict, "param_groups": [saved(group) for group in state_dict["param_groups"]]}
+    return {**state_dict, "param_groups": [saved_group(group) for group in state_dict["param_groups"]]}
 
 
-def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `saved_form`; groups that have a header keep it under `HEADER`.
+def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`.
 
     Raises:
         ValueError: a header is damaged.
     """
 
-    def live(group: ParamGroup) -> ParamGroup:
+    def loaded_group(group: ParamGroup) -> ParamGroup:
         group = _with_state_dtype(group, _dtype)
         carried = group.get(_CARRIER)
         if not isinstance(carried, str) or not carried.startswith("{"):
@@ -79,7 +86,7 @@ def live_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
 
-    return {**state_dict, "param_groups": [live(group) for group in state_dict["param_groups"]]}
+    return {**state_dict, "param_groups": [loaded_group(group) for group in state_dict["param_groups"]]}
 
 
 def _dtype_name(value: Any) -> Any:
@@ -90,20 +97,21 @@ def _dtype(value: Any) -> Any:
     return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
 
 
-def _with_state_dtype(group: ParamGroup, change: Callable[[Any], Any]) -> ParamGroup:
+def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> ParamGroup:
+    """`group` with each dtype in its `state_dtype`, which may be a mapping, converted."""
     value = group.get("state_dtype")
-    value = {k: change(v) for k, v in value.items()} if isinstance(value, Mapping) else change(value)
+    value = {k: convert(v) for k, v in value.items()} if isinstance(value, Mapping) else convert(value)
     return {**group, "state_dtype": value} if "state_dtype" in group else group
 
 
-def algorithm(optimizer: Algorithm) -> str:
-    """The name of the algorithm's class; a subclass of one of ours has its state and goes by its name."""
-    ours = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
-    return next(ours, type(optimizer)).__name__
+def algorithm_name(optimizer: Algorithm) -> str:
+    """The name of the optimizer's algorithm: its class in `algorithms/`, of which users may have derived a subclass."""
+    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
+    return next(classes, type(optimizer)).__name__
 
 
-def checked(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict`, of `saved_form`, as torch may load it into `optimizer`; what it does not say has its default.
+def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Check that the saved `state_dict` fits `optimizer`, and return it as torch can load it, with defaults filled in.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -113,44 +121,26 @@ def checked(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
             f"a state dict with the keys {sorted(map(str, state_dict))} is not that of an optimizer, which has 'state' "
             "and 'param_groups'"
         )
-    name = algorithm(optimizer)
-    groups, saved_groups = optimizer.param_groups, live_form(state_dict)["param_groups"]
+    name = algorithm_name(optimizer)
+    groups, saved_groups = optimizer.param_groups, from_saved_form(state_dict)["param_groups"]
     for k, saved in enumerate(saved_groups):
         _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups and this {name} has {len(groups)}")
     if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
         raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
-    _check_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
-    for k, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if len(group["params"]) != len(saved["params"]):
-            raise ValueError(
-                f"param group {k} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
-                f"{len(group['params'])}"
-            )
-        saved_groups[k] = saved = _completed(optimizer, group, saved, f"param group {k}")
-        check_group(optimizer, saved, f"param group {k} of the state dict")
-        if saved["rounding"] != group["rounding"]:
-            raise ValueError(
-                f"param group {k} was saved with rounding={saved['rounding']!r} and this {name} has "
-                f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
-                "the group's 'rounding' then if it should go on in another mode"
-            )
-        for flag in optimizer.flags:
-            if bool(saved[flag]) != bool(group[flag]):
-                raise ValueError(
-                    f"param group {k} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
-                    "there; give the optimizer the same groups in the same order"
-                )
-    found = {**state_dict, "param_groups": saved_groups}
-    for param, identifier, saved in _pairs(optimizer, found):
-        if identifier in state_dict["state"]:
-            _check_state(optimizer, param, saved, state_dict["state"][identifier], f"parameter {identifier}")
-    return found
+    _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
+    pairs = enumerate(zip(groups, saved_groups, strict=True))
+    prepared_groups = [_prepare_group(optimizer, group, saved, f"param group {k}") for k, (group, saved) in pairs]
+    prepared = {**state_dict, "param_groups": prepared_groups}
+    for param, number, saved in _parameters(optimizer, prepared):
+        if number in state_dict["state"]:
+            _check_state(optimizer, param, saved, state_dict["state"][number], f"parameter {number}")
+    return prepared
 
 
 def _check_header(name: str, saved: ParamGroup, where: str) -> None:
-    """Raise ValueError unless a group was saved by the algorithm `name`, in a format that is known here."""
+    """Raise ValueError unless the algorithm `name` saved the group, in a format that this version can read."""
     header = saved.get(HEADER, {"format": 1})
     if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
         raise ValueError(
@@ -165,21 +155,50 @@ def _check_header(name: str, saved: ParamGroup, where: str) -> None:
         )
 
 
-def _completed(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
-    """`saved` without its header, and with what it does not say.
+def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    """Check that the group `saved` fits `group` of `optimizer`, and return it with defaults filled in.
 
     Raises:
-        ValueError: it lacks what has no default, or has a key that is unknown here.
+        ValueError: it does not fit.
     """
-    name, arguments = algorithm(optimizer), group_keys(optimizer)
+    name = algorithm_name(optimizer)
+    if len(group["params"]) != len(saved["params"]):
+        raise ValueError(
+            f"{where} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
+            f"{len(group['params'])}"
+        )
+    saved = _with_defaults(optimizer, group, saved, where)
+    check_group(optimizer, saved, f"{where} of the state dict")
+    if saved["rounding"] != group["rounding"]:
+        raise ValueError(
+            f"{where} was saved with rounding={saved['rounding']!r} and this {name} has "
+            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
+            "the group's 'rounding' then if it should go on in another mode"
+        )
+    for flag in optimizer.flags:
+        if bool(saved[flag]) != bool(group[flag]):
+            raise ValueError(
+                f"{where} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
+                "there; give the optimizer the same groups in the same order"
+            )
+    return saved
+
+
+def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    """The group `saved` without its header, and with the defaults of missing keys.
+
+    Raises:
+        ValueError: a key without a default is missing, or a key is unknown.
+    """
+    name, arguments = algorithm_name(optimizer), group_keys(optimizer)
     has_header = HEADER in saved
     header = saved.get(HEADER, {})
     saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
     saved.pop(HEADER, None)
     defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
-    given = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
+    optional = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
     missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
-    if lacking := [key for key in missing if key not in given]:
+    if lacking := [key for key in missing if key not in optional]:
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
             f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
@@ -194,38 +213,38 @@ def _completed(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where
 
 
 def changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
-    """Arguments in which the groups that are loaded differ from those of `optimizer`, as `name=saved (was value)`.
+    """Arguments whose saved value differs from that of `optimizer`, as `name=saved (was value)`, for the warning.
 
-    A learning rate is left out, and so is what a scheduler cycles with it: they differ in every training that goes on.
-    So are `ADDED_KEYS`, which are nobody's choice.
+    Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run, and
+    `ADDED_KEYS`, which users seldom choose.
     """
-    found: dict[str, None] = {}
+    changed: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         exempt = {"lr", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
         for key in sorted(group_keys(optimizer) - exempt):
-            if _plain(saved[key]) != _plain(group[key]):
-                found[f"{key}={_plain(saved[key])!r} (was {_plain(group[key])!r})"] = None
-    return list(found)
+            if _comparable(saved[key]) != _comparable(group[key]):
+                changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None
+    return list(changed)
 
 
-def _plain(value: Any) -> Any:
-    """`value` as a number, a tuple or a name, to compare: checkpoints make lists of tuples."""
+def _comparable(value: Any) -> Any:
+    """`value` as a number, tuple or string: some checkpoint formats turn tuples into lists and numbers into tensors."""
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
 
 
-def warn_of_changes(optimizer: Algorithm, changed: list[str]) -> None:
-    """Warn, if there are any, that options of a loaded state dict took the place of those that were given."""
+def warn_about_changed_options(optimizer: Algorithm, changed: list[str]) -> None:
+    """Warn that the loaded state dict has replaced options of `optimizer`, unless `changed` is empty."""
     if changed:
         warnings.warn(
-            f"the state dict that was loaded replaces options of this {algorithm(optimizer)}: {', '.join(changed)}; "
-            "to train with other ones, set them in optimizer.param_groups after loading",
+            f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: "
+            f"{', '.join(changed)}; to train with other ones, set them in optimizer.param_groups after loading",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _check_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
-    """Raise ValueError for states that torch would pass over, so that their parameters began anew."""
+def _check_state_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
+    """Raise ValueError for states that torch would silently ignore, so that their parameters would start afresh."""
     for key in states:
         if isinstance(key, str) and key.isdecimal() and key not in numbers:
             raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
@@ -236,22 +255,23 @@ def _check_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
 def _check_state(
     optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
 ) -> None:
-    specs = optimizer.stored_states(saved_group, param.dtype)
-    expected = {"step", *(spec.name for spec in specs)}
-    kind = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
-    right = f"{kind} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
+    """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
+    states = optimizer.stored_states(saved_group, param.dtype)
+    expected = {"step", *(stored.name for stored in states)}
+    owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
+    required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
     if missing := sorted(expected - state.keys()):
         raise ValueError(
-            f"{where} of the state dict has no {', '.join(map(repr, missing))}; {right}. Load a complete state dict, "
-            "or start this optimizer with fresh state"
+            f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
+            "dict, or start this optimizer with fresh state"
         )
     # A compensation means that the weight was in 16 bits.
-    if param.dtype == torch.float32 and (foreign := sorted(_of_any_mode() & state.keys())):
-        raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {right}")
-    possible = expected | _of_any_option(optimizer, saved_group) | _of_any_mode()
+    if param.dtype == torch.float32 and (foreign := sorted(_states_of_any_mode() & state.keys())):
+        raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}")
+    possible = expected | _states_of_any_option(optimizer, saved_group) | _states_of_any_mode()
     if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
         raise ValueError(
-            f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm(optimizer)} and to this "
+            f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm_name(optimizer)} and to this "
             "optimizer's state: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in optimizer.state[param] as well, or take it out of the state dict"
         )
@@ -262,7 +282,7 @@ def _check_state(
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
     for name in expected - {"step"}:
         if not isinstance(state[name], Tensor):
-            raise ValueError(f"{name} of {where} is no tensor but {state[name]!r} in the state dict")
+            raise ValueError(f"{name} of {where} is not a tensor but {state[name]!r} in the state dict")
         if state[name].shape != param.shape:
             raise ValueError(
                 f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "
@@ -272,39 +292,40 @@ def _check_state(
             raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; states are bfloat16 or float32")
 
 
-def _of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
+def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     """Names of the states that a parameter of `group` has with every option on; those of one switched off may stay."""
     options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
     switched_on = {key: group[key] or True for key in options}
-    return {spec.name for spec in optimizer.states({**group, **switched_on})}
+    return {state.name for state in optimizer.states({**group, **switched_on})}
 
 
-def _of_any_mode() -> set[str]:
+def _states_of_any_mode() -> set[str]:
     """Names of the states of all rounding modes; a group may have been given another mode between two steps."""
-    return {spec.name for mode in MODES.values() for spec in mode.auxiliary}
+    return {state.name for mode in MODES.values() for state in mode.auxiliary}
 
 
 def _is_count(step: Any) -> bool:
-    """Whether `step`, a number or a tensor, is a whole number that int64 can hold."""
+    """Whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
         value = step.item() if isinstance(step, Tensor) else step
         return int(value) == value and 0 <= int(value) < 2**63
-    except (TypeError, ValueError, OverflowError):  # of no number, NaN, infinity
+    except (TypeError, ValueError, OverflowError):  # not a number, NaN, infinity
         return False
 
 
 def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Put back the states whose dtype torch's loader changed to the parameter's; a step count becomes a tensor."""
-    for param, identifier, _ in _pairs(optimizer, state_dict):
-        if identifier in state_dict["state"]:
-            step = state_dict["state"][identifier]["step"]
+    """Restore the dtypes of states, which torch's loader casts to the parameter's; make step counts int64 tensors."""
+    for param, number, _ in _parameters(optimizer, state_dict):
+        if number in state_dict["state"]:
+            step = state_dict["state"][number]["step"]
             optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
-        for name, value in state_dict["state"].get(identifier, {}).items():
+        for name, value in state_dict["state"].get(number, {}).items():
             if name != "step" and optimizer.state[param][name].dtype != value.dtype:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
 
 
-def _pairs(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, ParamGroup]]:
+def _parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, ParamGroup]]:
+    """Each parameter of `optimizer`, its number in `state_dict`, and its param group there."""
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for param, identifier in zip(group["params"], saved["params"], strict=True):
-            yield param, identifier, saved
+        for param, number in zip(group["params"], saved["params"], strict=True):
+            yield param, number, saved

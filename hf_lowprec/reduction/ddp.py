@@ -190,7 +190,15 @@ class FP32MeanDDP(DistributedDataParallel):
 
 
 def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
-    """Let `model` average its gradients in FP32; its class becomes `FP32MeanDDP`, unless it is one of the user's.
+    """Let a model under DDP average its gradients in FP32, by a communication hook.
+
+    The model's class becomes `FP32MeanDDP`, unless it is a subclass of the user's.
+
+    Args:
+        model: the wrapped model; in place.
+
+    Returns:
+        The state of the hook.
 
     Raises:
         RuntimeError: the model has a communication hook already.

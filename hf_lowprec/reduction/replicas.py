@@ -20,8 +20,8 @@ from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Compare weights and optimizer states between the ranks that should hold the same; every rank must call it.
 
-    Sharded tensors (FSDP2) are compared between the replicas that HSDP keeps of a shard; without HSDP they have no
-    replicas and are left out. Parameters that DDP or FSDP2 was told to ignore may differ, and are left out too.
+    Under HSDP the replicas of each shard are compared. FSDP2 without replicas has nothing to compare. Parameters that
+    DDP or FSDP2 is told to ignore are left out.
 
     Args:
         model: the model, wrapped or not.

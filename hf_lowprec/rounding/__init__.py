@@ -1,8 +1,8 @@
-"""The arithmetic of low-precision storage: rounding, compensated addition and the random bits they draw.
+"""The arithmetic of low-precision storage: rounding, compensated addition, and the random bits that rounding draws.
 
-Everything here is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where` and
-`sqrt_rn`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as compiled
-code.
+Everything is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where`, `sqrt_rn`
+and `quiet_nan`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as C or
+Triton (`optim/codegen`).
 """
 
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name

@@ -1,6 +1,7 @@
-"""Rounding modes: how an FP32 update enters a low-precision weight.
+"""Rounding modes: how an FP32 update is added to a low-precision weight.
 
-A mode owns its auxiliary state, that state's dtype and the arithmetic. A further mode is one entry here.
+Each mode declares its auxiliary state, the parameter dtypes it supports and its arithmetic. A new mode is a new entry
+of `MODES`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from torch import Tensor
 
 from hf_lowprec.rounding.reference import kahan_add, round_nearest, round_stochastic
 
-Draw = Callable[[int], Tensor]
-
+RandomBits = Callable[[int], Tensor]
+"""Returns 16 random bits per element for a role, as int32 in [0, 65536)."""
 
 Auxiliary = Mapping[str, Tensor]
+"""A mode's auxiliary states by name, FP32."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A per-parameter state tensor.
+    """A state tensor that every parameter of an algorithm or mode has.
 
     Attributes:
-        name: its key in `optimizer.state`.
-        role: the role of its random bits.
-        averages: whether it averages or accumulates, so that in BF16 it needs unbiased rounding. What is only ever
-            set to a value is rounded to nearest.
+        name: its key in `optimizer.state[param]`.
+        role: the role of its random bits, see `random.py`.
+        averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
+            are rounded to nearest.
     """
 
     name: str
@@ -37,40 +39,40 @@ class State:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a weight of a low-precision dtype takes an update.
+    """A rounding mode.
 
     Attributes:
-        name: the value of the optimizers' `rounding` argument.
-        add: `(weight, update, auxiliary, draw, dtype) -> (weight', auxiliary')`, all FP32; `weight'` is representable
-            in `dtype`, `auxiliary'` is rounded for storage by the caller; `draw(role)` gives 16 random bits per
-            element.
-        auxiliary: the state tensors the mode keeps, stored as BF16.
-        dtypes: the parameter dtypes it supports.
+        name: the value of the optimizers' argument `rounding`.
+        add: `(weight, update, auxiliary, random_bits, dtype) -> (weight', auxiliary')`, all FP32. `weight'` is
+            representable in `dtype`; the caller rounds `auxiliary'` for storage.
+        auxiliary: the mode's own states, stored as BF16.
+        dtypes: the parameter dtypes that the mode supports.
     """
 
     name: str
-    add: Callable[[Tensor, Tensor, Auxiliary, Draw, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
+    add: Callable[[Tensor, Tensor, Auxiliary, RandomBits, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
     auxiliary: tuple[State, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
 WEIGHT_ROLE = 0
+"""The role of the random bits of the weight, or of the compensation: no mode needs both."""
 
 
 def _add_nearest(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return round_nearest(weight + update, dtype), {}
 
 
 def _add_stochastic(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    return round_stochastic(weight + update, draw(WEIGHT_ROLE)), {}
+    return round_stochastic(weight + update, random_bits(WEIGHT_ROLE)), {}
 
 
 def _add_kahan(
-    weight: Tensor, update: Tensor, auxiliary: Auxiliary, draw: Draw, dtype: torch.dtype
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor]]:
     total, compensation = kahan_add(weight, update, auxiliary["compensation"], dtype)
     return total, {"compensation": compensation}
@@ -79,8 +81,9 @@ def _add_kahan(
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("kahan", _add_kahan, auxiliary=(State("compensation", WEIGHT_ROLE),)),
+        Mode("kahan", _add_kahan, auxiliary=(State("compensation", role=WEIGHT_ROLE),)),
         Mode("stochastic", _add_stochastic, dtypes=(torch.bfloat16, torch.float32)),
         Mode("nearest", _add_nearest),
     )
 }
+"""Every mode by its name."""

@@ -1,7 +1,7 @@
-"""Rounding of FP32 values to 16-bit storage, on the bit pattern.
+"""Rounding of FP32 values for 16-bit storage, and compensated addition.
 
-A rounding function takes FP32 and returns FP32 values that the storage dtype represents exactly; storing them is then a
-lossless change of format. Rounding is done with integers because casts are not dependable: compilers drop
+Rounding functions return FP32 values that the storage dtype represents exactly, so the cast that stores them is
+lossless. They round with integer operations on the bit pattern because casts are not dependable: compilers drop
 `.to(bfloat16).float()` pairs, and some backends truncate where others round.
 """
 
@@ -25,20 +25,24 @@ def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
     Returns:
         FP32 tensor of the same shape; every element is exactly representable in `dtype`. NaN stays NaN, infinities
-        stay, magnitudes from half an ulp above the largest finite value on become infinite.
+        stay, and magnitudes of at least half an ulp above the largest finite value become infinite.
+
+    Raises:
+        ValueError: `dtype` is none of these.
     """
     if dtype == torch.float32:
         return value
     if dtype == torch.bfloat16:
         pattern = _pattern(value)
-        # An odd last bit makes a tie a little more than one; nothing else about the value's remainder changes sides.
+        # If the last kept bit is odd, setting the lowest bit turns a tie into a little more than a tie, so that it
+        # rounds up. No other value changes sides.
         return (((pattern | ((pattern >> 16) & 1)) + 0x7FFF) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
         pattern = _pattern(value)
         magnitude = pattern & _MAGNITUDE
         normal = (magnitude + (((magnitude >> 13) & 1) + 0xFFF)) & -0x2000
         normal = torch.where(normal >= 0x47800000, _INFINITY, normal)  # 65536 = 2^16 and above
-        # Below 2^-14 the spacing is 2^-24, that of FP32 in [0.5, 1): the FP32 adder does the rounding.
+        # Below 2^-14 the spacing is 2^-24, as that of FP32 in [0.5, 1), so an FP32 addition does the rounding.
         subnormal = ((magnitude.view(torch.float32) + 0.5) - 0.5).view(torch.int32)
         rounded = torch.where(magnitude < 0x38800000, subnormal, normal)
         rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
@@ -67,29 +71,29 @@ def round_stochastic(value: Tensor, bits: Tensor) -> Tensor:
 def kahan_add(
     weight: Tensor, update: Tensor, compensation: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor]:
-    """Add `update` to a stored weight and return what the storage rounded off.
+    """Kahan summation: add `update` to a stored weight, and return the rounding error to add it in the next step.
 
     Zamirai et al., arXiv:2010.06192, Alg. 5:
     `y = update + compensation; total = round(weight + y); compensation' = y - (total - weight)`.
 
     Args:
-        weight: FP32 tensor holding values of `dtype`.
-        update: FP32 tensor, the exact change wanted.
-        compensation: FP32 tensor, what earlier additions still owe to the weight.
+        weight: FP32 tensor of values that `dtype` represents.
+        update: FP32 tensor, the change before rounding.
+        compensation: FP32 tensor, the part of earlier updates that rounding has kept out of the weight.
         dtype: the weight's storage dtype.
 
     Returns:
         `(total, compensation')`, both FP32; `total` is representable in `dtype`, `compensation'` is not rounded yet.
     """
-    wanted = update + compensation
-    total = round_nearest(weight + wanted, dtype)
-    return total, wanted - (total - weight)
+    compensated = update + compensation
+    total = round_nearest(weight + compensated, dtype)
+    return total, compensated - (total - weight)
 
 
 def sqrt_rn(value: Tensor) -> Tensor:
     """Correctly rounded FP32 square root; `torch.sqrt` on CPU is off by one ulp for about a fifth of all values.
 
-    The detour is exact because 53 bits hold more than twice the 24 of FP32 and two more.
+    Rounding twice, to FP64 and then to FP32, gives the correct result because FP64's 53 bits are more than 2·24 + 2.
     """
     if has_torch_function_unary(value):
         return handle_torch_function(sqrt_rn, (value,), value)
@@ -97,10 +101,10 @@ def sqrt_rn(value: Tensor) -> Tensor:
 
 
 def quiet_nan(value: Tensor) -> Tensor:
-    """`value` with every NaN replaced by the one whose payload is only the quiet bit.
+    """Replace every NaN of `value` by the one whose payload is only the quiet bit.
 
-    Adding to the pattern of a NaN with a full payload would overflow into a number. A renderer may leave this out where
-    such NaNs cannot occur.
+    Rounding adds to the bit pattern, and a NaN with a full payload would overflow into a number. A renderer may leave
+    this out where no such NaN can occur.
     """
     if has_torch_function_unary(value):
         return handle_torch_function(quiet_nan, (value,), value)
@@ -108,4 +112,5 @@ def quiet_nan(value: Tensor) -> Tensor:
 
 
 def _pattern(value: Tensor) -> Tensor:
+    """The bits of `value` as int32, with quiet NaNs."""
     return quiet_nan(value).view(torch.int32)

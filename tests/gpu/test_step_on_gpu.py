@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_lowprec.diagnostics.memory import memory_use
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.backends import triton as launch
+from hf_lowprec.optim.backends import triton as triton_backend
 from hf_lowprec.optim.backends.selection import expected
 from hf_lowprec.optim.step.fused import fused_step
 
@@ -43,7 +43,7 @@ def give_gradients(params: list[nn.Parameter], seed: int) -> None:
 
 
 def model_like() -> list[nn.Parameter]:
-    return make([(300, 64), (64,), (65, 3), (2 * launch.CHUNK + 3,)]) + make([(64,)] * 5, FP32, seed=1)
+    return make([(300, 64), (64,), (65, 3), (2 * triton_backend.CHUNK + 3,)]) + make([(64,)] * 5, FP32, seed=1)
 
 
 def test_auto_is_triton():
@@ -89,7 +89,7 @@ def kernels(action) -> list[str]:
     return [e.name for e in found if not e.name.startswith(("Mem", "mem"))]
 
 
-def test_one_kernel_for_a_layout_and_nothing_else():
+def test_one_kernel_for_a_spec_and_nothing_else():
     params = make([(k % 97 + 1,) for k in range(300)])
     optimizer = AdamW(params)
     optimizer.step()
@@ -100,7 +100,7 @@ def test_nothing_is_compiled_again():
     params = model_like()
     optimizer = AdamW(params, max_grad_norm=1.0)
     optimizer.step()
-    functions = [fused_group.kept["step"] for fused_group in optimizer._plan.fused_groups]
+    functions = [backend_step.step_kernel for backend_step in optimizer._plan.backend_steps]
 
     def built() -> int:
         return sum(len(function.device_caches[torch.cuda.current_device()][0]) for function in functions)
@@ -128,7 +128,7 @@ def test_memory_is_what_the_accounting_says(rounding, per_parameter):
     optimizer.step()
     torch.cuda.synchronize()
     states = torch.cuda.memory_allocated() - before
-    chunks = module.weight.numel() // launch.CHUNK
+    chunks = module.weight.numel() // triton_backend.CHUNK
     tables = 16 * chunks + (1 << 14)  # chunk table, and the rest in blocks of the allocator
     assert 0 <= states - per_parameter * module.weight.numel() <= tables
     counted = sum(memory_use(module, optimizer).state.values())
@@ -140,7 +140,7 @@ def test_memory_is_what_the_accounting_says(rounding, per_parameter):
 
 
 def test_a_tensor_of_more_than_2_to_the_31_elements():
-    size = 2**31 + launch.CHUNK + 77
+    size = 2**31 + triton_backend.CHUNK + 77
     param = nn.Parameter(torch.empty(size, dtype=BF16, device="cuda"))
     param.grad = torch.empty_like(param)
     parts = [slice(k, k + 5000) for k in (0, 2**31 - 2500, size - 5000)]
@@ -149,8 +149,9 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
             part.normal_()
     optimizer = SGD([param], lr=0.1, rounding="stochastic", weight_decay=0.1)
     before = [(param.detach()[part].cpu().float(), param.grad[part].cpu().float()) for part in parts]
-    with optimizer.next_step() as plan:
+    with optimizer.plan_step() as plan:
         (fused_group,) = plan.fused_groups
+        fused_group.compute_scalars(optimizer.scalars)
         (keys,) = fused_group.segment_keys()
         scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
     optimizer.step()

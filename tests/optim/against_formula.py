@@ -1,4 +1,4 @@
-"""What the tests of an algorithm share: equal training, and each step beside a formula in FP64."""
+"""Shared by the tests of single algorithms: training on fixed gradients, comparisons of steps with FP64 formulas."""
 
 from collections.abc import Callable
 
@@ -9,23 +9,29 @@ EPS = 2.0**-24  # half an FP32 ulp, relative
 SHAPE = (40, 25)
 MODES = [(BF16, "kahan"), (BF16, "stochastic"), (BF16, "nearest"), (FP16, "kahan"), (FP16, "nearest")]
 
-ONLY_SET = {"max_exp_avg_sq", "previous_grad"}  # states that do not average: rounded to nearest, always
+NOT_AVERAGED = {"max_exp_avg_sq", "previous_grad"}  # states that are always rounded to nearest
 
 Formula = Callable[..., tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]]
-"""`(weight, grad, states, step, **hyperparameters)`, all FP64, to the update, each state with the size of its terms,
-and the size of the update's terms: what a rounding is relative to."""
+"""`(weight, grad, states, step, **hyperparameters) -> (update, new states, size)`, all FP64.
+
+Each new state is a pair of its value and its size. A size is the sum of the magnitudes of the terms that are added up,
+which rounding errors are relative to; `size` is that of the update.
+"""
 
 
 def gradients(steps: int, dtype: torch.dtype = FP32, shape: tuple[int, ...] = SHAPE) -> list[torch.Tensor]:
+    """The same normally distributed gradients in every call."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(steps)]
 
 
 def parameter(dtype: torch.dtype = FP32, shape: tuple[int, ...] = SHAPE) -> torch.nn.Parameter:
+    """A parameter with the same normally distributed weights in every call."""
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype))
 
 
 def train(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor]) -> None:
+    """Step the only parameter of `optimizer` with each of `grads`."""
     (param,) = optimizer.param_groups[0]["params"]
     for grad in grads:
         param.grad = grad.to(param.dtype, copy=True)
@@ -33,7 +39,7 @@ def train(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor]) -> None:
 
 
 def estimate(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The best estimate of the weight in FP64: what is stored and what is still owed to it."""
+    """The weight of the only parameter of `optimizer` plus its compensation, FP64."""
     (param,) = optimizer.param_groups[0]["params"]
     return param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(())).double()
 
@@ -44,48 +50,122 @@ def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.exp2(torch.frexp(value)[1].double().sub(bits).clamp(min=smallest))
 
 
-def assert_rounded_once(cls, formula: Formula, dtype, rounding: str, state_rounding: str, undecided=None, **hyper):
-    """From the stored values before each of eight steps, `formula`; what is stored after is that, rounded as promised.
+def assert_rounded_once(
+    cls,
+    formula: Formula,
+    dtype: torch.dtype,
+    rounding: str,
+    state_rounding: str,
+    undecided: Callable[..., torch.Tensor] | None = None,
+    update_error: int = 16,
+    state_error: int = 8,
+    **hyper,
+) -> None:
+    """Compare each of eight steps with `formula` of the values stored before it, rounded once.
 
-    FP32 arithmetic adds 16 half ulps at most to the update's terms (eight operations on each, host factors included),
-    two to the sum, 8 to a state's terms. `undecided(weight, grad, states, **hyper)` is where the formula jumps.
+    Args:
+        cls: the optimizer class.
+        formula: its formula in FP64.
+        dtype: dtype of the weight.
+        rounding: the rounding mode.
+        state_rounding: the rounding of its states.
+        undecided: `(weight, grad, states, **hyper)`, where rounding errors may decide between branches of the formula.
+        update_error: error of FP32 arithmetic in the update, in half ulps of its size: two for each operation, host
+            scalars included, on a term. The sum with the weight adds two more.
+        state_error: the same in the new states.
+        hyper: hyperparameters of both.
     """
     param = parameter(dtype)
     optimizer = cls([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **hyper)
     names = [state.name for state in optimizer.states(optimizer.param_groups[0])]
-    scattered = set()
+    rounded_away = set()  # states with errors that only stochastic rounding makes
     zeros = torch.zeros(SHAPE, dtype=FP64)
     stored = dict.fromkeys([*names, "compensation"], zeros)
     for step, grad in enumerate(gradients(8, dtype), start=1):
-        before, carried = param.detach().double(), stored["compensation"]
+        before, compensation = param.detach().double(), stored["compensation"]
         own = {name: stored[name] for name in names}
         decided = ~undecided(before, grad.double(), own, **hyper) if undecided else torch.ones(SHAPE, dtype=torch.bool)
-        update, states, terms = formula(before, grad.double(), own, step, **hyper)
-        target = before + update + carried
+        update, states, size = formula(before, grad.double(), own, step, **hyper)
+        target = before + update + compensation
         train(optimizer, [grad])
-        held = {name: value for name, value in optimizer.state[param].items() if name != "step"}
-        assert {value.dtype for value in held.values()} <= {BF16}
-        stored = {name: value.double() for name, value in held.items()}
-        slack = EPS * (16 * terms + 2 * (before.abs() + update.abs() + carried.abs()))
+        new_state = {name: value for name, value in optimizer.state[param].items() if name != "step"}
+        assert {value.dtype for value in new_state.values()} <= {BF16}
+        stored = {name: value.double() for name, value in new_state.items()}
+        slack = EPS * (update_error * size + 2 * (before.abs() + update.abs() + compensation.abs()))
         after = param.detach().double()
         reach = (1.0 if rounding == "stochastic" else 0.5) * ulp(torch.maximum(after.abs(), target.abs()), dtype)
         assert ((after - target).abs() <= reach + slack)[decided].all()
-        expected = {name: (exact, 8 * EPS * size) for name, (exact, size) in states.items()}
+        expected = {name: (exact, state_error * EPS * size) for name, (exact, size) in states.items()}
         if rounding == "kahan":
             expected["compensation"] = (target - after, slack)
         assert stored.keys() == expected.keys()
         for name, (exact, noise) in expected.items():
             spacing, error = ulp(torch.maximum(stored[name].abs(), exact.abs()), BF16), (stored[name] - exact).abs()
-            reach = spacing / 2 if state_rounding == "nearest" or name in ONLY_SET else spacing
+            reach = spacing / 2 if state_rounding == "nearest" or name in NOT_AVERAGED else spacing
             unclear = ~decided if name == "compensation" else torch.zeros_like(decided)
             assert ((error <= reach + noise) | unclear).all(), name
             if (error > spacing / 2 + noise).any():
-                scattered.add(name)
+                rounded_away.add(name)
         stored.setdefault("compensation", zeros)
-    assert scattered - {"compensation"} == (set(names) - ONLY_SET if state_rounding == "stochastic" else set())
+    assert rounded_away - {"compensation"} == (set(names) - NOT_AVERAGED if state_rounding == "stochastic" else set())
 
 
-WAYS = {
+def assert_update_is_not_rounded(cls, formula: Formula, update_error: int = 16, **hyper) -> None:
+    """The update is computed from the FP32 states, before these are rounded for storage.
+
+    From a weight of zero, weight + compensation is the update to 2**-16; rounded states would make it off by 2**-9. The
+    weight has 8 bits, the compensation is 2**-9 of it at most and is stored with a relative error of 2**-7 at most.
+    """
+    param = parameter(BF16)
+    optimizer = cls([param], backend="eager", **hyper)
+    first, *others = gradients(6, BF16)
+    train(optimizer, [first])
+    for step, grad in enumerate(others, start=2):
+        state = {name: value.double() for name, value in optimizer.state[param].items()}
+        param.data.zero_()
+        optimizer.state[param]["compensation"].zero_()
+        update, _, size = formula(param.detach().double(), grad.double(), state, step, **hyper)
+        train(optimizer, [grad])
+        assert ((estimate(optimizer) - update).abs() <= 2.0**-16 * update.abs() + update_error * EPS * size).all()
+
+
+def train_groups(cls, groups: list[dict], grads: list[torch.Tensor], **defaults) -> list[torch.nn.Parameter]:
+    """Equal FP32 parameters, one per group, after training in one optimizer with the same gradients."""
+    params = [parameter() for _ in groups]
+    optimizer = cls([{"params": [param], **group} for param, group in zip(params, groups, strict=True)], **defaults)
+    for grad in grads:
+        for param in params:
+            param.grad = grad.clone()
+        optimizer.step()
+    return params
+
+
+def assert_stepped_as_if_alone(cls, settings: list[tuple[torch.dtype, dict]], **defaults) -> list[dict]:
+    """Train a group per `(dtype, options)` in one optimizer, and each in an optimizer of its own: all bits are equal.
+
+    Only the first group may draw random bits, since these depend on a parameter's position in its optimizer.
+
+    Returns:
+        The state of each parameter of the shared optimizer.
+    """
+    together, alone = ([parameter(dtype) for dtype, _ in settings] for _ in range(2))
+    shared = cls([{"params": [p], **group} for p, (_, group) in zip(together, settings, strict=True)], **defaults)
+    single = [cls([p], **defaults | group) for p, (_, group) in zip(alone, settings, strict=True)]
+    for grad in gradients(10):
+        for param in together + alone:
+            param.grad = grad.to(param.dtype)
+        for optimizer in [shared, *single]:
+            optimizer.step()
+    for first, second, optimizer in zip(together, alone, single, strict=True):
+        assert torch.equal(first, second)
+        assert shared.state[first].keys() == optimizer.state[second].keys()
+        for name, value in optimizer.state[second].items():
+            assert torch.equal(shared.state[first][name], value)
+            assert shared.state[first][name].dtype is value.dtype
+    return [shared.state[param] for param in together]
+
+
+VARIANTS = {
     "FP32 state": {"state_dtype": FP32},
     "BF16 state": {},
     "stochastic": {"rounding": "stochastic"},
@@ -94,29 +174,31 @@ WAYS = {
 
 
 def displacements(cls, reference, *, steps: int = 1000, count: int = 4096, **hyper) -> dict[str, tuple[float, float]]:
-    """Train BF16 weights the `WAYS` of `cls` and FP64 weights the way of `reference`, on equal gradients.
+    """Train BF16 weights with the `VARIANTS` of `cls`, and FP64 weights with `reference`, on equal gradients.
 
-    Gradients have a mean of their own per element (σ 0.3) and unit noise, and drop to a fifth after a quarter of the
+    Gradients have a mean per element (σ 0.3) and unit noise, and drop to a fifth after a quarter of the
     steps; initial weights have σ 0.02.
 
     Returns:
-        By way: the distance to the reference's final weights, relative to its displacement, and the length of the own
-        displacement along it.
+        By variant: the distance to the reference's final weights, relative to the reference's displacement; and the
+        component of the variant's displacement along it, relative to it.
     """
     random = torch.Generator().manual_seed(0)
     start = (torch.randn(count, generator=random) * 0.02).to(BF16)
     mean = torch.randn(count, generator=random) * 0.3
-    ours = {way: cls([torch.nn.Parameter(start.clone())], **hyper, **options) for way, options in WAYS.items()}
+    variants = {
+        name: cls([torch.nn.Parameter(start.clone())], **hyper, **options) for name, options in VARIANTS.items()
+    }
     exact = torch.nn.Parameter(start.double())
-    theirs = reference([exact], **hyper)
+    in_fp64 = reference([exact], **hyper)
     for step in range(steps):
         gradient = ((mean + torch.randn(count, generator=random)) * (1.0 if step < steps / 4 else 0.2)).to(BF16)
-        for optimizer in (*ours.values(), theirs):
+        for optimizer in (*variants.values(), in_fp64):
             train(optimizer, [gradient])
-    wanted = exact.detach() - start.double()
-    found = {}
-    for way, optimizer in ours.items():
+    expected = exact.detach() - start.double()
+    result = {}
+    for name, optimizer in variants.items():
         moved = estimate(optimizer) - start.double()
-        along = torch.dot(moved, wanted) / torch.dot(wanted, wanted)
-        found[way] = (((moved - wanted).norm() / wanted.norm()).item(), along.item())
-    return found
+        along = torch.dot(moved, expected) / torch.dot(expected, expected)
+        result[name] = (((moved - expected).norm() / expected.norm()).item(), along.item())
+    return result

@@ -7,33 +7,25 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
+from tests.optim.against_formula import (
+    BF16,
+    EPS,
+    FP16,
+    FP32,
+    MODES,
+    assert_rounded_once,
+    assert_stepped_as_if_alone,
+    assert_update_is_not_rounded,
+    gradients,
+    parameter,
+    train,
+    train_groups,
+)
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-EPS = 2.0**-24  # half an FP32 ulp, relative
-SHAPE = (40, 25)
 OPTIONS = [
     {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": decay}
     for amsgrad, maximize, decay in itertools.product((False, True), (False, True), (0.0, 0.1))
 ]
-
-
-def ids(options: dict) -> str:
-    return "-".join(f"{key}={value}" for key, value in options.items())
-
-
-def gradients(steps: int, dtype: torch.dtype = FP32, shape: tuple[int, ...] = SHAPE) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(steps)]
-
-
-def parameter(dtype: torch.dtype = FP32, shape: tuple[int, ...] = SHAPE) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype))
-
-
-def train(optimizer: torch.optim.Optimizer, param: torch.Tensor, grads: list[torch.Tensor]) -> None:
-    for grad in grads:
-        param.grad = grad.clone()
-        optimizer.step()
 
 
 def fp32_bound(steps: int, lr: float, largest: float) -> float:
@@ -47,14 +39,14 @@ def fp32_bound(steps: int, lr: float, largest: float) -> float:
     return steps * EPS * (4 * largest + 1024 * lr)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-3)], ids=["number", "tensor"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95), (0.0, 0.0)], ids=str)
 def test_fp32_parameters_get_torchs_adamw(options, lr, betas):
     steps = 30
     ours, theirs = parameter(), parameter()
-    train(AdamW([ours], lr=lr, betas=betas, backend="eager", **options), ours, gradients(steps))
-    train(torch.optim.AdamW([theirs], lr=lr, betas=betas, **options), theirs, gradients(steps))
+    train(AdamW([ours], lr=lr, betas=betas, backend="eager", **options), gradients(steps))
+    train(torch.optim.AdamW([theirs], lr=lr, betas=betas, **options), gradients(steps))
     bound = fp32_bound(steps, float(lr), theirs.abs().max().item())
     assert (ours - theirs).abs().max().item() <= bound
     assert bound <= float(lr) / 20  # a twentieth of one step: a wrong term would show
@@ -64,8 +56,8 @@ def test_fp32_parameters_get_torchs_adamw(options, lr, betas):
 def test_fp32_states_are_torchs(amsgrad):
     ours, theirs = parameter(), parameter()
     mine, reference = (cls([p], amsgrad=amsgrad) for cls, p in ((AdamW, ours), (torch.optim.AdamW, theirs)))
-    for optimizer, param in ((mine, ours), (reference, theirs)):
-        train(optimizer, param, gradients(30))
+    for optimizer in (mine, reference):
+        train(optimizer, gradients(30))
     expected = reference.state[theirs]
     assert set(mine.state[ours]) == set(expected)
     for name, value in expected.items():
@@ -78,85 +70,40 @@ def test_fp32_states_are_torchs(amsgrad):
 
 
 def formula(weight, grad, state, step, *, lr, betas, eps, weight_decay, amsgrad, maximize):
-    """arXiv:1711.05101, Alg. 2 (decay times lr, as torch), in FP64: update, states, and the sum of its terms' sizes."""
-    grad = -grad.double() if maximize else grad.double()
-    (beta1, beta2), m, v = betas, state["exp_avg"].double(), state["exp_avg_sq"].double()
+    """arXiv:1711.05101, Alg. 2, with the decay multiplied by lr as in torch.
+
+    A state's size is the sum of the magnitudes of its value and of the gradient.
+    """
+    magnitude = grad.abs()
+    grad = -grad if maximize else grad
+    (beta1, beta2), m, v = betas, state["exp_avg"], state["exp_avg_sq"]
     new = {"exp_avg": beta1 * m + (1 - beta1) * grad, "exp_avg_sq": beta2 * v + (1 - beta2) * grad**2}
     second = new["exp_avg_sq"]
     if amsgrad:
-        second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"].double(), second)
-    denominator = (second / (1 - beta2**step)).sqrt() + eps
-    size = lr / (1 - beta1**step) / denominator
-    update = -size * new["exp_avg"] - lr * weight_decay * weight.double()
-    terms = size * (beta1 * m.abs() + (1 - beta1) * grad.abs()) + lr * weight_decay * weight.double().abs()
-    return update, new, terms
-
-
-def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The spacing of `dtype` at normal FP64 magnitudes."""
-    bits, smallest = {BF16: (8, -133), FP16: (11, -24), FP32: (24, -149)}[dtype]
-    return torch.exp2(torch.frexp(value)[1].double().sub(bits).clamp(min=smallest))
+        second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], second)
+    step_size = lr / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
+    update = -step_size * new["exp_avg"] - lr * weight_decay * weight
+    size = step_size * (beta1 * m.abs() + (1 - beta1) * magnitude) + lr * weight_decay * weight.abs()
+    return update, {name: (value, value.abs() + magnitude) for name, value in new.items()}, size
 
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
-MODES = [(BF16, "kahan"), (BF16, "stochastic"), (BF16, "nearest"), (FP16, "kahan"), (FP16, "nearest")]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize(("dtype", "rounding"), MODES, ids=str)
 def test_every_step_is_the_formula_rounded_once(dtype, rounding, state_rounding, options):
-    """From the stored values before each step, the FP64 formula; what is stored after it is that, rounded as promised.
-
-    FP32 arithmetic adds 16 half ulps at most to the update (seven operations on each term, host factors included), two
-    to the sum, four to the states.
-    """
-    hyper = {**HYPER, **options}
-    param = parameter(dtype)
-    optimizer = AdamW([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **hyper)
-    zeros = torch.zeros(SHAPE)
-    stored = dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), zeros)
-    steps_of = {"nearest": 0.5, "stochastic": 1.0}  # how far a rounding may go, in spacings
-    for step, grad in enumerate(gradients(8, dtype), start=1):
-        before, carried = param.detach().double(), stored.get("compensation", zeros).double()
-        update, states, terms = formula(before, grad, stored, step, **hyper)
-        target = before + update + carried
-        train(optimizer, param, [grad])
-        stored = {name: value.clone() for name, value in optimizer.state[param].items()}
-        slack = EPS * (16 * terms + 2 * (before.abs() + update.abs() + carried.abs()))
-        after = param.detach().double()
-        reach = ulp(torch.maximum(after.abs(), target.abs()), dtype)
-        assert ((after - target).abs() <= steps_of.get(rounding, 0.5) * reach + slack).all()
-        if rounding == "kahan":
-            states["compensation"] = target - after
-        assert set(stored) == {*states, "step"}
-        for name, exact in states.items():
-            value = stored[name].double()
-            assert stored[name].dtype is BF16
-            reach = steps_of[state_rounding] * ulp(torch.maximum(value.abs(), exact.abs()), BF16)
-            noise = slack if name == "compensation" else 4 * EPS * (exact.abs() + grad.double().abs())
-            assert ((value - exact).abs() <= reach + noise).all(), name
+    """FP32 arithmetic performs seven operations on each term of the update, and two on those of the states."""
+    assert_rounded_once(AdamW, formula, dtype, rounding, state_rounding, state_error=4, **HYPER, **options)
 
 
 @pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
 def test_the_update_uses_the_moments_before_they_are_rounded(state_rounding):
-    """From a weight of zero, weight + compensation is the update to 2**-16; rounded moments would be off by 2**-9.
+    def adamw(params, **hyper):
+        return AdamW(params, state_rounding=state_rounding, **hyper)
 
-    The weight keeps 8 bits, its rest is 2**-9 of it at most and stored with a relative error of 2**-7 at most.
-    """
-    param = parameter(BF16)
-    hyper = {**HYPER, "weight_decay": 0.0}
-    optimizer = AdamW([param], state_rounding=state_rounding, backend="eager", **hyper)
-    grads = gradients(6, BF16)
-    train(optimizer, param, grads[:1])
-    for step, grad in enumerate(grads[1:], start=2):
-        state = {name: value.clone() for name, value in optimizer.state[param].items()}
-        param.data.zero_()
-        optimizer.state[param]["compensation"].zero_()
-        update, _, terms = formula(param.detach(), grad, state, step, amsgrad=False, maximize=False, **hyper)
-        train(optimizer, param, [grad])
-        total = param.detach().double() + optimizer.state[param]["compensation"].double()
-        assert ((total - update).abs() <= 2.0**-16 * update.abs() + 16 * EPS * terms).all()
+    assert_update_is_not_rounded(adamw, formula, weight_decay=0.0, amsgrad=False, maximize=False, **HYPER)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -165,7 +112,7 @@ def test_the_first_step_has_the_size_of_the_learning_rate(dtype):
     param = torch.nn.Parameter(torch.zeros(6, dtype=dtype))
     lr = 2.0**-7  # every format holds it
     grad = torch.tensor([4.0, -4.0, 0.25, -0.25, 100.0, 0.0])
-    train(AdamW([param], lr=lr, eps=1e-30, weight_decay=0.1), param, [grad.to(dtype)])
+    train(AdamW([param], lr=lr, eps=1e-30, weight_decay=0.1), [grad.to(dtype)])
     assert (param.detach().float() + lr * grad.sign()).abs().max() <= lr * 2.0**-8 / 2
 
 
@@ -174,7 +121,7 @@ def test_decay_is_decoupled_from_the_gradient():
     for dtype in (FP32, BF16):
         param = torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))
         optimizer = AdamW([param], lr=0.1, weight_decay=0.5, backend="eager")
-        train(optimizer, param, [torch.zeros(64, dtype=dtype)] * 10)
+        train(optimizer, [torch.zeros(64, dtype=dtype)] * 10)
         total = param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(64)).double()
         # BF16: the rest is 2**-8 at most, decays only once it is in the weight, and is stored to 2**-8 of itself.
         bound = 10 * (0.05 * 2.0**-8 + 2.0**-16) if dtype is BF16 else 10 * 8 * EPS
@@ -191,15 +138,9 @@ GROUPS = [
 
 
 def test_groups_have_their_own_hyperparameters_as_in_torch():
-    pairs = [(parameter(), parameter()) for _ in GROUPS]
-    for position, cls in enumerate((AdamW, torch.optim.AdamW)):
-        optimizer = cls([{"params": [pair[position]], **group} for pair, group in zip(pairs, GROUPS, strict=True)])
-        for grad in gradients(20):
-            for pair in pairs:
-                pair[position].grad = grad.clone()
-            optimizer.step()
-    for (ours, theirs), group in zip(pairs, GROUPS, strict=True):
-        assert (ours - theirs).abs().max() <= fp32_bound(20, group["lr"], theirs.abs().max().item())
+    ours, theirs = (train_groups(cls, GROUPS, gradients(20)) for cls in (AdamW, torch.optim.AdamW))
+    for mine, reference, group in zip(ours, theirs, GROUPS, strict=True):
+        assert (mine - reference).abs().max() <= fp32_bound(20, group["lr"], reference.abs().max().item())
 
 
 MIXED = [
@@ -212,24 +153,10 @@ MIXED = [
 
 
 def test_groups_of_any_mode_and_dtype_share_an_optimizer():
-    """Each is stepped as if alone (only the first draws bits, and it has position 0 in both cases)."""
-    together, alone = ([parameter(dtype) for dtype, _ in MIXED] for _ in range(2))
-    shared = AdamW([{"params": [p], **group} for p, (_, group) in zip(together, MIXED, strict=True)])
-    own = [AdamW([p], **group) for p, (_, group) in zip(alone, MIXED, strict=True)]
-    for grad in gradients(10):
-        for param in together + alone:
-            param.grad = grad.to(param.dtype)
-        for optimizer in [shared, *own]:
-            optimizer.step()
-    for first, second, optimizer in zip(together, alone, own, strict=True):
-        assert torch.equal(first, second)
-        assert shared.state[first].keys() == optimizer.state[second].keys()
-        for name, value in optimizer.state[second].items():
-            assert torch.equal(shared.state[first][name], value)
-            assert shared.state[first][name].dtype is value.dtype
-    assert ["compensation" in shared.state[p] for p in together] == [False, True, False, False, False]
-    assert [shared.state[p]["exp_avg_sq"].dtype for p in together] == [FP32, BF16, FP32, FP32, FP32]
-    assert [shared.state[p]["exp_avg"].dtype for p in together] == [FP32, BF16, BF16, FP32, FP32]
+    states = assert_stepped_as_if_alone(AdamW, MIXED)
+    assert ["compensation" in state for state in states] == [False, True, False, False, False]
+    assert [state["exp_avg_sq"].dtype for state in states] == [FP32, BF16, FP32, FP32, FP32]
+    assert [state["exp_avg"].dtype for state in states] == [FP32, BF16, BF16, FP32, FP32]
 
 
 def test_fp16_cannot_be_rounded_stochastically():
@@ -246,7 +173,7 @@ def test_a_learning_rate_tensor_is_read_at_every_step():
     for step, grad in enumerate(gradients(5, BF16)):
         lr.fill_(1e-2 * 0.5**step)
         plain.param_groups[0]["lr"] = lr.item()
-        train(scheduled, ours, [grad])
-        train(plain, theirs, [grad])
+        train(scheduled, [grad])
+        train(plain, [grad])
     assert torch.equal(ours, theirs)
-    assert math.isclose(lr.item(), 1e-2 / 16, rel_tol=1e-6)  # and is left alone
+    assert math.isclose(lr.item(), 1e-2 / 16, rel_tol=1e-6)  # the step does not write to it

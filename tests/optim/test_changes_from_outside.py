@@ -228,6 +228,19 @@ def test_gradients_are_not_kept_alive(any_backend):
     assert gone() is None
 
 
+@pytest.mark.parametrize("change", [{"lr": 1e38, "weight_decay": 1e38}, {"rounding": "up"}], ids=str)
+def test_a_step_that_fails_keeps_no_gradient_alive(any_backend, change):
+    """It may fail before or after the gradients are collected."""
+    param, optimizer = stepped(backend=any_backend)
+    gone = weakref.ref(param.grad.untyped_storage())
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=r"rounding='up'|FP32 cannot hold"):
+        optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_gradient_that_cannot_be_used_changes_nothing(any_backend):
     """… on a standing plan as on a first step."""
     param, optimizer = stepped(backend=any_backend)

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.step.clipping import PIECE, clip_factor
+from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.backends.native import NativeStep
+from hf_lowprec.optim.backends.triton import TritonStep
+from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
 from tests.triton_here import require_triton
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
@@ -57,9 +60,9 @@ def test_the_norm_is_that_of_all_gradients(backend, scale):
     give_gradients(mixed, 0, scale)
     norm = optimizer.global_grad_norm()
     assert (norm.dtype, norm.shape, norm.device) == (torch.float32, (), mixed[0].device)
-    # A sum of n squares in FP32 is off by at most n·2⁻²⁴ relative, n = 2¹⁶ in a piece; with errors that do not conspire
+    # A sum of n squares in FP32 is off by at most n·2⁻²⁴ relative, n = 2¹⁶ in a chunk; with errors that do not conspire
     # it is off by √n·2⁻²⁴ = 1.5e-5, and the root by half of that.
-    assert norm.item() == pytest.approx(exact_norm(mixed), rel=math.sqrt(PIECE) * 2**-24)
+    assert norm.item() == pytest.approx(exact_norm(mixed), rel=math.sqrt(CHUNK) * 2**-24)
 
 
 def test_clipping_is_a_smaller_gradient(backend):
@@ -112,13 +115,10 @@ def test_a_norm_below_the_limit_changes_nothing(backend):
 
 
 def test_the_norm_is_taken_once_where_it_was_asked_for_before(backend, monkeypatch):
-    from hf_lowprec.optim.backends import selection as backends
-
     calls = []
-    for name in ("EAGER", "NATIVE", "TRITON"):
-        old = getattr(backends, name)
-        counted = old._replace(square_sum=lambda batch, old=old: calls.append(1) or old.square_sum(batch))
-        monkeypatch.setattr(backends, name, counted)
+    for backend_step in (EagerStep, NativeStep, TritonStep):
+        old = backend_step.square_sum
+        monkeypatch.setattr(backend_step, "square_sum", lambda self, old=old: calls.append(1) or old(self))
     trained = params(backend)
     optimizer = AdamW(trained, backend=backend, max_grad_norm=0.1)
     give_gradients(trained, 0)

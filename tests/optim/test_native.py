@@ -1,4 +1,4 @@
-"""The `native` backend compiles once, finds what it compiled, trusts nobody else's, and says so where it cannot run."""
+"""The `native` backend compiles once per spec, reuses what this user compiled, and says why where it cannot run."""
 
 import json
 import os
@@ -91,8 +91,8 @@ def test_processes_that_start_at_once_on_an_empty_cache(tmp_path):
     assert len(libraries(tmp_path / "cache")) == 1  # and no half-written or private file is left
 
 
-def test_only_the_layout_makes_a_library(tmp_path):
-    """Not learning or decay rates, sizes, seed, or the number of tensors or steps; an option of the formula does."""
+def test_only_the_spec_decides_which_library_is_compiled(tmp_path):
+    """Rates, sizes, the seed and the numbers of tensors and steps need no new library; options of the formula do."""
     body = """
 for changed in ({}, {"lr": 1e-4}, {"lr": torch.tensor(0.3)}, {"count": 20}, {"size": 5000}, {"steps": 30}, {"seed": 7},
                 {"betas": (0.5, 0.6)}, {"weight_decay": 0.3, "eps": 1e-3}):
@@ -105,7 +105,7 @@ print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
 
 
 def test_a_directory_anybody_can_write_to_is_not_trusted(tmp_path):
-    """A library somebody else put there would run as this user."""
+    """A library that somebody else puts there would run as this user."""
     finish(start(NATIVE_IS_EAGER, tmp_path / "own"))
     (name,) = libraries(tmp_path / "own")
     shared = tmp_path / "shared"
@@ -118,7 +118,7 @@ def test_a_directory_anybody_can_write_to_is_not_trusted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["read-only", "below a file"])
-def test_a_directory_that_cannot_be_written_to_does_no_harm(kind, tmp_path):
+def test_without_a_writable_cache_the_step_still_works(kind, tmp_path):
     cache = tmp_path / "cache"
     if kind == "read-only":
         cache.mkdir(mode=0o555)
@@ -128,8 +128,8 @@ def test_a_directory_that_cannot_be_written_to_does_no_harm(kind, tmp_path):
     finish(start(NATIVE_IS_EAGER, cache))
 
 
-def outcome(cache: Path | str, *changes: str, **environment: str) -> dict:
-    """How steps went in a process of their own, see the script."""
+def run_script(cache: Path | str, *changes: str, **environment: str) -> dict:
+    """Run scripts/native_step.py, which steps with both backends, and return its report."""
     environment = {"CC": "", "HF_LOWPREC_CACHE": str(cache), **environment}
     done = nursery.run(STEP, list(changes), 60, **environment)
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -138,16 +138,16 @@ def outcome(cache: Path | str, *changes: str, **environment: str) -> dict:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> tuple[str, bytes]:
-    """The name and content of the file that `outcome` finds in the cache."""
+    """The name and content of the file that the script leaves in the cache."""
     cache = tmp_path_factory.mktemp("whole")
     cache.chmod(0o700)
-    assert outcome(cache) == {"error": "", "auto_is_eager": True, "warnings": []}
+    assert run_script(cache) == {"error": "", "auto_is_eager": True, "warnings": []}
     (name,) = libraries(cache)
     return name, (cache / name).read_bytes()
 
 
 def without_functions(content: bytes) -> bytes:
-    """A library as another program would have it."""
+    """A library that lacks the function `step`."""
     return content.replace(b"\0step\0", b"\0stop\0")
 
 
@@ -163,23 +163,23 @@ def without_functions(content: bytes) -> bytes:
     ids=["truncated", "flipped", "empty", "garbage", "no function"],
 )
 def test_a_damaged_library_is_compiled_again(damage, library, tmp_path):
-    """Where it was loaded, a truncated one ended the process by SIGBUS, and a flipped one computed something else."""
+    """A truncated library, if loaded, ends the process by SIGBUS; one with flipped bits computes something else."""
     name, content = library
     file = tmp_path / name
     tmp_path.chmod(0o700)
     file.write_bytes(damage(content))
     file.chmod(0o600)
-    found = outcome(tmp_path)
+    found = run_script(tmp_path)
     assert (found["error"], found["auto_is_eager"]) == ("", True)
     (message,) = found["warnings"]
     assert f"{name} is not used, and compiled again: its checksum is wrong" in message
-    assert outcome(tmp_path)["warnings"] == []
+    assert run_script(tmp_path)["warnings"] == []
     assert libraries(tmp_path) == [name]
 
 
 @pytest.mark.parametrize("opening", ["the file's owner", "the file", "the folder above"])
-def test_a_library_that_others_can_have_put_there_never_runs(opening, library, tmp_path):
-    """Not even loaded: a constructor would run. The folder itself is closed, as the warning advises."""
+def test_a_library_that_others_may_have_planted_never_runs(opening, library, tmp_path):
+    """Nor is it loaded, which would run its constructor. The cache's own folder is private, as the warning advises."""
     marker, cache = tmp_path / "ran", tmp_path / "above" / "cache"
     cache.mkdir(parents=True, mode=0o700)
     code = '#include <fcntl.h>\n__attribute__((constructor)) void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }'
@@ -194,7 +194,7 @@ def test_a_library_that_others_can_have_put_there_never_runs(opening, library, t
         os.chown(file, 65534, 65534)
     else:
         file.chmod(0o666)
-    found = outcome(cache)
+    found = run_script(cache)
     assert (found["error"], found["auto_is_eager"], len(found["warnings"])) == ("", True, 1)
     assert not marker.exists()
 
@@ -219,14 +219,14 @@ BROKEN_COMPILERS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_COMPILERS)
-def test_where_the_compiler_fails_auto_is_eager_and_native_says_why(kind, tmp_path):
+def test_if_the_compiler_fails_auto_is_eager_and_native_says_why(kind, tmp_path):
     body, cause = BROKEN_COMPILERS[kind]
     compiler = body if kind == "unquoted" else script(tmp_path, body)
     if kind == "hangs":  # in its version, which is asked first, or later
         compiler = script(tmp_path, f'[ "$1" = --version ] && exit 0\n{body}')
     if kind == "no program":
         Path(compiler).write_bytes(b"\x7fELF nonsense")
-    found = outcome(tmp_path / "cache", "impatient", CC=compiler)
+    found = run_script(tmp_path / "cache", "impatient", CC=compiler)
     assert found["error"].startswith("CompilerError: ")
     assert cause in found["error"]
     assert "backend='eager'" in found["error"]
@@ -239,7 +239,7 @@ def test_where_the_compiler_fails_auto_is_eager_and_native_says_why(kind, tmp_pa
 
 
 def has_ended(process: int) -> bool:
-    """What was killed may need a moment until init has taken note."""
+    """Whether a killed process is gone; init may take a moment to reap it."""
     for _ in range(500):
         try:
             os.kill(process, 0)
@@ -253,18 +253,18 @@ def has_ended(process: int) -> bool:
 
 
 @pytest.mark.parametrize("blank", ["", "   "])
-def test_a_blank_compiler_is_none_named(blank, tmp_path):
-    assert outcome(tmp_path / "cache", CC=blank) == {"error": "", "auto_is_eager": True, "warnings": []}
+def test_a_blank_cc_variable_counts_as_unset(blank, tmp_path):
+    assert run_script(tmp_path / "cache", CC=blank) == {"error": "", "auto_is_eager": True, "warnings": []}
 
 
 def test_a_compiler_that_names_its_version_in_another_encoding(tmp_path):
     compiler = script(tmp_path, '[ "$1" = --version ] && printf \'v\\351rsion \\377\\n\' && exit 0\nexec cc "$@"')
-    assert outcome(tmp_path / "cache", CC=compiler)["error"] == ""
+    assert run_script(tmp_path / "cache", CC=compiler)["error"] == ""
 
 
 def test_without_a_home_each_process_compiles(tmp_path):
-    """As in a container that runs as a user whom it does not know."""
-    found = outcome("", "without_passwd_entry", XDG_CACHE_HOME="", TMPDIR="/tmp")
+    """A container may run as a user who is not in its passwd file."""
+    found = run_script("", "without_passwd_entry", XDG_CACHE_HOME="", TMPDIR="/tmp")
     assert (found["error"], found["auto_is_eager"]) == ("", True)
     (message,) = found["warnings"]
     assert "cannot be kept: ~/.cache: Could not determine home directory" in message
@@ -272,13 +272,13 @@ def test_without_a_home_each_process_compiles(tmp_path):
 
 
 def test_the_tilde_is_home(tmp_path):
-    assert outcome("~/below", HOME=str(tmp_path))["error"] == ""
+    assert run_script("~/below", HOME=str(tmp_path))["error"] == ""
     assert len(libraries(tmp_path / "below")) == 1
     assert not Path("~").exists()
 
 
 def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path):
-    """Its exit runs what is to be done when a process exits."""
+    """Its exit runs the handlers that were registered for the exit of the process."""
     shared, temporary = tmp_path / "shared", tmp_path / "temporary"
     shared.mkdir()
     shared.chmod(0o777)
@@ -303,7 +303,7 @@ def test_a_compiler_that_hangs_is_waited_for_once(hangs_in, tmp_path, monkeypatc
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(c_compiler, "TIMEOUT", 0.5)
-    for layout in range(3):
+    for k in range(3):
         with pytest.raises(c_compiler.CompilerError, match=r"did not finish within 0.5 seconds.*\n.*backend='eager'"):
-            native._compiled(f"int layout_{layout};", [])
+            native._compiled(f"int function_{k};", [])
     assert count.read_text() == "started\n"

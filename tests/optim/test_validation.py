@@ -1,4 +1,4 @@
-"""What the optimizers refuse beside numbers out of range: words, near misses, compilers."""
+"""Invalid arguments, keywords and groups, and what their error messages say."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from torch import nn
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
 from hf_lowprec.optim.backends import native
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
-from hf_lowprec.optim.validation import refuse_overflow
+from hf_lowprec.optim.validation import check_scalars
 
 
 def bf16(count: int = 3) -> list[nn.Parameter]:
@@ -35,9 +35,9 @@ def test_a_value_of_the_wrong_kind_is_named(cls, arguments, message):
 HUGE = 10**5000  # of more digits than Python writes
 NUMBERS = [
     *(
-        ({name: word}, rf"{name}='{word}' is invalid.*without the quotes")
+        ({name: text}, rf"{name}='{text}' is invalid.*without the quotes")
         for name in ("lr", "eps")
-        for word in ("1e-8",)
+        for text in ("1e-8",)
     ),
     ({"betas": ("0.9", "0.99")}, r"betas\[0\]='0.9' is invalid.*give 0.9 without the quotes"),
     ({"betas": (0.9, "much")}, r"betas\[1\]='much' is invalid; it must be a number >= 0 and < 1$"),
@@ -67,13 +67,13 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), NUMBERS, ids=[message for _, message in NUMBERS])
-def test_what_is_no_number_that_fp32_has_is_refused_when_the_optimizer_is_built(arguments, message):
+def test_numbers_that_fp32_cannot_hold_raise_when_the_optimizer_is_built(arguments, message):
     with pytest.raises(ValueError, match=message):
         AdamW(bf16(), **arguments)
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor, "numpy"], ids=["float", "tensor", "numpy"])
-def test_numbers_of_every_kind_are_taken(kind):
+def test_numbers_of_every_type_are_accepted(kind):
     import numpy as np
 
     make = np.float32 if kind == "numpy" else kind
@@ -122,7 +122,7 @@ def test_an_unknown_keyword_is_named_with_the_class():
 
 
 @pytest.mark.parametrize("name", ["backend", "capturable", "max_grad_norm", "skip_nonfinite"])
-def test_what_belongs_to_the_whole_optimizer_is_refused_in_a_group(name):
+def test_arguments_of_the_whole_optimizer_raise_in_a_group(name):
     with pytest.raises(ValueError, match=rf"'{name}' in param group 0 cannot be set per group; pass it to AdamW\("):
         AdamW([{"params": bf16(), name: None}])
 
@@ -155,7 +155,7 @@ def test_a_misspelt_group_key_is_named_and_foreign_keys_are_kept():
     assert optimizer.param_groups[0]["name"] == "decoder"
 
 
-def test_a_compiler_given_by_name_is_taken_at_its_word(monkeypatch):
+def test_a_compiler_that_cc_names_is_not_replaced_by_another(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     with pytest.raises(CompilerError, match=r"\$CC='no-such-compiler -O2' is not a program.*backend='eager'"):
         AdamW(bf16(), backend="native")
@@ -191,13 +191,13 @@ def test_a_library_that_cannot_be_loaded_is_explained(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["capturable", "skip_nonfinite", "amsgrad"])
-def test_a_switch_of_another_kind_is_refused_and_numpys_is_taken(name):
+def test_booleans_of_python_and_numpy_are_accepted_and_others_raise(name):
     for value in (torch.tensor([True, False]), torch.tensor(True), 1, np.array([True, False])):
         with pytest.raises(ValueError, match=f"{name}=.*is not True or False"):
             AdamW(bf16(), **{name: value})
     AdamW(bf16(), **{name: np.bool_(True)})
 
 
-def test_a_factor_that_is_not_a_number_is_named():
+def test_a_scalar_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match=r"lr=0.1 .* give gain=nan, which is not finite in FP32"):
-        refuse_overflow({"lr": 0.1}, {"gain": float("nan")})
+        check_scalars({"lr": 0.1}, {"gain": float("nan")})

@@ -1,4 +1,4 @@
-"""Compensated addition: nothing is lost that FP32 can hold, checked in FP64, where every sum below is exact."""
+"""Kahan summation loses nothing that FP32 can hold; checked in FP64, in which every sum below is exact."""
 
 import math
 
@@ -13,7 +13,7 @@ COUNT = 50_000
 
 
 def in_fp32(value: torch.Tensor) -> torch.Tensor:
-    """Where FP32 represents these FP64 values."""
+    """Whether FP32 represents each of these FP64 values."""
     return value.float().double() == value
 
 
@@ -79,7 +79,7 @@ def test_the_total_is_nearest_and_the_rest_within_half_an_ulp(dtype, shift):
     assert (rest.double().abs() <= half_ulp(total, dtype) + slack).all()
 
 
-def test_zero_update_settles_the_debt_and_keeps_the_sum():
+def test_a_zero_update_moves_the_compensation_into_the_weight():
     weight = torch.tensor([1.0, -1.0, 0.0, 0.5, 256.0])
     compensation = torch.tensor([2**-9, -(2**-9), 2**-20, -(2**-12), 1.0])
     total, rest = kahan_add(weight, torch.zeros(5), compensation, BF16)
@@ -87,7 +87,7 @@ def test_zero_update_settles_the_debt_and_keeps_the_sum():
     assert torch.equal(rest, torch.tensor([2**-9, -(2**-9), 0.0, -(2**-12), 1.0]))
 
 
-def test_fp32_has_the_textbook_compensation_too():
+def test_fp32_weights_can_be_compensated_too():
     weight = torch.tensor([1.0, -3.0])
     total, rest = kahan_add(weight, torch.tensor([2**-30, 2**-26]), torch.zeros(2), FP32)
     assert torch.equal(total, weight)
@@ -121,7 +121,7 @@ def test_long_sums_with_a_full_compensation(dtype, size):
 
 
 def stored_sum(stochastic: bool, steps: int, lanes: int, update: float) -> torch.Tensor:
-    """Displacement of weights 0.75 after equal updates, the compensation stored as BF16."""
+    """The sum of equal updates of weights of 0.75, with the compensation stored as BF16."""
     weight, compensation = torch.full((lanes,), 0.75), torch.zeros(lanes)
     for step in range(1, steps + 1):
         weight, compensation = kahan_add(weight, torch.full((lanes,), update), compensation, BF16)
@@ -137,13 +137,13 @@ def test_a_compensation_rounded_to_nearest_stalls_and_a_stochastic_one_does_not(
     """Weights in [0.5, 1): the compensation grows to 2**-9, where BF16 is spaced 2**-17.
 
     Nearest: it stops for good where half its spacing exceeds the update of 1e-6, i.e. from 2**-11 on (spacing 2**-18,
-    half of it 1.9e-6): at 4.9e-4 of the 5e-3 asked for. Stochastic: each rounding errs by a mean of 0 and at most one
+    half of it 1.9e-6): at 4.9e-4 instead of 5e-3. Stochastic: each rounding errs by a mean of 0 and at most one
     spacing with probability p(1-p), a standard deviation of sqrt(u · spacing) <= sqrt(1e-6 · 2**-17) = 2.8e-6 each;
     over 5,000 steps and 256 lanes 1.2e-5 for the mean. Seven of them stay below 2% of 5e-3.
     """
     steps, lanes, update = 5_000, 256, 1e-6
-    asked = steps * update
+    expected = steps * update
     assert (stored_sum(False, steps, 1, update) <= 2.0**-11).all()
     mean = stored_sum(True, steps, lanes, update).mean().item()
-    assert abs(mean - asked) <= 7 * math.sqrt(steps * update * 2.0**-17 / lanes)
-    assert 7 * math.sqrt(steps * update * 2.0**-17 / lanes) < 0.02 * asked
+    assert abs(mean - expected) <= 7 * math.sqrt(steps * update * 2.0**-17 / lanes)
+    assert 7 * math.sqrt(steps * update * 2.0**-17 / lanes) < 0.02 * expected

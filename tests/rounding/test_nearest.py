@@ -1,4 +1,4 @@
-"""Round to nearest even, and the correctly rounded root: exhaustively, against exact arithmetic.
+"""Round to nearest even and the correctly rounded square root: exhaustive tests against exact arithmetic.
 
 The references are the IEEE 754 definitions: compare the distances to both neighbours (exact in FP64, since the operands
 are FP32 values less than one ulp apart), and decide ties by the parity of the neighbour's pattern.
@@ -14,7 +14,7 @@ from hf_lowprec.rounding import round_nearest, sqrt_rn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF, ALL_PATTERNS = 0x7F800000, 1 << 16
-# Below each BF16 pattern: nothing, the smallest, around the quarters and the tie, the largest; and four of no pattern.
+# Lower 16 bits of FP32 patterns: zero, the smallest, around quarters and the tie, the largest; and four arbitrary ones.
 FRACTIONS = [0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
 FRACTIONS += [0x1234, 0x5A5A, 0x9E37, 0xDEAD]
 NANS = [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000, 0x7F80FFFF, 0xFF800001 - 2**32, 0xFFC00000 - 2**32, 0x7FBFFFFF]
@@ -29,7 +29,7 @@ def floats(pattern: torch.Tensor) -> torch.Tensor:
 
 
 def magnitudes(pattern: torch.Tensor) -> torch.Tensor:
-    """FP64 magnitudes of FP32 patterns; infinity counts as 2**128, the next number if exponents went on."""
+    """FP64 magnitudes of FP32 patterns; infinity counts as 2**128, the next power of two."""
     magnitude = floats(pattern & 0x7FFFFFFF).double()
     return torch.where(magnitude.isinf(), torch.full_like(magnitude, 2.0**128), magnitude)
 
@@ -45,7 +45,7 @@ def nearest_bf16(pattern: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS, ids=hex)
-def test_every_bf16_pattern_and_what_lies_above_it(fraction):
+def test_every_bf16_pattern_with_these_lower_bits(fraction):
     pattern = torch.arange(ALL_PATTERNS) * 0x10000 + fraction
     value = floats(pattern)
     nan = value.isnan()
@@ -54,7 +54,7 @@ def test_every_bf16_pattern_and_what_lies_above_it(fraction):
     assert torch.equal(rounded.isnan(), nan)
     expected = nearest_bf16(pattern[~nan])
     assert torch.equal(patterns(rounded[~nan]), expected)
-    # A second opinion, bit for bit as well: the sign of zero counts.
+    # Torch's own cast, bit for bit: the sign of zero counts.
     assert torch.equal(patterns(value.to(BF16).float()[~nan]), expected)
 
 
@@ -136,7 +136,7 @@ def test_fp32_is_returned_as_it_is():
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 5)])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_shape_is_kept_and_the_argument_untouched(shape, dtype):
+def test_shape_is_kept_and_the_argument_unchanged(shape, dtype):
     value = torch.linspace(-3, 3, math.prod(shape)).reshape(shape)
     before = value.clone()
     assert round_nearest(value, dtype).shape == shape

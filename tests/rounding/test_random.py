@@ -1,4 +1,4 @@
-"""Random bits: a pure function of its arguments, uniform, and independent wherever two numbers meet.
+"""Random bits: a pure function of the arguments, uniform, and independent between elements, steps, roles and streams.
 
 Every statistic has a threshold of level LEVEL = 1e-9 from the chi-square tails of Laurent & Massart (2000, Lemma 1):
 P(X >= k + 2 sqrt(kx) + 2x) <= exp(-x) and P(X <= k - 2 sqrt(kx)) <= exp(-x). The module evaluates fewer than 1,000
@@ -61,7 +61,7 @@ def test_range_dtype_and_shape():
     assert draw(torch.tensor(7)).shape == ()
 
 
-def test_same_on_repetition_and_whatever_torch_does_with_its_own_generator():
+def test_bits_are_reproducible_and_leave_torchs_generator_alone():
     first = draw(4096)
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -103,14 +103,14 @@ def test_every_seed_is_uniform(seed):
 
 
 @pytest.mark.parametrize("base", [2**32, 2**32 + 1, 2**33, 2**35 + 12345, 2**40])
-def test_elements_beyond_four_billion_are_their_own(base):
+def test_elements_beyond_four_billion_have_their_own_bits(base):
     index = torch.arange(base, base + 65_536)
     assert_different(draw(index), draw(index % 2**32))
     assert_uniform(draw(torch.arange(base, base + (1 << 18))) >> 8, 256)
 
 
 def test_no_seam_at_four_billion():
-    """A run of indices across 2**32 (and across 2**31) is made of the same numbers as its parts."""
+    """A range of indices across 2**32 (and across 2**31) has the bits of its two parts."""
     for seam in (2**31, 2**32):
         index = torch.arange(seam - 32_768, seam + 32_768)
         bits = draw(index)
@@ -129,7 +129,7 @@ def test_all_sixteen_bits_are_uniform(role, seed):
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_strided_elements_are_uniform(stride):
-    """A column of a matrix is as random as a row; powers of two find generators with weak low bits."""
+    """A column of a matrix is as random as a row. Strides that are powers of two would reveal weak low bits."""
     for role in (0, 1, 2):
         bits = draw(torch.arange(1 << 16) * stride, role=role)
         for cell in (bits >> 8, bits % 256):
@@ -167,7 +167,7 @@ def test_neighbouring_streams_are_independent(name, distance):
 
 @pytest.mark.parametrize("role", [0, 1, 2])
 def test_one_element_over_consecutive_steps(role):
-    """What an element sees while training: 4,096 steps of 64 elements."""
+    """The bits that an element draws during a run: 4,096 steps of 64 elements."""
     index = torch.arange(64)
     history = torch.stack([draw(index, role=role, step=step) for step in range(1, 4097)])
     for element in range(64):

@@ -44,7 +44,7 @@ def test_exactly_the_fraction_of_all_words_rounds_away(top):
 
 @pytest.mark.parametrize("fraction", FRACTIONS, ids=hex)
 def test_every_bf16_pattern_adds_the_word_and_truncates(fraction):
-    """At the words around the one that carries; a value BF16 represents never changes, infinities and NaN stay."""
+    """With words around the one that carries; values that BF16 represents, infinities and NaN never change."""
     pattern = torch.arange(WORDS) * WORDS + fraction
     value = floats(pattern)
     finite = value.isfinite()
@@ -112,7 +112,7 @@ def test_mean_over_draws_is_unbiased(value):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3, 5)])
-def test_shape_is_kept_and_the_argument_untouched(shape):
+def test_shape_is_kept_and_the_argument_unchanged(shape):
     value = torch.linspace(-3, 3, math.prod(shape)).reshape(shape)
     bits = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
     before = value.clone(), bits.clone()

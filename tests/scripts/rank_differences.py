@@ -135,8 +135,7 @@ def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
-    with optimizer.next_step():
-        pass
+    optimizer.plan_step().release()
     optimizer.zero_grad()
 
 

@@ -1,6 +1,6 @@
-"""One file per algorithm: formula and paper, states, host-side scalars.
+"""The algorithms, one file each: paper, update formula, states and the scalars computed on the host.
 
-Every file in this folder is registered, except those whose name begins with an underscore.
+Every optimizer class defined in a file of this folder is registered, unless the file's name begins with an underscore.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ ALGORITHMS: dict[str, type[LowPrecisionOptimizer]] = {
     for cls in vars(module).values()
     if isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer) and cls.__module__ == module.__name__
 }
-"""Every algorithm's class by its name."""
+"""The optimizer classes by name."""

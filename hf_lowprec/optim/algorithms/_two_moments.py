@@ -1,8 +1,8 @@
-"""The formula of Adam, AdamW and RAdam: two moments, corrected for their start at zero."""
+"""The base class of Adam, AdamW and RAdam: bias-corrected first and second moments of the gradients."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from hf_lowprec.rounding import State, sqrt_rn
 
 
 class TwoMoments(LowPrecisionOptimizer):
-    """Base of the algorithms that divide the mean of the gradients by the root of the mean of their squares.
+    """Base of the algorithms that divide the first moment by the square root of the second (Adam, arXiv:1412.6980).
 
-    An algorithm gives `options`: `amsgrad`, whether the largest second moment so far is used, and `decoupled`, whether
-    the weight decays by itself (arXiv:1711.05101) or as part of the gradient, an L2 penalty.
+    Subclasses define `options`: `amsgrad`, whether the maximum of all second moments so far is used (arXiv:1904.09237),
+    and `decoupled`, whether the weight decay is decoupled (arXiv:1711.05101) or an L2 penalty added to the gradient.
     """
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
@@ -27,12 +27,14 @@ class TwoMoments(LowPrecisionOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The moments, and with `amsgrad` the largest second moment so far."""
-        moments = (State("exp_avg", 2), State("exp_avg_sq", 1))
-        return (*moments, State("max_exp_avg_sq", 3, averages=False)) if self.options(group)["amsgrad"] else moments
+        """The two moments, and with `amsgrad` the maximum of the second."""
+        moments = (State("exp_avg", role=2), State("exp_avg_sq", role=1))
+        return (
+            (*moments, State("max_exp_avg_sq", role=3, averages=False)) if self.options(group)["amsgrad"] else moments
+        )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Decay rates, step size and bias corrections, so that an element needs one division and one root."""
+        """Decay rates, step size and bias corrections, arranged so that an element needs one division and one root."""
         beta1, beta2 = group["betas"]
         return {
             "beta1": beta1,
@@ -47,11 +49,11 @@ class TwoMoments(LowPrecisionOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, amsgrad: bool, decoupled: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, amsgrad: bool, decoupled: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(a·m / (√v·b + ε) + d·w)`, with `a = lr/(1-β1ᵗ)`, `b = 1/√(1-β2ᵗ)`, `d = lr·wd`.
 
-        Not decoupled, `grad + wd·w` takes the place of the gradient and there is no `d·w`.
+        If the decay is not decoupled, the gradient is `g + wd·w` and the term `d·w` is omitted.
         """
         if not decoupled:
             grad = grad + weight * scalars.decay

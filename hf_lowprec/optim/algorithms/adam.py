@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,17 +11,18 @@ from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
 class Adam(TwoMoments):
-    """`torch.optim.Adam` for weights stored in BF16; to let weights decay, `AdamW` is the usual choice.
+    """`torch.optim.Adam` for weights stored in BF16. Its `weight_decay` is an L2 penalty; `AdamW` decouples it.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`;
-    an FP32 parameter 16, or 20.
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`.
+    FP32 parameters take 16, with `amsgrad` 20.
 
     Args:
         params: parameters or groups.
@@ -31,14 +32,15 @@ class Adam(TwoMoments):
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         amsgrad: keep the maximum of the second moment.
         maximize: ascend instead of descend.
-        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+        decoupled_weight_decay: decay the weights as AdamW does, per unit of learning rate, instead of the L2 penalty.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -64,5 +66,5 @@ class Adam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used, and where the decay goes."""
+        """Whether the maximum of the second moment is used, and whether the decay is decoupled."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

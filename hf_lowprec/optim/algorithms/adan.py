@@ -1,8 +1,9 @@
-"""Adan (Xie et al., arXiv:2208.06677, Alg. 1 without restarts), with the bias corrections of its authors' code."""
+"""Adan (Xie et al., arXiv:2208.06677, Alg. 1 without restarts), with the bias corrections of the authors' code."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,33 +14,37 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
 class Adan(LowPrecisionOptimizer):
-    """Adan for weights stored in BF16: Nesterov momentum from the difference of successive gradients.
+    """Adan for weights stored in BF16: Nesterov momentum estimated from differences of successive gradients.
 
     States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. BF16 holds a BF16 gradient exactly, unless
-    it was clipped inside the step.
+    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. `previous_grad` holds a BF16 gradient
+    exactly, unless the step itself clips it.
 
-    Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes; an FP32 parameter 24.
+    Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes. FP32 parameters take
+    24.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the gradient, of its difference and of the square, each in [0, 1); one minus the paper's.
+        betas: decay rates of the moments of the gradient, of its difference and of the square, each in [0, 1). The
+            paper's β are one minus these.
         eps: added to the root of the bias-corrected second moment.
-        weight_decay: decoupled decay, per unit of learning rate.
+        weight_decay: decoupled decay, by `1 / (1 + lr·weight_decay)` after the step.
         maximize: ascend instead of descend.
-        no_prox: decay as AdamW does, by `1 - lr·wd` before the step, instead of by `1 / (1 + lr·wd)` after it.
+        no_prox: multiply the weight by `1 - lr·wd` before the step, as AdamW, instead of by `1 / (1 + lr·wd)` after it.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -70,13 +75,14 @@ class Adan(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The three moments and the previous gradient."""
-        moments = (State("exp_avg", 2), State("exp_avg_diff", 3), State("exp_avg_sq", 1))
-        return (*moments, State("previous_grad", 4, averages=False))
+        moments = (State("exp_avg", role=2), State("exp_avg_diff", role=3), State("exp_avg_sq", role=1))
+        return (*moments, State("previous_grad", role=4, averages=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The proximal decay `(w - s) / (1 + lr·wd)` is `w - (s + lr·wd·w) / (1 + lr·wd)`: a factor of every term.
+        """Decay rates, step sizes and bias corrections.
 
-        Before the first step there was no gradient, so there is no difference.
+        The proximal decay `(w - s) / (1 + lr·wd)` equals `w - (s + lr·wd·w) / (1 + lr·wd)`, so each term of the update
+        has the factor `shrink`. `diff_scale` is 0 in the first step, which has no previous gradient, and 1 after it.
         """
         beta1, beta2, beta3 = group["betas"]
         decay = lr * group["weight_decay"]
@@ -88,7 +94,7 @@ class Adan(LowPrecisionOptimizer):
             "gain2": 1 - beta2,
             "beta3": beta3,
             "gain3": 1 - beta3,
-            "differs": 1 - 0.0 ** (step - 1),
+            "diff_scale": 1 - 0.0 ** (step - 1),
             "step_size": lr / (1 - beta1**step) * shrink,
             "step_size_diff": lr * beta2 / (1 - beta2**step) * shrink,
             "root_correction": (1 - beta3**step) ** -0.5,
@@ -97,16 +103,18 @@ class Adan(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """`u = -((a·m + c·v) / (√n·b + ε) + d·w)`: `m` of `g`, `v` of `δ = g - g₋₁`, `n` of `(g + β2·δ)²`.
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u = -((a·m + c·v) / (√n·b + ε) + d·w)`; `m`, `v`, `n` are the moments of `g`, `δ = g - g₋₁`, `(g + β2·δ)²`.
 
         `s = 1/(1 + lr·wd)`, `a = s·lr/(1-β1ᵗ)`, `c = s·lr·β2/(1-β2ᵗ)`, `b = 1/√(1-β3ᵗ)`, `d = s·lr·wd`.
         """
-        diff = (grad - state.previous_grad) * scalars.differs
-        ahead = grad + diff * scalars.beta2
+        diff = (grad - state.previous_grad) * scalars.diff_scale
+        nesterov_grad = grad + diff * scalars.beta2
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_diff = state.exp_avg_diff * scalars.beta2 + diff * scalars.gain2
-        exp_avg_sq = state.exp_avg_sq * scalars.beta3 + ahead * ahead * scalars.gain3
+        exp_avg_sq = state.exp_avg_sq * scalars.beta3 + nesterov_grad * nesterov_grad * scalars.gain3
         denominator = sqrt_rn(exp_avg_sq) * scalars.root_correction + scalars.eps
         change = (exp_avg * scalars.step_size + exp_avg_diff * scalars.step_size_diff) / denominator
         return -(change + weight * scalars.decay), {

@@ -1,8 +1,9 @@
-"""Lion (Chen et al., arXiv:2302.06675, Alg. 2): the sign of an interpolated momentum."""
+"""Lion (Chen et al., arXiv:2302.06675, Alg. 2): steps by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,32 +15,38 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
 class Lion(LowPrecisionOptimizer):
-    """Lion for weights stored in BF16: every weight moves by the learning rate, and only one moment is kept.
+    """Lion for weights stored in BF16: the sign of an interpolated momentum, and one moment instead of two.
 
-    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a decay that many times larger.
+    Every weight moves by the learning rate in each step.
+
+    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
     `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes; an FP32 parameter 12.
+    Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes. FP32 parameters take
+    12.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: share of the momentum in the direction of a step, and decay rate of the momentum, each in [0, 1).
-        weight_decay: decoupled decay, per unit of learning rate.
+        betas: weight of the momentum in the interpolation with the gradient, and decay rate of the momentum, each in
+            [0, 1).
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -60,10 +67,10 @@ class Lion(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum."""
-        return (State("exp_avg", 1),)
+        return (State("exp_avg", role=1),)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Nothing depends on the step."""
+        """Decay rates and learning rate; none depends on the step count."""
         beta1, beta2 = group["betas"]
         return {
             "beta1": beta1,
@@ -75,10 +82,12 @@ class Lion(LowPrecisionOptimizer):
         }
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
-        direction = state.exp_avg * scalars.beta1 + grad * scalars.gain1
+        interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2
-        # What is neither above nor below zero is its own sign: zero, and NaN, which must be seen in the weight.
-        sign = torch.where(direction > 0, 1.0, torch.where(direction < 0, -1.0, direction))
+        # Zero and NaN are passed on as they are: NaN must reach the weight, where it is noticed.
+        sign = torch.where(interpolated > 0, 1.0, torch.where(interpolated < 0, -1.0, interpolated))
         return -(sign * scalars.lr + weight * scalars.decay), {"exp_avg": exp_avg}

@@ -1,10 +1,14 @@
-"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982): orthogonal momentum."""
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982).
+
+Steps matrices by their orthogonalized momentum.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,51 +22,56 @@ from hf_lowprec.optim.validation import check_one_of, check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
-_RATIOS = {
+_LR_SCALES = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / max(columns, 1))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 
 class Muon(TwoMoments):
-    """`torch.optim.Muon` for weights stored in BF16, and AdamW for what is no hidden matrix, in one optimizer.
+    """`torch.optim.Muon` for weights stored in BF16, with AdamW for all parameters that are not hidden matrices.
 
-    Other than there, `adjust_lr_fn` is `"match_rms_adamw"` by default and `eps` is AdamW's (Newton–Schulz has
-    `ns_eps`).
-    A group with matrices and others becomes two, so there may be more groups than were given.
+    Unlike torch's, `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is AdamW's (that of Newton–Schulz is
+    `ns_eps`). A group that has both matrices and other parameters is split in two, so `param_groups` may have more
+    groups than were passed.
 
-    A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16; under
-    FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
+    A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16. Under
+    FSDP2 every rank gathers the momentum of each matrix, in BF16, and orthogonalizes the full matrix.
 
     States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
-    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. Bytes per element of a matrix: 8 with
-    Kahan summation, 6 without, and 2 during the step for its direction.
+    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
+
+    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, and 2 more during
+    the step for the orthogonalized matrix.
 
     Args:
-        params: parameters or groups. A group may say `use_muon=True` or `False`.
+        params: parameters or groups. A group may set `use_muon` to True or False.
         lr: learning rate, a number or a one-element tensor.
-        weight_decay: decoupled decay, per unit of learning rate.
-        momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices
-            take `betas[0]` of their group, since that is what these write to. They go on taking it after such a
-            scheduler has ended, until 'base_momentum' is deleted from the group.
-        nesterov: look ahead by the momentum.
-        ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
-        ns_steps: how often it is applied.
-        ns_eps: least norm by which a matrix is divided first.
-        adjust_lr_fn: `"match_rms_adamw"` steps by `lr·0.2·√max(rows, columns)`, so that one learning rate serves
-            matrices and the rest (Liu et al., eq. 4); `"original"` by `lr·√max(1, rows/columns)`.
-        betas: of AdamW.
-        eps: of AdamW.
-        matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` finds them; None takes all
-            parameters of groups that do not say.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
+        momentum: decay rate of the momentum, in [0, 1). `OneCycleLR` and `CyclicLR` cycle momentum by writing to
+            `betas[0]`, so under these schedulers matrices use `betas[0]` of their group. They continue to do so after
+            the scheduler has ended, until the key 'base_momentum' is deleted from the group.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: coefficients of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
+        ns_steps: number of times that the polynomial is applied.
+        ns_eps: lower bound of the norm by which a matrix is divided before that.
+        adjust_lr_fn: `"match_rms_adamw"` multiplies the learning rate by `0.2·√max(rows, columns)`, so that the same
+            learning rate suits matrices and other parameters (Liu et al., eq. 4); `"original"` multiplies it by
+            `√max(1, rows/columns)`.
+        betas: AdamW's decay rates.
+        eps: AdamW's `eps`.
+        matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` returns them; None means all
+            parameters of groups that do not set `use_muon`.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
 
     Raises:
-        ValueError: a matrix does not have two or three dimensions, or none of `matrices` is a parameter here.
+        ValueError: a matrix does not have two or three dimensions, or none of `matrices` is among `params`.
     """
 
     flags = ("use_muon",)
@@ -70,7 +79,7 @@ class Muon(TwoMoments):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -102,7 +111,7 @@ class Muon(TwoMoments):
         return {**super().__getstate__(), "_matrices": self._matrices}
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, or two: its matrices and the rest. A group that is refused leaves no trace."""
+        """Add a group, split into matrices and other parameters. If it is invalid, nothing is added."""
         before = len(self.param_groups)
         try:
             for part in split_group(param_group, self._matrices):
@@ -125,42 +134,42 @@ class Muon(TwoMoments):
             operator.index(group["ns_steps"])
         except TypeError:
             raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
-        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_RATIOS), "Muon")
+        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_LR_SCALES), "Muon")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum; of other parameters AdamW's moments."""
-        return (State("momentum_buffer", 1),) if group["use_muon"] else super().states(group)
+        """The momentum of matrices, or AdamW's moments."""
+        return (State("momentum_buffer", role=1),) if group["use_muon"] else super().states(group)
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
-        """Matrices are."""
+        """True for groups of matrices."""
         return bool(group["use_muon"])
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the parameters are matrices, and the kind of their momentum; the first two are AdamW's."""
-        own = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
-        return {"amsgrad": False, "decoupled": True, **own}
+        """Whether the parameters are matrices, whether the momentum is Nesterov's, and the options of AdamW."""
+        muon = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
+        return {"amsgrad": False, "decoupled": True, **muon}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Those of the momentum, or AdamW's."""
+        """The scalars of a matrix's step, or AdamW's."""
         if not group["use_muon"]:
             return super().scalars(group, lr, step)
-        # A scheduler that cycles momentum leaves these bounds in the group, and writes to betas where there are any.
+        # Schedulers that cycle momentum put this key into the group, and write to `betas` if the group has them.
         beta = group["betas"][0] if "base_momentum" in group else group["momentum"]
         return {"momentum": beta, "gain": 1 - beta, "lr": lr, "decay": lr * group["weight_decay"]}
 
     @staticmethod
     def momentum_matrix(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, nesterov: bool, **options: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, nesterov: bool, **options: bool
     ) -> Tensor:
-        """`μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
+        """The matrix that is orthogonalized: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
         return momentum * scalars.momentum + grad * scalars.gain if nesterov else momentum
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
-        """The nearest orthogonal matrix, roughly: singular values of about 1 by a polynomial in `X`."""
+        """Newton–Schulz iteration: bring all singular values of `matrix` (BF16, or a stack) close to 1."""
         a, b, c = group["ns_coefficients"]
         tall = matrix.shape[-2] > matrix.shape[-1]
-        x = matrix.mT if tall else matrix
+        x = matrix.mT if tall else matrix  # the Gram matrix x·xᵀ is smaller for wide matrices
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["ns_eps"])
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(group["ns_steps"]):
@@ -169,21 +178,21 @@ class Muon(TwoMoments):
         return x.mT if tall else x
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
-        """By `adjust_lr_fn`."""
-        return _RATIOS[group["adjust_lr_fn"]](*shape[-2:])
+        """The factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""
+        return _LR_SCALES[group["adjust_lr_fn"]](*shape[-2:])
 
     @staticmethod
     def update(
         weight: Tensor,
         grad: Tensor,
-        state: Any,
-        scalars: Any,
+        state: SimpleNamespace,
+        scalars: SimpleNamespace,
         amsgrad: bool,
         decoupled: bool,
         use_muon: bool = True,
         nesterov: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`m' = μ·m + (1-μ)·g; u = -lr·(lr_scale·O + wd·w)`; AdamW's for what is no matrix."""
+        """`m' = μ·m + (1-μ)·g; u = -lr·(lr_scale·O + wd·w)`, `O = state.orthogonalized`; AdamW's unless `use_muon`."""
         if not use_muon:
             return TwoMoments.update(weight, grad, state, scalars, amsgrad, decoupled)
         step_size = scalars.lr * scalars.lr_scale
@@ -191,5 +200,5 @@ class Muon(TwoMoments):
         return -change, {"momentum_buffer": _momentum(grad, state, scalars)}
 
 
-def _momentum(grad: Tensor, state: Any, scalars: Any) -> Tensor:
+def _momentum(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
     return state.momentum_buffer * scalars.momentum + grad * scalars.gain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,38 +11,40 @@ from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
-_SHORTEST = 5.0
-"""The length of average above which the second moment's variance is known well enough to divide by it."""
+_MIN_SMA_LENGTH = 5.0
+"""Length ρ of the simple moving average (SMA) above which the variance of the second moment is tractable."""
 
 
 class RAdam(TwoMoments):
-    """`torch.optim.RAdam` for weights stored in BF16: Adam that warms up by itself.
+    """`torch.optim.RAdam` for weights stored in BF16: Adam with a built-in warm-up.
 
-    The first steps (five of them at β2 = 0.999) follow the first moment alone; from there on Adam's step grows to its
-    full size.
+    The first steps (five of them at β2 = 0.999) use the first moment only. Then the step size grows to that of Adam.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes; an FP32 parameter 16.
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes. FP32 parameters take
+    16.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the two moments, each in [0, 1); up to β2 = 2/3 the second is never used.
-        eps: added to the root of the second moment, before its bias is corrected.
+        betas: decay rates of the two moments, each in [0, 1). For β2 ≤ 2/3 the second moment is never used.
+        eps: added to the root of the second moment, before the bias correction.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
-        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+        decoupled_weight_decay: decay the weights as AdamW does, per unit of learning rate, instead of the L2 penalty.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -66,27 +68,26 @@ class RAdam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Where the decay goes."""
+        """Whether the decay is decoupled."""
         return {"amsgrad": False, "decoupled": bool(group["decoupled_weight_decay"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """Adam's, with the rectification in the step size: `r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))` where `ρ > 5`.
+        """Adam's scalars, with the step size multiplied by `r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))` if `ρ > 5`.
 
-        Below that the denominator is one. Of the two cases one is chosen by products with 0 and 1, which numbers and
-        tensors both have.
+        Otherwise the denominator is 1. The case is selected by factors of 0 and 1, because `step` may be a tensor.
         """
         adam = super().scalars(group, lr, step)
         beta2 = group["betas"][1]
-        longest = 2 / (1 - beta2) - 1
-        length = longest - 2 * step * beta2**step / (1 - beta2**step)
-        known = (length > _SHORTEST) * 1.0
-        unknown = 1 - known
-        longest, length = max(longest, _SHORTEST), known * length + unknown * _SHORTEST
-        rectification = ((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5
-        root_correction = known * adam["root_correction"]
+        rho_inf = 2 / (1 - beta2) - 1
+        rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
+        rectified = (rho > _MIN_SMA_LENGTH) * 1.0
+        unrectified = 1 - rectified
+        rho_inf, rho = max(rho_inf, _MIN_SMA_LENGTH), rectified * rho + unrectified * _MIN_SMA_LENGTH
+        rectification = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
+        root_correction = rectified * adam["root_correction"]
         return {
             **adam,
-            "step_size": adam["step_size"] * (known * rectification + unknown),
+            "step_size": adam["step_size"] * (rectified * rectification + unrectified),
             "root_correction": root_correction,
-            "eps": root_correction * group["eps"] + unknown,
+            "eps": root_correction * group["eps"] + unrectified,
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,14 +14,18 @@ from hf_lowprec.optim.validation import check_range
 from hf_lowprec.rounding import State
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
 class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` for weights stored in BF16.
 
-    States: `momentum_buffer` (BF16 by default) if `momentum` is not zero; `compensation` (BF16) with
-        `rounding="kahan"`; `step`, an int64 scalar.
+    States: `momentum_buffer`, of the parameter's shape, BF16 by default, if `momentum` is not zero; `compensation`
+    (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
+
+    Bytes per parameter, gradient included: 6 with Kahan summation, 4 with the other modes, 2 more with momentum. FP32
+    parameters take 8, with momentum 12.
 
     Args:
         params: parameters or groups.
@@ -28,15 +33,16 @@ class SGD(LowPrecisionOptimizer):
         momentum: momentum factor.
         dampening: dampening of the gradient in the momentum, from the second step on.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
-        nesterov: look ahead by the momentum; needs a momentum and no dampening.
+        nesterov: use Nesterov momentum; needs `momentum > 0` and no dampening.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -60,7 +66,7 @@ class SGD(LowPrecisionOptimizer):
         )
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range, or Nesterov momentum lacks its conditions."""
+        """Raise ValueError if a hyperparameter is out of range, or `nesterov` does not go with the others."""
         check_range("momentum", group["momentum"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
         check_range("weight_decay", group["weight_decay"], 0.0)
@@ -71,15 +77,15 @@ class SGD(LowPrecisionOptimizer):
             )
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The momentum, if there is one."""
-        return (State("momentum_buffer", 1),) if group["momentum"] else ()
+        """The momentum buffer, unless `momentum` is zero."""
+        return (State("momentum_buffer", role=1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether there is a momentum, and of which kind."""
+        """Whether there is momentum, and whether it is Nesterov's."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The first step takes the whole gradient into the momentum, whatever the dampening, as torch does."""
+        """As in torch, the first step adds the whole gradient to the momentum buffer, without dampening."""
         return {
             "lr": lr,
             "momentum": group["momentum"],
@@ -89,7 +95,7 @@ class SGD(LowPrecisionOptimizer):
 
     @staticmethod
     def update(
-        weight: Tensor, grad: Tensor, state: Any, scalars: Any, momentum: bool, nesterov: bool
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, momentum: bool, nesterov: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`g = grad + wd·w; v = μ·v + (1-dampening)·g; u = -lr·v`, or `-lr·(g + μ·v)` with Nesterov."""
         grad = grad + weight * scalars.weight_decay

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,29 +15,37 @@ from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
 
 class StableAdamW(LowPrecisionOptimizer):
-    """AdamW that steps less where gradients outgrow their second moment, tensor by tensor; needs no gradient clipping.
+    """AdamW with update clipping per tensor: smaller steps where gradients outgrow their second moment.
+
+    It needs no gradient clipping.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`; `step`, an int64 scalar. Bytes per parameter as AdamW: 10 with Kahan summation, 8 without.
+    `rounding="kahan"`; `step`, an int64 scalar.
+
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes. FP32 parameters take
+    16.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
-        eps: added to the root of the second moment, and its least value where gradients are compared with it.
-        weight_decay: decoupled decay, per unit of learning rate; it shrinks with the step.
+        eps: added to the root of the second moment; its square is the lower bound of the second moment in the ratio
+            `g² / v`.
+        weight_decay: decoupled decay, per unit of learning rate; reduced together with the step.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-6,
@@ -55,11 +64,11 @@ class StableAdamW(LowPrecisionOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The moments."""
-        return State("exp_avg", 2), State("exp_avg_sq", 1)
+        """The two moments."""
+        return State("exp_avg", role=2), State("exp_avg_sq", role=1)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The bias correction is in the decay rates: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
+        """The decay rates contain the bias correction: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""
         beta1, beta2 = group["betas"]
         return {
             "beta1": beta1 * (1 - beta1 ** (step - 1)) / (1 - beta1**step),
@@ -68,26 +77,29 @@ class StableAdamW(LowPrecisionOptimizer):
             "gain2": (1 - beta2) / (1 - beta2**step),
             "lr": lr,
             "eps": group["eps"],
-            "least": max(group["eps"] ** 2, 2.0**-126),  # FP32's least normal number: 0/0 would undo the clipping
+            # At least the smallest normal FP32 number, because 0/0 would make the mean NaN and undo the clipping.
+            "min_exp_avg_sq": max(group["eps"] ** 2, 2.0**-126),
             "weight_decay": group["weight_decay"],
         }
 
     @staticmethod
-    def tensor_mean(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> Tensor:
-        """`g² / max(v, ε²)`, whose root mean is 1 as long as gradients are what the second moment expects."""
+    def tensor_mean(weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
+        """`g² / max(v, ε²)`. The root of its mean, the RMS in `update`, is about 1 while gradients match `v`."""
         exp_avg_sq = _second_moment(grad, state, scalars)
-        return grad * grad / torch.where(exp_avg_sq > scalars.least, exp_avg_sq, scalars.least)
+        return grad * grad / torch.where(exp_avg_sq > scalars.min_exp_avg_sq, exp_avg_sq, scalars.min_exp_avg_sq)
 
     @staticmethod
-    def update(weight: Tensor, grad: Tensor, state: Any, scalars: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)`."""
+    def update(
+        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`u = -η·(m / (√v + ε) + wd·w)`, with `η = lr / max(1, RMS)` and `RMS = √mean(g² / max(v, ε²))`."""
         exp_avg = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg_sq = _second_moment(grad, state, scalars)
-        excess = sqrt_rn(scalars.tensor_mean)
-        step_size = scalars.lr / torch.where(excess > 1.0, excess, 1.0)
+        rms = sqrt_rn(scalars.tensor_mean)
+        step_size = scalars.lr / torch.where(rms > 1.0, rms, 1.0)
         change = exp_avg / (sqrt_rn(exp_avg_sq) + scalars.eps) + weight * scalars.weight_decay
         return -(change * step_size), {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-def _second_moment(grad: Tensor, state: Any, scalars: Any) -> Tensor:
+def _second_moment(grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace) -> Tensor:
     return state.exp_avg_sq * scalars.beta2 + grad * grad * scalars.gain2

@@ -1,1 +1,1 @@
-"""The three ways to run a step (eager torch, compiled C, Triton) and the choice between them."""
+"""The three backends that run a step (eager torch, compiled C, Triton), and the choice between them."""

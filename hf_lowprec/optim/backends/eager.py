@@ -5,39 +5,45 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.step import clipping
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused import evaluate, fused_step
-from hf_lowprec.optim.step.fused_group import FusedGroup
-
-CHUNK = 1 << 22
-"""Elements computed at once; bounds the FP32 temporaries at a few dozen bytes each."""
+from hf_lowprec.optim.step.fused_group import CHUNK
 
 
-def run(fused_group: FusedGroup) -> None:
-    """Step every parameter of `fused_group` in place."""
-    if fused_group.skipped:
-        return
-    segments = fused_group.segments
-    columns = (column.tolist() for column in (segments.entry_index, segments.first, segments.end, segments.shift))
-    for entry, first, end, shift, keys in zip(*columns, fused_group.segment_keys(), strict=True):
-        for start in range(first, end, CHUNK):
-            part = slice(start, min(start + CHUNK, end))
-            index = torch.arange(part.start + shift, part.stop + shift, device=fused_group.device).to(torch.int32)
-            elements = fused_group.elements(entry, part)
-            new_weight, new_state = fused_step(fused_group.spec, *elements, index, keys)
-            # Values are already representable, so these copies only change the format.
-            param, *states = (tensor.view(-1)[part] for tensor in fused_group.entries[entry].written)
-            param.copy_(new_weight)
-            for stored, state in zip(fused_group.spec.states, states, strict=True):
-                state.copy_(new_state[stored.name])
+class EagerStep(BackendStep):
+    """Steps a fused group segment by segment, with torch's own operations; it keeps nothing between steps."""
 
+    def run(self) -> None:
+        """Step every parameter of the group in place."""
+        group = self.fused_group
+        if group.skipped:
+            return
+        segments = group.segments
+        columns = (column.tolist() for column in (segments.entry_index, segments.first, segments.end, segments.shift))
+        for entry_index, first, end, shift, keys in zip(*columns, group.segment_keys(), strict=True):
+            entry = group.entries[entry_index]
+            for start in range(first, end, CHUNK):
+                chunk = slice(start, min(start + CHUNK, end))
+                index = torch.arange(chunk.start + shift, chunk.stop + shift, device=group.device).to(torch.int32)
+                new_weight, new_states = fused_step(group.spec, *group.elements(entry_index, chunk), index, keys)
+                # Values are already representable, so these copies only change the format.
+                entry.weight.view(-1)[chunk].copy_(new_weight)
+                for name, state in entry.states.items():
+                    state.view(-1)[chunk].copy_(new_states[name])
 
-def tensor_sums(fused_group: FusedGroup) -> Tensor:
-    """The sums of the `tensor_mean` formula over each parameter of `fused_group`; FP64 of shape (entries) on its device."""
-    formula = fused_group.spec.tensor_mean
-    assert formula is not None
-    sums = torch.zeros(len(fused_group.entries), dtype=torch.float64, device=fused_group.device)
-    for k, entry in enumerate(fused_group.entries):
-        for start in range(0, entry.written[0].numel(), CHUNK):
-            values = evaluate(formula, fused_group.spec, *fused_group.elements(k, slice(start, start + CHUNK)))
-            sums[k] += values.double().sum()
-    return sums
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the group's gradients; FP64 scalar on its device."""
+        return clipping.square_sum(self.fused_group)
+
+    def tensor_sums(self) -> Tensor:
+        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the group's device."""
+        group = self.fused_group
+        formula = group.spec.tensor_mean
+        assert formula is not None
+        sums = torch.zeros(len(group.entries), dtype=torch.float64, device=group.device)
+        for k, entry in enumerate(group.entries):
+            for start in range(0, entry.weight.numel(), CHUNK):
+                values = evaluate(formula, group.spec, *group.elements(k, slice(start, start + CHUNK)))
+                sums[k] += values.double().sum()
+        return sums

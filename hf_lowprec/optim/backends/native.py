@@ -9,6 +9,8 @@ import ctypes
 import functools
 import hashlib
 import platform
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,58 +26,57 @@ from hf_lowprec.optim.backends.c_compiler import (
     require_compiler,
 )
 from hf_lowprec.optim.codegen.c import CHUNK, render
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step import clipping
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.segments import sum_by_entry
+from hf_lowprec.optim.step.spec import StepSpec
 
 
-def prepare(fused_group: FusedGroup) -> None:
-    """Compile what `fused_group` needs, so that running cannot fail.
+class NativeStep(BackendStep):
+    """Steps a fused group with a call of compiled C.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
     """
-    if "kernel" not in fused_group.kept:
-        fused_group.kept["kernel"], fused_group.kept["chunks"] = (
-            kernel(fused_group.spec),
-            fused_group.segments.chunks(CHUNK),
-        )
 
+    def __init__(self, fused_group: FusedGroup) -> None:
+        super().__init__(fused_group)
+        self._kernel = kernel(fused_group.spec)
+        self._chunks = fused_group.segments.chunks(CHUNK)
 
-def run(fused_group: FusedGroup) -> None:
-    """Step every parameter of `fused_group`, which was prepared, in place and in one call."""
-    if fused_group.skipped:
-        return
-    chunks = fused_group.kept["chunks"]
-    tables = (
-        chunks,
-        fused_group.segments.table,
-        fused_group.pointers(),
-        fused_group.all_scalars(fused_group.scalars),
-        fused_group.counts,
-    )
-    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph. Before
-    # the step, which leaves nothing else in the caches.
-    increment_version(fused_group.params)
-    fused_group.kept["kernel"].step(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
+    def run(self) -> None:
+        """Step every parameter of the group in place, in one call."""
+        if self.fused_group.skipped:
+            return
+        # Autograd notices a write that it did not see by the version of a weight; states are in no graph. Done before
+        # the step, which leaves nothing else in the caches.
+        increment_version(self.fused_group.weights)
+        self._call(self._kernel.step, self.fused_group.counts)
 
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the group's gradients; FP64 scalar on the CPU."""
+        return clipping.square_sum(self.fused_group)
 
-def tensor_sums(fused_group: FusedGroup) -> Tensor:
-    """The sums of the `tensor_mean` formula over each parameter of `fused_group`; FP64 of shape (entries)."""
-    chunks = fused_group.kept["chunks"]
-    sums = torch.empty(len(chunks), dtype=torch.float64, device="cpu")
-    tables = (
-        chunks,
-        fused_group.segments.table,
-        fused_group.pointers(),
-        fused_group.all_scalars(fused_group.scalars),
-        sums,
-    )
-    fused_group.kept["kernel"].tensor_sum(len(chunks), *(table.data_ptr() for table in tables), torch.get_num_threads())
-    return fused_group.sums_by_work(chunks, sums)
+    def tensor_sums(self) -> Tensor:
+        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the CPU."""
+        sums = torch.empty(len(self._chunks), dtype=torch.float64, device="cpu")
+        self._call(self._kernel.tensor_sum, sums)
+        return sum_by_entry(sums, self._chunks_per_entry)
+
+    def _call(self, function: Callable[..., None], last: Tensor) -> None:
+        """Call a compiled function with the tables of this step; `last` is its last table, the counts or the sums."""
+        group = self.fused_group
+        tables = (self._chunks, group.segments.table, group.pointers(), group.all_scalars(group.scalars), last)
+        function(len(self._chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
+
+    @cached_property
+    def _chunks_per_entry(self) -> Tensor:
+        return self.fused_group.segments.chunks_per_entry(self._chunks, len(self.fused_group.entries))
 
 
 def kernel(spec: StepSpec) -> ctypes.CDLL:
-    """The compiled functions `step` and, if it has a `tensor_mean`, `tensor_sum` of `spec`.
+    """The library with the compiled functions `step` and, if `spec` has a `tensor_mean`, `tensor_sum`.
 
     A spec that failed to compile is not tried again.
 

@@ -1,7 +1,7 @@
 """The `triton` backend: one kernel launch for all parameters of a spec, whatever their number.
 
 A model has hundreds of tensors; a launch for each costs the host more than the device needs for a billion parameters.
-So a table of pointers and a table of chunks go to the device, and a program per chunk looks up what it entries on.
+So a table of pointers and a table of chunks go to the device, and a program per chunk looks up what it works on.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ import functools
 import linecache
 import os
 from contextlib import nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.codegen.triton import render
-from hf_lowprec.optim.step.fused import StepSpec
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.graph_capture import is_capturing
+from hf_lowprec.optim.step.segments import sum_by_entry
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
 """Elements per program and iteration: eight per thread, 128 bits of BF16."""
 CHUNK = 8 * BLOCK
-"""Elements per program: enough to pay for the look-up in the tables."""
+"""Elements per program: enough to pay for reading the tables."""
 TAIL = BLOCK // 4
 """Elements per iteration where accesses are masked and narrow; few, so that this path does not cost registers."""
 WARPS = 4
@@ -35,7 +39,7 @@ class TritonError(RuntimeError):
     """Triton cannot run here; the message says why and what to do."""
 
 
-def require(device: torch.device | None = None) -> None:
+def check_available(device: torch.device | None = None) -> None:
     """Raise TritonError unless Triton is installed and can run on `device`, or somewhere if that is None."""
     try:
         import triton
@@ -61,7 +65,7 @@ def require(device: torch.device | None = None) -> None:
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Whether `device` is a GPU (NVIDIA, AMD, Intel) that computes in BF16, which is where this backend is chosen."""
+    """Whether `device` is a GPU (NVIDIA, AMD, Intel) that computes in BF16; `"auto"` chooses this backend there."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -74,85 +78,152 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+class _StepTables(NamedTuple):
+    """This step's tables on the device: see `FusedGroup.pointers`, `scalars` and `counts`."""
+
+    pointers: Tensor
+    scalars: Tensor
+    counts: Tensor
 
 
-def prepare(fused_group: FusedGroup) -> None:
-    """Build the kernel and the static tables of `fused_group`.
+class TritonStep(BackendStep):
+    """Steps a fused group with one kernel launch, without waiting for the device.
+
+    Attributes:
+        step_kernel: the Triton function that steps a chunk.
 
     Raises:
-        TritonError: Triton is not installed, or does not run on the fused_group's device.
+        TritonError: Triton is not installed, or does not run on the group's device.
     """
-    if "kernel" not in fused_group.kept:
-        require(fused_group.device)
-        fused_group.kept["step"], fused_group.kept["tensor_sum"] = kernels(fused_group.spec)
+
+    capturable = True
+
+    def __init__(self, fused_group: FusedGroup) -> None:
+        check_available(fused_group.device)
+        super().__init__(fused_group)
+        self.step_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
+        self._host_chunks = fused_group.segments.chunks(CHUNK)
         always = torch.ones((), dtype=torch.int32, device="cpu")
-        fused_group.kept["chunks"] = fused_group.segments.chunks(CHUNK)
-        fused_group.kept["static"] = _upload(
-            fused_group.device, fused_group.kept["chunks"], fused_group.segments.table, always
-        )
+        static = (self._host_chunks, fused_group.segments.table, always)
+        self._chunks, self._segments, self._always = _upload(fused_group.device, *static)
+        self._tables: _StepTables | None = None
+        self._sent_pointers: _SentPointers | None = None
+        self._pinned_reserve: list[Tensor] = []
+        self._has_run = False
 
-
-def run(fused_group: FusedGroup) -> None:
-    """Step every parameter of `fused_group`, which was prepared, in place: one launch, without waiting for the device."""
-    chunks, segments, always = fused_group.kept["static"]
-    if len(chunks) == 0:
-        return
-    pointers, scalars, counts = _dynamic(fused_group)
-    enabled = always if fused_group.enabled is None else fused_group.enabled.to(torch.int32)
-    with _on(fused_group.device):
-        fused_group.kept["step"][(len(chunks),)](
-            *(chunks, segments, pointers, fused_group.all_scalars(scalars), counts, enabled),
-            **_sizes(fused_group.device),
-        )
-    fused_group.kept["has run"] = True
-    # By the version of a weight autograd finds out about a write that it did not see; states are in no graph.
-    increment_version(fused_group.params)
-
-
-def has_run(fused_group: FusedGroup) -> bool:
-    """Whether the kernel of `fused_group` is loaded, or there is nothing to run."""
-    return "has run" in fused_group.kept or len(fused_group.kept["static"][0]) == 0
-
-
-def tensor_sums(fused_group: FusedGroup) -> Tensor:
-    """The sums of the `tensor_mean` formula over each parameter of `fused_group`; FP64 of shape (entries) on its device."""
-    chunks, segments, _ = fused_group.kept["static"]
-    sums = torch.empty(len(chunks), dtype=torch.float64, device=fused_group.device)
-    if len(chunks) > 0:
-        pointers, scalars, _ = _dynamic(fused_group)
-        with _on(fused_group.device):
-            fused_group.kept["tensor_sum"][(len(chunks),)](
-                *(chunks, segments, pointers, fused_group.all_scalars(scalars), sums), **_sizes(fused_group.device)
+    def run(self) -> None:
+        """Step every parameter of the group in place: one launch, without waiting for the device."""
+        if len(self._chunks) == 0:
+            return
+        group, tables = self.fused_group, self._step_tables()
+        enabled = self._always if group.enabled is None else group.enabled.to(torch.int32)
+        scalars = group.all_scalars(tables.scalars)
+        with _on(group.device):
+            self.step_kernel[(len(self._chunks),)](
+                *(self._chunks, self._segments, tables.pointers, scalars, tables.counts, enabled),
+                **_constants(group.device),
             )
-    return fused_group.sums_by_work(fused_group.kept["chunks"], sums)
+        self._has_run = True
+        # Autograd notices a write that it did not see by the version of a weight; states are in no graph.
+        increment_version(group.weights)
+
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the group's gradients; FP64 scalar on its device."""
+        import triton.language as tl
+
+        from hf_lowprec.optim.backends.triton_kernels import square_sum
+
+        group = self.fused_group
+        sums = torch.empty(len(self._chunks), dtype=torch.float64, device=group.device)
+        if len(self._chunks) > 0:
+            dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+            pointers = self._step_tables().pointers
+            with _on(group.device):
+                square_sum[(len(self._chunks),)](
+                    *(self._chunks, self._segments, pointers, sums),
+                    **{"COLUMNS": self._segments.shape[1], "TENSORS": len(group.spec.tensors)},
+                    **{"DTYPE": dtype[group.spec.grad_dtype]},
+                    **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(group.device)},
+                )
+        return sums.sum()
+
+    def tensor_sums(self) -> Tensor:
+        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the group's device."""
+        group = self.fused_group
+        sums = torch.empty(len(self._chunks), dtype=torch.float64, device=group.device)
+        if len(self._chunks) > 0:
+            tables = self._step_tables()
+            with _on(group.device):
+                self._tensor_sum_kernel[(len(self._chunks),)](
+                    *(self._chunks, self._segments, tables.pointers, group.all_scalars(tables.scalars), sums),
+                    **_constants(group.device),
+                )
+        return sum_by_entry(sums, self._chunks_per_entry)
+
+    @cached_property
+    def _chunks_per_entry(self) -> Tensor:
+        group = self.fused_group
+        return group.segments.chunks_per_entry(self._host_chunks, len(group.entries)).to(group.device)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the kernel is loaded, or there is nothing to run."""
+        return self._has_run or len(self._chunks) == 0
+
+    def release_tables(self) -> None:
+        """Let go of this step's tables: at the end of the step, or since addresses in them have changed."""
+        self._tables = None
+
+    def _step_tables(self) -> _StepTables:
+        """This step's tables on the device, sent there on the first call of a step."""
+        if self._tables is None:
+            group = self.fused_group
+            if group.device_scalars:
+                self._tables = _StepTables(self._pointers_on_device(), group.scalars, group.counts)
+            else:
+                host_tables = (group.pointers(), group.scalars, group.counts)
+                self._tables = _StepTables(*_upload(group.device, *host_tables))
+        return self._tables
+
+    def _pointers_on_device(self) -> Tensor:
+        """The table of pointers, where scalars and counts are on the device already.
+
+        It is sent when an address has changed; and by every captured graph, from memory that stays as it is.
+        """
+        device, pointers = self.fused_group.device, self.fused_group.pointers()
+        if device.type == "cuda" and is_capturing():
+            if not self._pinned_reserve:
+                raise RuntimeError(
+                    f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a "
+                    "graph before the next is captured"
+                )
+            # Memory cannot be pinned during a capture, and what a graph copies from must stay as it is.
+            pinned = self._pinned_reserve.pop().copy_(pointers)
+            _captured.append((self, pinned))
+            return pinned.to(device, non_blocking=True)
+        while device.type == "cuda" and len(self._pinned_reserve) < _RESERVE:
+            self._pinned_reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
+        if self._sent_pointers is None or not torch.equal(self._sent_pointers.host, pointers):
+            pointers = pointers.clone()  # the fused group writes its next ones over these
+            self._sent_pointers = _SentPointers(pointers, *_upload(device, pointers))
+        return self._sent_pointers.device
 
 
-def square_sum(fused_group: FusedGroup) -> Tensor:
-    """The sum of the squares of a fused_group's gradients; FP64 scalar on its device."""
-    import triton.language as tl
+class _SentPointers(NamedTuple):
+    """A table of pointers as it was sent to the device, and its copy there."""
 
-    from hf_lowprec.optim.backends.triton_kernels import square_sum
-
-    chunks, segments, _ = fused_group.kept["static"]
-    sums = torch.empty(len(chunks), dtype=torch.float64, device=fused_group.device)
-    if len(chunks) > 0:
-        pointers, *_ = _dynamic(fused_group)
-        dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-        with _on(fused_group.device):
-            square_sum[(len(chunks),)](
-                *(chunks, segments, pointers, sums),
-                **{"COLUMNS": segments.shape[1], "TENSORS": len(fused_group.spec.tensors)},
-                **{"DTYPE": dtype[fused_group.spec.grad_dtype]},
-                **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(fused_group.device)},
-            )
-    return sums.sum()
+    host: Tensor
+    device: Tensor
 
 
-def _sizes(device: torch.device) -> dict[str, Any]:
-    """What the printed kernels are compiled for."""
+_captured: list[tuple[TritonStep, Tensor]] = []
+"""What captured graphs read, as long as they may be replayed: steps with their tables, and pinned host memory."""
+_RESERVE = 4
+"""Pinned tables that a step keeps ready, one for each time that a capture asks for pointers."""
+
+
+def _constants(device: torch.device) -> dict[str, Any]:
+    """The constants and options with which the rendered kernels are compiled."""
     return {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": _warps(device), "enable_fp_fusion": False}
 
 
@@ -164,47 +235,6 @@ def _warps(device: torch.device) -> int:
 
 def _on(device: torch.device) -> Any:
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
-
-
-def _dynamic(fused_group: FusedGroup) -> list[Tensor]:
-    """This step's pointers, scalars and counts on the device."""
-    if "dynamic" not in fused_group.passing:
-        if fused_group.device_scalars:
-            fused_group.passing["dynamic"] = [_deferred_pointers(fused_group), fused_group.scalars, fused_group.counts]
-        else:
-            fused_group.passing["dynamic"] = _upload(
-                fused_group.device, fused_group.pointers(), fused_group.scalars, fused_group.counts
-            )
-    return fused_group.passing["dynamic"]
-
-
-_captured: list[Any] = []
-"""What captured graphs read, as long as they may be replayed: fused_groups with their tables, and host memory."""
-_RESERVE = 4
-"""Pieces of pinned memory that a fused_group keeps ready, one for each time that a capture asks for pointers."""
-
-
-def _deferred_pointers(fused_group: FusedGroup) -> Tensor:
-    """The table of pointers: sent when an address has changed, and by every captured graph from memory of its own."""
-    pointers = fused_group.pointers()
-    reserve: list[Tensor] = fused_group.kept.setdefault("pinned", [])
-    if fused_group.device.type == "cuda" and capturing():
-        if not reserve:
-            raise RuntimeError(
-                f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a graph "
-                "before the next is captured"
-            )
-        # Memory cannot be pinned during a capture, and what a graph copies from must stay as it is.
-        pinned = reserve.pop().copy_(pointers)
-        _captured.append((fused_group, pinned))
-        return pinned.to(fused_group.device, non_blocking=True)
-    while fused_group.device.type == "cuda" and len(reserve) < _RESERVE:
-        reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
-    known = fused_group.kept.get("pointers")
-    if known is None or not torch.equal(known[0], pointers):
-        pointers = pointers.clone()  # the fused_group writes its next ones over these
-        known = fused_group.kept["pointers"] = (pointers, *_upload(fused_group.device, pointers))
-    return known[1]
 
 
 def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
@@ -228,14 +258,10 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
 
 @functools.cache
 def kernels(spec: StepSpec) -> tuple[Any, Any]:
-    """The Triton functions that step `spec` and sum its `tensor_mean` formula, if it has one."""
+    """The Triton functions that step `spec` and sum its `tensor_mean` formula (None if it has none)."""
     source = render(spec)
-    words = (
-        spec.update.__qualname__,
-        spec.rounding,
-        *(dtype_name(d) for d in spec.tensors.values()),
-    )
-    name = f"<hf_lowprec {' '.join(words)} {hash(spec) & 0xFFFFFFFF:08x}>"
+    description = " ".join([spec.update.__qualname__, spec.rounding, *map(dtype_name, spec.tensors.values())])
+    name = f"<hf_lowprec {description} {hash(spec) & 0xFFFFFFFF:08x}>"
     # Triton reads a function's source through `inspect`, which looks here.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}

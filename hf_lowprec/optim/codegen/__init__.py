@@ -1,1 +1,1 @@
-"""Compiled code from the one formula: record the step as a graph, then write it as C or Triton."""
+"""Trace the step of a `StepSpec` as a graph of scalar operations, and render the graph as C or Triton."""

@@ -1,281 +1,311 @@
-"""Print a traced step as C: a loop over elements, a statement per operation.
+"""Render a traced step as C: loops over chunks and elements around one function that performs the traced operations.
 
-The compiler must not contract or re-associate: see the flags in `c_compiler.py`.
+The C compiler must neither contract nor re-associate floating-point operations; see the flags in `c_compiler.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
-from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
+from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 CHUNK = 1 << 15
-"""Elements that share a look-up in the tables."""
-BLOCK = 4
-"""Chunks that a thread takes at a time: enough to stream, few enough not to wait long for an interrupted core."""
+"""Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
+
+_CHUNKS_AT_ONCE = 4
+"""Chunks that a thread takes from the queue at once: enough for streaming access, and few enough that an interrupted
+thread does not keep the others waiting for long."""
+_PARTIAL_SUMS = 16
+"""Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
 _STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
 _TO_FLOAT = {torch.float32: "quiet({0})", torch.bfloat16: "as_float((uint32_t){0} << 16)", torch.float16: "(float){0}"}
 _FROM_FLOAT = {torch.float32: "{0}", torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)", torch.float16: "(_Float16){0}"}
 
-_TEMPLATE = """\
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-/* Two neighbouring BF16 values, moved at once; half the moves and no shuffles. */
-typedef uint32_t pair __attribute__((aligned(2), may_alias));
+class CRenderer(Renderer):
+    """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
 
-static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
-static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
-/* NaNs that this processor makes have an empty low payload; one that was loaded may not. */
-static inline float quiet(float value) {{ return value != value ? NAN : value; }}
+    def assign(self, name: str, expression: str, is_float: bool) -> str:
+        return f"const {'float' if is_float else 'uint32_t'} {name} = {expression};"
 
-{keys}
-static inline __attribute__((always_inline)) void element({parameters})
-{{
-{body}
-}}
+    def number(self, value: float, is_float: bool) -> str:
+        return f"{float(value).hex()}f" if is_float else f"0x{int(value) & 0xFFFFFFFF:x}u"
 
-/* chunks: (segment, element to begin with). segments: runs of an entry_index's elements.
-   By entry_index: pointers[{n_pointers}], scalars[{n_scalars}], and the steps counted so far. */
-void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
-          void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
-{{
-#pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
-    for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t *segment = segments[chunks[c][0]];
-        const int64_t start = chunks[c][1], {columns};
-        const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
-        int done = 0;
-{prologue}
-{pairs}
-#pragma GCC ivdep
-        for (int i = done; i < n; i++) {{
-            float {outputs};
-            element({singles});
-{stores}
-        }}
-    }}
-}}
-"""
-
-_KEYS = """
-static inline void segment_keys({parameters})
-{{
-{body}
-}}
-"""
-
-_TENSOR_SUM = """
-static inline __attribute__((always_inline)) float tensor_mean_term({parameters})
-{{
-{body}
-    return {result};
-}}
-
-/* The FP64 sum of `tensor_mean_term` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}. */
-void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
-             void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
-{{
-#pragma omp parallel for schedule(dynamic, {block}) num_threads(threads)
-    for (int64_t c = 0; c < n_chunks; c++) {{
-        const int64_t *segment = segments[chunks[c][0]];
-        const int64_t start = chunks[c][1], {columns};
-        const int n = end - start < {chunk} ? (int)(end - start) : {chunk};
-{prologue}
-        double sum[{lanes}] = {{0}}, total = 0; /* several, since additions wait for one another */
-        int i = 0;
-        for (; i + {lanes} <= n; i += {lanes})
-            for (int j = 0; j < {lanes}; j++)
-                sum[j] += tensor_mean_term({ahead});
-        for (; i < n; i++)
-            total += tensor_mean_term({single});
-        for (int j = 0; j < {lanes}; j++)
-            total += sum[j];
-        sums[c] = total;
-    }}
-}}
-"""
-_LANES = 16
-
-_PAIRS = """\
-#pragma GCC ivdep
-        for (int i = 0; i < n / 2; i++) {{
-            float {even_outputs}, {odd_outputs};
-{loads}
-            element({evens});
-            element({odds});
-{stores}
-        }}
-        done = n / 2 * 2;
-"""
-
-
-class C(Renderer):
-    """Floats are `float`, integers `uint32_t` (defined wrap-around)."""
-
-    def assign(self, name: str, expression: str, floating: bool) -> str:
-        return f"const {'float' if floating else 'uint32_t'} {name} = {expression};"
-
-    def number(self, value: float, floating: bool) -> str:
-        return f"{float(value).hex()}f" if floating else f"0x{int(value) & 0xFFFFFFFF:x}u"
-
-    def compare(self, left: str, sign: str, right: str, floating: bool) -> str:
-        return f"{left} {sign} {right}" if floating else f"(int32_t){left} {sign} (int32_t){right}"
+    def compare(self, left: str, sign: str, right: str, is_float: bool) -> str:
+        return f"{left} {sign} {right}" if is_float else f"(int32_t){left} {sign} (int32_t){right}"
 
     def divide(self, left: str, right: str) -> str:
         return f"{left} / {right}"
 
-    def shift_right(self, value: str, by: int) -> str:
-        return f"(uint32_t)((int32_t){value} >> {by})"
+    def shift_right(self, value: str, bits: int) -> str:
+        return f"(uint32_t)((int32_t){value} >> {bits})"
 
-    def negative(self, value: str) -> str:
+    def negate(self, value: str) -> str:
         return f"-{value}"
 
-    def select(self, condition: str, yes: str, no: str) -> str:
-        return f"{condition} ? {yes} : {no}"
+    def select(self, condition: str, if_true: str, if_false: str) -> str:
+        return f"{condition} ? {if_true} : {if_false}"
 
-    def bits(self, value: str, to_float: bool) -> str:
+    def bitcast(self, value: str, to_float: bool) -> str:
         return f"{'as_float' if to_float else 'as_bits'}({value})"
 
     def sqrt_rn(self, value: str) -> str:
         return f"sqrtf({value})"
 
     def quiet_nan(self, value: str) -> str:
-        return value  # done on load, see `quiet` in the template
+        return value  # done when the value is loaded, see `quiet` in _HEADER
 
     def weyl(self, index: str, key0: str) -> str:
-        return f"weyl{key0.removeprefix('key').removesuffix('_0')}"  # carried along the loop
+        # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.
+        return f"weyl{key0.removeprefix('key').removesuffix('_0')}"
 
 
 def render(spec: StepSpec) -> str:
-    """The C source of `void step(...)` for one spec, and of `void tensor_sum(...)` if the algorithm has a `tensor_mean`."""
-    return _render_step(spec) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec))
+    """The C source of `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of `tensor_sum`.
+
+    The `native` backend compiles it to a shared library and calls both functions through ctypes.
+    """
+    source = _HEADER.format(description="\n   ".join(description(spec)))
+    source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
+    return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
+
+
+_HEADER = """\
+/* {description} */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Two adjacent BF16 elements, loaded or stored together: half as many memory accesses and no shuffles. */
+typedef uint32_t bf16_pair __attribute__((aligned(2), may_alias));
+
+static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
+static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
+/* Rounding adds to the bits of a NaN, so low payload bits could carry into the exponent. NaNs that arithmetic
+   produces have none; NaNs loaded from FP32 tensors may, and are replaced here. */
+static inline float quiet(float value) {{ return value != value ? NAN : value; }}
+"""
+
+
+_SEGMENT_KEYS = """
+/* This step's keys of the random words, from a segment's stream keys. */
+static inline void segment_keys(
+        {parameters})
+{{
+{body}
+}}
+"""
+
+
+def _render_segment_keys(spec: StepSpec) -> str:
+    """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
+    inputs = ("step", "index_high", *spec.stream_names)
+    lines, results = statements(trace_keys(spec), CRenderer(), inputs)
+    stores = [f"*{key} = {result};" for key, result in zip(spec.key_names, results, strict=True)]
+    parameters = [f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in spec.key_names]
+    return _SEGMENT_KEYS.format(parameters=arguments(parameters, 8), body=indent(4, lines + stores))
+
+
+_STEP = """
+/* One element: the operations traced from `fused_step` in step/fused.py. */
+static inline __attribute__((always_inline)) void fused_step(
+        {parameters})
+{{
+{body}
+}}
+
+/* One optimizer step of all parameters of a fused group.
+
+   chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
+   segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
+   By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far. */
+void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
+          void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
+{{
+#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
+{chunk_bounds}
+        int done = 0;
+{chunk_inputs}
+{pairs}
+#pragma GCC ivdep
+        for (int i = done; i < count; i++) {{
+            float {outputs};
+            fused_step(
+                {arguments});
+{stores}
+        }}
+    }}
+}}
+"""
+
+_PAIRS = """\
+#pragma GCC ivdep
+        for (int i = 0; i < count / 2; i++) {{
+            float {even_outputs};
+            float {odd_outputs};
+{loads}
+            fused_step(
+                {even_arguments});
+            fused_step(
+                {odd_arguments});
+{stores}
+        }}
+        done = count / 2 * 2;
+"""
 
 
 def _render_step(spec: StepSpec) -> str:
-    tensors, written = spec.tensors, spec.written
+    """Render `step`; where all tensors are BF16, its inner loop handles two elements at a time."""
+    tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    second_keys = [f"key{word}_1" for word in spec.random_words]
-    lines, results = statements(trace(spec), C(), {"index", *keys})
+    key1s = [f"key{word}_1" for word in spec.random_words]
     weyls = [f"weyl{word}" for word in spec.random_words]
+    lines, results = statements(trace(spec), CRenderer(), {"index", *keys})
 
-    prologue = _loaded(spec, scalars, written)
+    chunk_inputs = _load_chunk_inputs(spec, scalars, output_tensors)
     if keys:
-        drawn_from = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
-        prologue.append(f"uint32_t {', '.join(keys)};")
-        prologue.append(f"segment_keys({', '.join([*drawn_from, *(f'&{name}' for name in keys)])});")
-        prologue.append("const uint32_t base = (uint32_t)(start + shift);")
-    prologue += [f"uint32_t weyl{word} = base * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
+        # Step counts are those before this step, which counts from 1.
+        key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
+        chunk_inputs.append(f"uint32_t {', '.join(keys)};")
+        chunk_inputs.append(f"segment_keys({', '.join([*key_inputs, *(f'&{name}' for name in keys)])});")
+        chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
+    chunk_inputs += [f"uint32_t weyl{word} = first_index * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
 
-    parameters = [f"float {name}" for name in [*tensors, *scalars]] + [
-        f"uint32_t {name}" for name in [*second_keys, *weyls]
-    ]
-    parameters += [f"float *new_{name}" for name in written]
+    parameters = [f"float {name}" for name in [*tensors, *scalars]]
+    parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
+    parameters += [f"float *new_{name}" for name in output_tensors]
 
-    def call(values: list[str], ahead: str = "", suffix: str = "") -> str:
-        sequence = [name + ahead for name in weyls]
-        return ", ".join([*values, *scalars, *second_keys, *sequence, *(f"&new_{name}{suffix}" for name in written)])
+    def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
+        sequences = [name + weyl_offset for name in weyls]
+        pointers = [f"&new_{name}{suffix}" for name in output_tensors]
+        return arguments([*values, *scalars, *key1s, *sequences, *pointers], 16)
 
-    def advance(step: str) -> list[str]:
-        return [f"{name} += {step};" for name in weyls]
+    def advance_weyls(increment: str) -> list[str]:
+        return [f"{name} += {increment};" for name in weyls]
 
     pairs = ""
     if set(tensors.values()) == {torch.bfloat16}:
+        pair_stores = [
+            f"((bf16_pair *){name}_ptr)[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
+            for name in output_tensors
+        ]
         pairs = _PAIRS.format(
-            even_outputs=", ".join(f"new_{name}_even" for name in written),
-            odd_outputs=", ".join(f"new_{name}_odd" for name in written),
-            loads=indented(12, [f"const uint32_t two_{name} = ((const pair *)p_{name})[i];" for name in tensors]),
-            evens=call([f"as_float(two_{name} << 16)" for name in tensors], suffix="_even"),
-            odds=call([f"as_float(two_{name} & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"),
-            stores=indented(
-                12,
-                [
-                    f"((pair *)p_{name})[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
-                    for name in written
-                ]
-                + advance(f"2 * {_GOLDEN}"),
+            even_outputs=", ".join(f"new_{name}_even" for name in output_tensors),
+            odd_outputs=", ".join(f"new_{name}_odd" for name in output_tensors),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]),
+            even_arguments=fused_step_arguments([f"as_float({name}_pair << 16)" for name in tensors], "", "_even"),
+            odd_arguments=fused_step_arguments(
+                [f"as_float({name}_pair & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"
             ),
+            stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
         )
-    return _TEMPLATE.format(
-        **_sizes(spec, scalars),
-        keys=_keys(spec) if keys else "",
-        parameters=", ".join(parameters),
-        body=indented(4, lines + [f"*new_{name} = {result};" for name, result in zip(written, results, strict=True)]),
-        prologue=indented(8, prologue),
+    stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
+    return _STEP.format(
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, chunk_inputs),
+        parameters=arguments(parameters, 8),
+        body=indent(4, lines + outputs),
         pairs=pairs,
-        outputs=", ".join(f"new_{name}" for name in written),
-        singles=call([_TO_FLOAT[dtype].format(f"p_{name}[i]") for name, dtype in tensors.items()]),
-        stores=indented(
-            12,
-            [f"p_{name}[i] = {_FROM_FLOAT[tensors[name]].format('new_' + name)};" for name in written]
-            + advance(_GOLDEN),
-        ),
+        outputs=", ".join(f"new_{name}" for name in output_tensors),
+        arguments=fused_step_arguments([_TO_FLOAT[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        stores=indent(12, stores + advance_weyls(_GOLDEN)),
     )
+
+
+_TENSOR_SUM = """
+/* One element: the operations traced from the algorithm's `tensor_mean` formula. */
+static inline __attribute__((always_inline)) float tensor_mean_term(
+        {parameters})
+{{
+{body}
+    return {result};
+}}
+
+/* The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each. */
+void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
+                void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
+{{
+#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
+{chunk_bounds}
+{chunk_inputs}
+        /* Several partial sums, because each addition waits for the previous one into the same sum. */
+        double partial_sums[{partial_sums}] = {{0}}, total = 0;
+        int i = 0;
+        for (; i + {partial_sums} <= count; i += {partial_sums})
+            for (int j = 0; j < {partial_sums}; j++)
+                partial_sums[j] += tensor_mean_term(
+                    {partial_arguments});
+        for (; i < count; i++)
+            total += tensor_mean_term(
+                {arguments});
+        for (int j = 0; j < {partial_sums}; j++)
+            total += partial_sums[j];
+        sums[chunk] = total;
+    }}
+}}
+"""
 
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, C(), ())
-    read = used(graph, spec.tensors)
+    lines, (result,) = statements(graph, CRenderer(), integers=())
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
-    taken = used(graph, scalars)
+    used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
 
-    def call(index: str) -> str:
-        return ", ".join([*(_TO_FLOAT[spec.tensors[name]].format(f"p_{name}[{index}]") for name in read), *taken])
+    def term_arguments(index: str, spaces: int) -> str:
+        values = [_TO_FLOAT[spec.tensors[name]].format(f"{name}_ptr[{index}]") for name in used_tensors]
+        return arguments([*values, *used_scalars], spaces)
 
     return _TENSOR_SUM.format(
-        parameters=", ".join(f"float {name}" for name in [*read, *taken]),
-        body=indented(4, lines),
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, _load_chunk_inputs(spec, scalars, ())),
+        parameters=arguments([f"float {name}" for name in [*used_tensors, *used_scalars]], 8),
+        body=indent(4, lines),
         result=result,
-        **_sizes(spec, scalars),
-        prologue=indented(8, _loaded(spec, scalars, ())),
-        lanes=_LANES,
-        ahead=call("i + j"),
-        single=call("i"),
+        partial_sums=_PARTIAL_SUMS,
+        partial_arguments=term_arguments("i + j", 20),
+        arguments=term_arguments("i", 16),
     )
 
 
-def _loaded(spec: StepSpec, scalars: Sequence[str], written: Collection[str]) -> list[str]:
-    """Statements that take a chunk's pointers and scalars from the tables of its entry_index."""
-    lines = []
-    for k, (name, dtype) in enumerate(spec.tensors.items()):
-        kind = f"{'' if name in written else 'const '}{_STORAGE[dtype]} *"
-        lines.append(f"{kind}restrict p_{name} = ({kind})pointers[entry_index][{k}] + start;")
-    return lines + [
-        f"const float {name} = scalars[entry_index * {len(scalars)} + {k}];" for k, name in enumerate(scalars)
+def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
+    """How many entries each row of the tables has."""
+    return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
+
+
+def _load_chunk_bounds(spec: StepSpec) -> list[str]:
+    """Statements that look up a chunk's segment, its first element and the number of its elements."""
+    names = [f"{name} = segment[{k}]" for k, name in enumerate(segment_columns(spec))]
+    return [
+        "const int64_t *segment = segments[chunks[chunk][0]];",
+        "const int64_t start = chunks[chunk][1];",
+        f"const int64_t {arguments(names, 12)};",
+        f"const int count = end - start < {CHUNK} ? (int)(end - start) : {CHUNK};",
     ]
 
 
-def _keys(spec: StepSpec) -> str:
-    """The function that computes the keys of a segment's random words from their streams."""
-    inputs = ("step", "index_high", *spec.stream_names)
-    lines, results = statements(trace_keys(spec), C(), inputs)
-    return _KEYS.format(
-        parameters=", ".join(
-            [f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in spec.key_names]
-        ),
-        body=indented(4, lines + [f"*{key} = {result};" for key, result in zip(spec.key_names, results, strict=True)]),
-    )
-
-
-def _sizes(spec: StepSpec, scalars: Sequence[str]) -> dict[str, Any]:
-    """What both templates are filled in with."""
-    names = columns(spec)
-    return {
-        "n_columns": len(names),
-        "n_pointers": len(spec.tensors),
-        "n_scalars": len(scalars),
-        "chunk": CHUNK,
-        "block": BLOCK,
-        "columns": ", ".join(f"{name} = segment[{k}]" for k, name in enumerate(names)),
-    }
+def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
+    """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
+    lines = []
+    for k, (name, dtype) in enumerate(spec.tensors.items()):
+        pointer_type = f"{'' if name in output_tensors else 'const '}{_STORAGE[dtype]} *"
+        lines.append(f"{pointer_type}restrict {name}_ptr = ({pointer_type})pointers[entry_index][{k}] + start;")
+    names = list(scalars)
+    return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

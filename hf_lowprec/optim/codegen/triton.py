@@ -1,8 +1,8 @@
-"""Print a traced step as Triton: a kernel over chunks of segments, a statement per operation.
+"""Render a traced step as Triton: a program per chunk around one function that performs the traced operations.
 
-BF16 travels as 16-bit integers, so that neither a compiler nor Triton's interpreter rounds it a second time. Pointers
-come from a table, of which the compiler knows nothing; a chunk that is whole and lies on 16-byte boundaries promises
-alignment and moves 128 bits at once, any other is masked.
+BF16 is loaded and stored as 16-bit integers, so that neither the compiler nor Triton's interpreter rounds it a second
+time. Addresses come from a table, so the compiler knows nothing about their alignment: for a full chunk on 16-byte
+boundaries the kernel promises it, which gives 128-bit accesses. Any other chunk is accessed under a mask.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hf_lowprec.optim.codegen.trace import Renderer, indented, statements, trace, trace_keys, trace_tensor_mean, used
-from hf_lowprec.optim.step.fused import StepSpec
-from hf_lowprec.optim.step.param_entry import columns
+from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
+from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding.random import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
@@ -27,74 +28,201 @@ _FROM_FLOAT = {
     torch.bfloat16: "({0}.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)",
     torch.float16: "{0}.to(tl.float16)",
 }
+_MASK = ", mask=mask, other=0"
 
-_TEMPLATE = """\
+
+class TritonRenderer(Renderer):
+    """Renders floats as `tl.float32` and integers as `tl.int32`."""
+
+    def assign(self, name: str, expression: str, is_float: bool) -> str:
+        return f"{name} = {expression}"
+
+    def number(self, value: float, is_float: bool) -> str:
+        return repr(torch.tensor(value, dtype=torch.float32, device="cpu").item() if is_float else int(value))
+
+    def divide(self, left: str, right: str) -> str:
+        return f"tl.div_rn({left}, {right})"
+
+    def shift_right(self, value: str, bits: int) -> str:
+        return f"{value} >> {bits}"
+
+    def negate(self, value: str) -> str:
+        return f"{value} * -1.0"  # Triton's unary minus computes 0 - x, which loses the sign of zero
+
+    def select(self, condition: str, if_true: str, if_false: str) -> str:
+        return f"tl.where({condition}, {if_true}, {if_false})"
+
+    def bitcast(self, value: str, to_float: bool) -> str:
+        return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
+
+    def sqrt_rn(self, value: str) -> str:
+        return f"tl.sqrt_rn({value})"
+
+    def quiet_nan(self, value: str) -> str:
+        return f"tl.where({value} != {value}, float('nan'), {value})"  # NVIDIA's arithmetic gives NaN as 0x7FFFFFFF
+
+    def weyl(self, index: str, key0: str) -> str:
+        return f"{index} * {GOLDEN} + {key0}"
+
+
+def render(spec: StepSpec) -> str:
+    """The Python source of the kernel `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of
+    `tensor_sum`.
+
+    The `triton` backend executes it and launches both kernels.
+    """
+    source = _HEADER.format(description="\n# ".join(description(spec)))
+    source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
+    return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
+
+
+_HEADER = """\
+# {description}
+
 import triton
 import triton.language as tl
+"""
 
+
+_SEGMENT_KEYS = """
 
 @triton.jit
-def element({inputs}):
+def segment_keys({inputs}):
+    # This step's keys of the random words, from a segment's stream keys.
+{body}
+    return {results}
+"""
+
+
+def _render_segment_keys(spec: StepSpec) -> str:
+    """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
+    inputs = ["step", "index_high", *spec.stream_names]
+    lines, results = statements(trace_keys(spec), TritonRenderer(), inputs)
+    return _SEGMENT_KEYS.format(inputs=arguments(inputs, 8), body=indent(4, lines), results=", ".join(results))
+
+
+_STEP = """
+
+@triton.jit
+def fused_step(
+    {inputs}
+):
+    # BLOCK elements: the operations traced from `fused_step` in step/fused.py.
 {body}
     return {results}
 
 
 @triton.jit
-def whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def step_aligned_chunk(
+    {chunk_inputs},
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
     for offset in range(0, CHUNK, BLOCK):
-        index = base + offset + lanes
+        index = first_index + offset + lanes
 {aligned_loads}
-        {outputs} = element({inputs})
+        {outputs} = fused_step(
+            {arguments}
+        )
 {aligned_stores}
 
 
 @triton.jit
-def part({operands}, count, BLOCK: tl.constexpr):
+def step_masked_chunk(
+    {chunk_inputs},
+    count, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
     for offset in range(0, count, BLOCK):
-        index = base + offset + lanes
+        index = first_index + offset + lanes
         mask = offset + lanes < count
 {masked_loads}
-        {outputs} = element({inputs})
+        {outputs} = fused_step(
+            {arguments}
+        )
 {masked_stores}
 
 
-{keys}
 @triton.jit
 def step(
     chunks, segments, pointers, scalars, counts, enabled, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # chunks: (segment, element to begin with). segments: runs of an entry_index's elements. By entry_index:
-    # pointers[{n_tensors}], scalars[{n_scalars}], and the steps counted so far. enabled: 0 to leave all as it is.
-{chunk}
-    base = (start + shift).to(tl.int32)
-{prologue}
-    left = tl.where(tl.load(enabled) != 0, left, 0)
-    if (left >= CHUNK) & ((({addresses}) & 15) == 0):
-        whole({operands}, CHUNK, BLOCK)
+    # One optimizer step of all parameters of a fused group; a program computes one chunk.
+    #
+    # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
+    # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
+    # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
+    # enabled: 0 to leave everything as it is.
+    # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
+{chunk_bounds}
+    first_index = (start + shift).to(tl.int32)
+{chunk_lookups}
+    remaining = tl.where(tl.load(enabled) != 0, remaining, 0)
+    if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
+        step_aligned_chunk(
+            {chunk_inputs},
+            CHUNK, BLOCK
+        )
     else:
-        part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL)
+        step_masked_chunk(
+            {chunk_inputs},
+            tl.minimum(remaining, CHUNK).to(tl.int32), TAIL
+        )
 """
 
-_KEYS = """
 
-@triton.jit
-def segment_keys({inputs}):
-{body}
-    return {results}
-"""
+def _render_step(spec: StepSpec) -> str:
+    tensors, output_tensors = spec.tensors, spec.output_tensors
+    scalars = [f"scalar_{name}" for name in spec.all_scalars]
+    keys = spec.key_names
+    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys})
+    addresses = [f"{name}_address" for name in tensors]
+
+    chunk_lookups = _load_chunk_inputs(spec, scalars)
+    if keys:
+        # Step counts are those before this step, which counts from 1.
+        key_inputs = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
+        key_inputs += [f"{name}.to(tl.int32)" for name in spec.stream_names]
+        chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
+
+    def stores(mask: str) -> str:
+        values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
+        return indent(8, [f"tl.store({name}_ptr, {value}{mask})" for name, value in values.items()])
+
+    inputs = [*tensors, *scalars, "index", *keys]
+    return _STEP.format(
+        inputs=arguments(inputs, 4),
+        arguments=arguments(inputs, 12),
+        chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
+        addresses=" | ".join(addresses),
+        outputs=", ".join(f"new_{name}" for name in output_tensors),
+        body=indent(4, lines),
+        results=", ".join(results),
+        n_pointers=len(tensors),
+        n_scalars=len(scalars),
+        chunk_bounds=indent(4, _load_chunk_bounds(spec)),
+        chunk_lookups=indent(4, chunk_lookups),
+        aligned_loads=_load_elements(spec, tensors, ""),
+        aligned_stores=stores(""),
+        masked_loads=_load_elements(spec, tensors, _MASK),
+        masked_stores=stores(", mask=mask"),
+    )
+
 
 _TENSOR_SUM = """
 
 @triton.jit
 def tensor_mean_term({inputs}):
+    # BLOCK elements: the operations traced from the algorithm's `tensor_mean` formula.
 {body}
     return {result}.to(tl.float64)
 
 
 @triton.jit
-def sum_whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def sum_aligned_chunk(
+    {chunk_inputs},
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for offset in range(0, CHUNK, BLOCK):
@@ -104,7 +232,10 @@ def sum_whole({operands}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sum_part({operands}, count, BLOCK: tl.constexpr):
+def sum_masked_chunk(
+    {chunk_inputs},
+    count, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for offset in range(0, count, BLOCK):
@@ -118,146 +249,70 @@ def sum_part({operands}, count, BLOCK: tl.constexpr):
 def tensor_sum(
     chunks, segments, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
 ):
-    # The FP64 sum of `tensor_mean_term` over each chunk; tables as for `step`, but for the scalars, here {n_scalars}.
-{chunk}
-{prologue}
-    if (left >= CHUNK) & ((({addresses}) & 15) == 0):
-        tl.store(sums + chunk, sum_whole({operands}, CHUNK, BLOCK))
+    # The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each.
+{chunk_bounds}
+{chunk_lookups}
+    if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
+        tl.store(sums + chunk, sum_aligned_chunk(
+            {chunk_inputs},
+            CHUNK, BLOCK
+        ))
     else:
-        tl.store(sums + chunk, sum_part({operands}, tl.minimum(left, CHUNK).to(tl.int32), TAIL))
+        tl.store(sums + chunk, sum_masked_chunk(
+            {chunk_inputs},
+            tl.minimum(remaining, CHUNK).to(tl.int32), TAIL
+        ))
 """
-
-
-class Triton(Renderer):
-    """Floats are `tl.float32`, integers `tl.int32`."""
-
-    def assign(self, name: str, expression: str, floating: bool) -> str:
-        return f"{name} = {expression}"
-
-    def number(self, value: float, floating: bool) -> str:
-        return repr(torch.tensor(value, dtype=torch.float32, device="cpu").item() if floating else int(value))
-
-    def divide(self, left: str, right: str) -> str:
-        return f"tl.div_rn({left}, {right})"
-
-    def shift_right(self, value: str, by: int) -> str:
-        return f"{value} >> {by}"
-
-    def negative(self, value: str) -> str:
-        return f"{value} * -1.0"  # Triton's own minus is 0 - x, which loses the sign of zero
-
-    def select(self, condition: str, yes: str, no: str) -> str:
-        return f"tl.where({condition}, {yes}, {no})"
-
-    def bits(self, value: str, to_float: bool) -> str:
-        return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
-
-    def sqrt_rn(self, value: str) -> str:
-        return f"tl.sqrt_rn({value})"
-
-    def quiet_nan(self, value: str) -> str:
-        return f"tl.where({value} != {value}, float('nan'), {value})"  # NVIDIA's own NaN is 0x7FFFFFFF
-
-    def weyl(self, index: str, key0: str) -> str:
-        return f"{index} * {GOLDEN} + {key0}"
-
-
-def render(spec: StepSpec) -> str:
-    """The Python source of the Triton kernel `step` for one spec, and of `tensor_sum` if the algorithm has a `tensor_mean`."""
-    return _render_step(spec) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec))
-
-
-def _render_step(spec: StepSpec) -> str:
-    tensors, written = spec.tensors, spec.written
-    scalars = [f"scalar_{name}" for name in spec.all_scalars]
-    keys = spec.key_names
-    lines, results = statements(trace(spec), Triton(), {"index", *keys})
-    addresses = [f"a_{name}" for name in tensors]
-
-    prologue = _looked_up(spec, scalars)
-    if keys:
-        words = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
-        words += [f"{name}.to(tl.int32)" for name in spec.stream_names]
-        prologue.append(f"{', '.join(keys)} = segment_keys({', '.join(words)})")
-
-    def stores(mask: str) -> str:
-        values = {name: _FROM_FLOAT[tensors[name]].format(f"new_{name}") for name in written}
-        return indented(8, [f"tl.store(p_{name}, {value}{mask})" for name, value in values.items()])
-
-    return _TEMPLATE.format(
-        inputs=", ".join([*tensors, *scalars, "index", *keys]),
-        operands=", ".join(["base", *addresses, *scalars, *keys]),
-        addresses=" | ".join(addresses),
-        outputs=", ".join(f"new_{name}" for name in written),
-        body=indented(4, lines),
-        results=", ".join(results),
-        n_tensors=len(tensors),
-        n_scalars=len(scalars),
-        keys=_keys(spec) if keys else "",
-        chunk=indented(4, _chunk(spec)),
-        prologue=indented(4, prologue),
-        aligned_loads=_loads(spec, tensors, ""),
-        aligned_stores=stores(""),
-        masked_loads=_loads(spec, tensors, ", mask=mask, other=0"),
-        masked_stores=stores(", mask=mask"),
-    )
 
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, Triton(), ())
-    read = used(graph, spec.tensors)
+    lines, (result,) = statements(graph, TritonRenderer(), integers=())
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
-    taken = used(graph, scalars)
+    used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
+    addresses = [f"{name}_address" for name in used_tensors]
     return _TENSOR_SUM.format(
-        inputs=", ".join([*read, *taken]),
-        operands=", ".join([*(f"a_{name}" for name in read), *taken]),
-        body=indented(4, lines),
+        inputs=arguments([*used_tensors, *used_scalars], 12),
+        chunk_inputs=arguments([*addresses, *used_scalars], 12),
+        addresses=" | ".join(addresses),
+        body=indent(4, lines),
         result=result,
         n_scalars=len(scalars),
-        chunk=indented(4, _chunk(spec)),
-        prologue=indented(4, _looked_up(spec, scalars)),
-        addresses=" | ".join(f"a_{name}" for name in read),
-        aligned_loads=_loads(spec, read, ""),
-        masked_loads=_loads(spec, read, ", mask=mask, other=0"),
+        chunk_bounds=indent(4, _load_chunk_bounds(spec)),
+        chunk_lookups=indent(4, _load_chunk_inputs(spec, scalars)),
+        aligned_loads=_load_elements(spec, used_tensors, ""),
+        masked_loads=_load_elements(spec, used_tensors, _MASK),
     )
 
 
-def _table(name: str, segment: str, entries: Sequence[str]) -> list[str]:
-    """Statements that take the entries of one segment of a table."""
-    return [f"{entry} = tl.load({name} + {segment} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
+def _load_row(table: str, row: str, entries: Sequence[str]) -> list[str]:
+    """Statements that load one row of a table, each entry into a variable of its name."""
+    return [f"{entry} = tl.load({table} + {row} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
 
 
-def _chunk(spec: StepSpec) -> list[str]:
-    """Statements that find out which chunk of which segment a program entries on."""
+def _load_chunk_bounds(spec: StepSpec) -> list[str]:
+    """Statements that look up the program's chunk, its segment, and how many elements remain to the segment's end."""
     return [
         "chunk = tl.program_id(0).to(tl.int64)",
-        *_table("chunks", "chunk", ["segment", "start"]),
-        *_table("segments", "segment", columns(spec)),
-        "left = end - start",
+        *_load_row("chunks", "chunk", ["segment", "start"]),
+        *_load_row("segments", "segment", segment_columns(spec)),
+        "remaining = end - start",
     ]
 
 
-def _looked_up(spec: StepSpec, scalars: list[str]) -> list[str]:
-    """Statements that take the entry_index's addresses and scalars from their tables, the addresses at the chunk's start."""
-    lines = _table("pointers", "entry_index", [f"a_{name}" for name in spec.tensors])
-    lines += [f"a_{name} += start * {dtype.itemsize}" for name, dtype in spec.tensors.items()]
-    return lines + _table("scalars", "entry_index", scalars)
+def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
+    """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
+    lines = _load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
+    lines += [f"{name}_address += start * {dtype.itemsize}" for name, dtype in spec.tensors.items()]
+    return lines + _load_row("scalars", "entry_index", scalars)
 
 
-def _keys(spec: StepSpec) -> str:
-    """The function that computes the keys of a segment's random words from their streams."""
-    inputs = ["step", "index_high", *spec.stream_names]
-    lines, results = statements(trace_keys(spec), Triton(), inputs)
-    return _KEYS.format(inputs=", ".join(inputs), body=indented(4, lines), results=", ".join(results))
-
-
-def _loads(spec: StepSpec, names: Iterable[str], mask: str) -> str:
-    """Statements that load a block of these tensors: masked, or promising alignment."""
+def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
+    """Statements that load BLOCK elements of these tensors as FP32, under a mask or with alignment promised."""
     pointers, values = [], []
     for name in names:
         dtype = spec.tensors[name]
-        scalar = f"(a_{name} + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
-        pointers.append(f"p_{name} = {scalar if mask else f'tl.multiple_of({scalar}, 16)'} + lanes")
-        values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load(p_{name}{mask})')}")
-    return indented(8, pointers + values)
+        pointer = f"({name}_address + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
+        pointers.append(f"{name}_ptr = {pointer if mask else f'tl.multiple_of({pointer}, 16)'} + lanes")
+        values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load({name}_ptr{mask})')}")
+    return indent(8, pointers + values)

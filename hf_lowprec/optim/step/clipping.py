@@ -3,6 +3,9 @@
 Squares are summed in FP64, so the norm, rounded to FP32 at the end, does not depend on how tensors are cut: a sharded
 run clips by the same factor as an unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a
 CPU, the norm of 2²⁴ numbers is off by 6e-4.)
+
+A norm is computed by `clip_grad_norm_`, by `global_grad_norm`, or by the step itself if it needs one and neither was
+called. `GradientClipping` holds what the first two computed until a step takes the gradients.
 """
 
 from __future__ import annotations
@@ -16,55 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.backends import triton as launch
-from hf_lowprec.optim.sharding import local
+from hf_lowprec.optim.sharding import local_shard, sum_over_shards
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.graph_capture import is_capturing
 
-PIECE = 1 << 16
-"""Elements that are widened at a time; they stay in a core's cache."""
-
-
-def square_sum(fused_group: FusedGroup) -> Tensor:
-    """The sum of the squares of a fused_group's gradients with torch's own operations; FP64 scalar on the fused_group's device."""
-    total = torch.zeros((), dtype=torch.float64, device=fused_group.device)
-    for entry in fused_group.entries:
-        assert entry.grad is not None
-        flat = entry.grad.view(-1)
-        for piece in flat.split(PIECE) if flat.numel() > PIECE else (flat,):
-            values = piece.double()
-            total += torch.dot(values, values)
-    return total
-
-
-def global_norm(square_sums: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients from the square sums of their parts, wherever these are; FP32 scalar.
-
-    It lies on the device of the first part, and on the CPU if there is none.
-    """
-    if not square_sums:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    return torch.stack([part.to(square_sums[0].device) for part in square_sums]).sum().sqrt().float()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def give_own_views(params: Iterable[Tensor]) -> None:
-    """Replace every gradient that is a view by another view of the same memory.
-
-    DDP keeps the views of its buckets (`gradient_as_bucket_view=True`), and gives them to parameters anew after
-    `zero_grad()`. So new gradients are other objects than those that are clipped, which stay the same while they last.
-    """
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad._is_view():
-            param.grad = grad.view_as(grad)
-
-
-_VERSION = operator.attrgetter("_version")
-
+CHUNK = 1 << 16
+"""Elements that are converted to FP64 at a time; they stay in a core's cache."""
 
 # Torch's result would need the clipped part of a gradient, and after a backward only its sum with the new part is left,
 # whether or not the clipped part was zeroed in place before.
@@ -75,51 +36,196 @@ GRADIENTS_CHANGED = (
 )
 
 
-class PendingClip:
-    """The norm of a set of gradients, identified by weak references, and what it does to the coming step.
+def square_sum(fused_group: FusedGroup) -> Tensor:
+    """The sum of the squares of a group's gradients with torch's own operations; FP64 scalar on its device."""
+    total = torch.zeros((), dtype=torch.float64, device=fused_group.device)
+    for entry in fused_group.entries:
+        assert entry.grad is not None
+        flat = entry.grad.view(-1)
+        for chunk in flat.split(CHUNK) if flat.numel() > CHUNK else (flat,):
+            values = chunk.double()
+            total += torch.dot(values, values)
+    return total
 
-    `torch.nn.utils.clip_grad_norm_` scales the gradients, so its clipping ends with them. This ends with them, too.
-    Versions tell of writes. Writes through `.data` are not seen.
+
+def global_norm(backend_steps: Sequence[BackendStep]) -> Tensor:
+    """The norm of all gradients, over all groups and shards; FP32 scalar.
+
+    It lies on the device of the first group, and on the CPU if there is none.
+    """
+    sums = [sum_over_shards(step.square_sum(), step.fused_group.sharding) for step in backend_steps]
+    if not sums:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.stack([part.to(sums[0].device) for part in sums]).sum().sqrt().float()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def replace_bucket_views(params: Iterable[Tensor]) -> None:
+    """Replace every gradient that is a view by another view of the same memory, before it is clipped.
+
+    DDP keeps the views of its buckets (`gradient_as_bucket_view=True`) and hands them out again after `zero_grad()`. So
+    new gradients are other objects than the clipped ones, and `PendingClip` can tell them apart.
+    """
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad._is_view():
+            param.grad = grad.view_as(grad)
+
+
+class GradientClipping:
+    """How an optimizer clips its coming step, and how many steps it has skipped.
 
     Attributes:
-        norm: FP32 scalar; None until it is computed.
-        captured: whether it was computed for a CUDA graph.
-        limit: the smallest norm to which gradients are clipped; infinity does not clip. None: only the norm was wanted.
-        factor: by which gradients are clipped, FP32 scalar; None if they are not.
-        expected: the norm that gradients must still have where versions cannot tell whether they changed.
-        taken: whether a step was taken with it; another step with the same gradients is clipped as well, and gradients
-            that were written to after it are new ones.
+        pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
+            was called for them.
+        skipped_steps: number of steps left out by `skip_nonfinite`, int64 scalar on the norm's device; None before the
+            first step that could have been.
     """
 
-    def __init__(self, grads: Sequence[Tensor], earlier: PendingClip | None, max_norm: float | None) -> None:
-        """Begin with `grads`, to which `earlier` applies, and clip by `max_norm` after it."""
-        limits = (max_norm, None if earlier is None else earlier.limit)
-        self.limit: float | None = min((limit for limit in limits if limit is not None), default=None)
-        self.factor: Tensor | None = None if earlier is None else earlier.factor
-        self.expected: Tensor | None = None if earlier is None else earlier.expected
-        self.norm: Tensor | None = None
-        self.captured = False
-        self.taken = False
-        self._max_norm = max_norm
-        self._grads = list(map(weakref.ref, grads))
-        self._versions = _versions(grads)
+    def __init__(self) -> None:
+        self.pending: PendingClip | None = None
+        self.skipped_steps: Tensor | None = None
 
-    def finish(self, norm: Tensor, captured: bool) -> Tensor:
-        """Take the norm of the gradients.
+    def limit(self, max_grad_norm: float | None, max_norm: float | None = None) -> float | None:
+        """The norm to which the coming step clips gradients, or None.
+
+        Args:
+            max_grad_norm: the optimizer's argument, which `clip_grad_norm_` overrides.
+            max_norm: the argument of a call of `clip_grad_norm_` that is under way.
+        """
+        limit = _smallest(max_norm, self.pending)
+        limit = max_grad_norm if limit is None else limit
+        return None if limit == math.inf else limit
+
+    @property
+    def clips(self) -> bool:
+        """Whether `clip_grad_norm_` was called for the gradients that are there."""
+        return self.pending is not None and self.pending.limit is not None
+
+    def match(self, grads: Sequence[Tensor]) -> None:
+        """Forget what is pending if it belongs to other gradients than `grads`.
+
+        Raises:
+            RuntimeError: gradients that are to be clipped were written to or joined by others.
+        """
+        if self.pending is not None and not self.pending.applies_to(grads):
+            self.pending = None
+
+    def compute_norm(
+        self, grads: Sequence[Tensor], backend_steps: Sequence[BackendStep], max_norm: float | None
+    ) -> PendingClip:
+        """Compute the norm of `grads`, for `clip_grad_norm_` and `global_grad_norm`, and set `pending`.
+
+        Called after `match`.
+
+        Args:
+            grads: the gradients that are there.
+            backend_steps: those of the coming step, which have these gradients.
+            max_norm: the norm to which they are to be clipped; infinity or None does not clip.
+
+        Raises:
+            RuntimeError: gradients were written to after `clip_grad_norm_`; `pending` is as before then.
+        """
+        norm = global_norm(backend_steps)
+        if self.pending is not None and self.pending.unverified:
+            self.pending.verify(norm)
+        self.pending = PendingClip(grads, norm, max_norm, self.pending)
+        return self.pending
+
+    def clip_step(
+        self, backend_steps: Sequence[BackendStep], max_grad_norm: float | None, skip_nonfinite: bool
+    ) -> Tensor | None:
+        """Set the clip factor of the coming step and, with `skip_nonfinite`, whether it is taken.
+
+        Called after `match`, with the groups' gradients.
 
         Returns:
-            The norm after the clipping of before.
+            The norm of the gradients, FP32 scalar; None if the step needs none.
+
+        Raises:
+            RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
-        self.norm, self.captured, self.expected = norm, captured, None
+        limit, pending = self.limit(max_grad_norm), self.pending
+        if limit is None and not skip_nonfinite:
+            return None
+        # What was computed outside of a CUDA graph is not what its replays find, and the other way round.
+        is_current = pending is not None and pending.captured == is_capturing()
+        if pending is not None and is_current and not pending.unverified:
+            norm = pending.norm
+        else:
+            norm = global_norm(backend_steps)
+            if pending is not None and pending.unverified:
+                pending.verify(norm)
+        if limit is not None:
+            factor = pending.factor if pending is not None and is_current else None
+            if factor is None:
+                factor = clip_factor(norm, limit)
+            for step in backend_steps:
+                step.fused_group.clip_factor = factor.to(step.fused_group.device)
+        if skip_nonfinite:
+            for step in backend_steps:
+                step.fused_group.enabled = norm.isfinite().to(step.fused_group.device)
+        return norm
+
+    def step_taken(self, norm: Tensor | None, capturable: bool, skip_nonfinite: bool) -> None:
+        """Note that the step was taken, or skipped; `norm` is what `clip_step` returned."""
+        if self.pending is not None:
+            self.pending.taken = True
+        if capturable:  # a graph that is replayed writes to gradients without changing their versions
+            self.pending = None
+        if norm is not None and skip_nonfinite:
+            if self.skipped_steps is None:
+                self.skipped_steps = torch.zeros((), dtype=torch.int64, device=norm.device)
+            self.skipped_steps += ~norm.isfinite()  # in place, for a graph that is replayed
+
+
+class PendingClip:
+    """The norm of a set of gradients, and how the step that takes them clips.
+
+    `torch.nn.utils.clip_grad_norm_` scales the gradients, so its clipping ends with them; so does this. Gradients are
+    identified by weak references, and writes to them by torch's version counters, which writes through `.data` do not
+    change.
+
+    Attributes:
+        limit: the smallest norm asked for; infinity does not clip. None: only the norm was asked for.
+        norm: FP32 scalar, before clipping.
+        norm_before: the norm before the latest call and after those before it, FP32 scalar.
+        factor: the factor of all calls together, FP32 scalar; None if none clips.
+        captured: whether all this was computed for a CUDA graph.
+        taken: whether a step was taken with it. Another step with the same gradients clips as well; gradients that were
+            written to after a step are new ones.
+        unverified: whether versions cannot tell if the gradients changed, so that the step must compute the norm anew.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[Tensor],
+        norm: Tensor,
+        max_norm: float | None,
+        earlier: PendingClip | None,
+    ) -> None:
+        """Clip `grads`, whose norm is `norm`, to `max_norm` (None: do not), after what `earlier` does to them."""
+        self._grads = list(map(weakref.ref, grads))
+        self._versions = _versions(grads)
+        self.captured = is_capturing()
+        self.taken = False
+        self.unverified = False
+        self.limit = _smallest(max_norm, earlier)
+        self.norm: Tensor = norm
+        self.norm_before: Tensor = norm
+        self.factor: Tensor | None = None if earlier is None else earlier.factor
         if self.factor is not None:
             self.factor = self.factor.to(norm.device)
             # A gradient that is gone may have made it NaN, which `skip_nonfinite` reads from the norm.
             self.norm = torch.where(self.factor.isnan(), self.factor, norm)
-            norm = norm * self.factor
-        if self._max_norm is not None and self._max_norm != math.inf:
-            factor = clip_factor(norm, self._max_norm)
+            self.norm_before = norm * self.factor
+        if max_norm is not None and max_norm != math.inf:
+            factor = clip_factor(self.norm_before, max_norm)
             self.factor = factor if self.factor is None else self.factor * factor
-        return norm
 
     def applies_to(self, grads: Sequence[Tensor]) -> bool:
         """Whether `grads` are the same gradients, or, if they are clipped, what is left of them.
@@ -129,37 +235,47 @@ class PendingClip:
         Raises:
             RuntimeError: they are clipped, and were written to or joined by others since.
         """
-        before, versions = [grad() for grad in self._grads], _versions(grads)
-        if len(before) == len(grads) and all(map(operator.is_, before, grads)) and versions == self._versions:
+        mine, versions = [grad() for grad in self._grads], _versions(grads)
+        if len(mine) == len(grads) and all(map(operator.is_, mine, grads)) and versions == self._versions:
             return True
-        known = {id(grad): version for grad, version in zip(before, self._versions, strict=True) if grad is not None}
-        if self.limit is None or not any(id(grad) in known for grad in grads):
+        version_of = {id(grad): version for grad, version in zip(mine, self._versions, strict=True) if grad is not None}
+        if self.limit is None or not any(id(grad) in version_of for grad in grads):
             return False
-        written = [grad for grad, version in zip(grads, versions, strict=True) if known.get(id(grad)) != version]
-        if not written or self.factor is None or self.taken:
-            return not written
-        if all(id(grad) in known and grad._is_view() for grad in written):
-            self.expected = self.norm  # DDP's buckets hold several gradients, which share their version
+        changed = [grad for grad, version in zip(grads, versions, strict=True) if version_of.get(id(grad)) != version]
+        if not changed or self.factor is None or self.taken:
+            return not changed
+        if all(id(grad) in version_of and grad._is_view() for grad in changed):
+            self.unverified = True  # DDP's buckets hold several gradients, which share their version
             return True
-        # A graph that is captured cannot ask.
-        nonzero = written if launch.capturing() else [grad for grad in written if local(grad).any()]
-        if len(written) == len(grads) and not any(id(grad) in known for grad in nonzero):
+        # During a capture the device cannot be asked whether a gradient is zero.
+        nonzero = changed if is_capturing() else [grad for grad in changed if local_shard(grad).any()]
+        if len(changed) == len(grads) and not any(id(grad) in version_of for grad in nonzero):
             return False
         if nonzero:
             raise RuntimeError(GRADIENTS_CHANGED)
         return True
 
-    def check(self, norm: Tensor) -> None:
-        """Raise RuntimeError unless `norm`, which was computed anew, is the one that is expected; NaN is itself.
+    def verify(self, norm: Tensor) -> None:
+        """Raise RuntimeError unless `norm`, computed anew, has the bits of `self.norm`; so NaN equals itself.
 
-        Of gradients that were zeroed it is zero, and there is nothing to clip.
+        A norm of zero is that of gradients that were zeroed: nothing is left to clip.
         """
-        bits = [each.to(norm.device).view(torch.int32) for each in (norm, self.expected) if each is not None]
-        if torch.equal(bits[0], bits[-1]):
+        new, old = (each.to(norm.device).view(torch.int32) for each in (norm, self.norm))
+        if torch.equal(new, old):
             return
         if norm:
             raise RuntimeError(GRADIENTS_CHANGED)
         self.factor = None
+
+
+def _smallest(max_norm: float | None, earlier: PendingClip | None) -> float | None:
+    """The smaller one of `max_norm` and the limit of `earlier`; None if there is neither."""
+    if earlier is None or earlier.limit is None:
+        return max_norm
+    return earlier.limit if max_norm is None else min(max_norm, earlier.limit)
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _versions(grads: Sequence[Tensor]) -> list[Any]:
@@ -167,6 +283,6 @@ def _versions(grads: Sequence[Tensor]) -> list[Any]:
     try:
         if set(map(type, grads)) <= {Tensor}:
             return list(map(_VERSION, grads))
-        return [(grad._version, local(grad)._version) for grad in grads]
+        return [(grad._version, local_shard(grad)._version) for grad in grads]
     except RuntimeError:  # torch does not count the writes to a tensor that was made in inference mode
-        return [None if grad.is_inference() else (grad._version, local(grad)._version) for grad in grads]
+        return [None if grad.is_inference() else (grad._version, local_shard(grad)._version) for grad in grads]

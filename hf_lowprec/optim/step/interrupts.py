@@ -5,7 +5,7 @@ Python runs a signal's handler between any two operations of the main thread, an
 
 from __future__ import annotations
 
-# What the module signal wraps; turning handlers into enums, as that does, costs ten times as much.
+# The module that `signal` wraps: converting handlers to enums, as `signal` does, costs ten times as much.
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
@@ -15,15 +15,15 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGBREAK")
 _DEFERRED = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
-"""Signals for whose handlers it is usual to raise: interruption, the end of a job, a time limit. Those of SIGUSR1 and
-SIGUSR2 set a flag, or are faulthandler's, which `signal.signal` would remove."""
+"""Signals whose handlers usually raise: interruption, the end of a job, a time limit. Handlers of SIGUSR1 and SIGUSR2
+set a flag, or belong to faulthandler, and `signal.signal` would remove that one."""
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let handlers of signals that are Python functions run after the block.
+    """Delay signals that Python functions handle until the end of the block.
 
-    In threads other than the main one there is nothing to do, since handlers do not run there.
+    Does nothing in threads other than the main one, since handlers do not run there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,10 +47,11 @@ def deferred() -> Iterator[None]:
 
 
 def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:
+    """Install handlers again, all of them, even if one that is back already raises meanwhile."""
     try:
         for number, handler in handlers:
             _signal.signal(number, handler)
-    except BaseException:  # from a handler that was back already
+    except BaseException:  # raised by a handler that was back already
         _restore(handlers)
         raise
 

@@ -1,80 +1,72 @@
-"""What some formulas must know of whole tensors before the elementwise step: a mean, or a direction made of a matrix.
+"""What some algorithms compute of whole tensors before the fused step: a mean, or an orthogonalized matrix.
 
-A sharded tensor is looked at as one: sums are taken over all its shards, and every rank makes the direction of the full
-matrix, which takes no further communication and gives all of them the same bits.
+A sharded tensor counts as one: sums are taken over all its shards, and every rank orthogonalizes the full matrix, which
+takes no further communication and gives all of them the same bits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import Formula, ParamGroup
-from hf_lowprec.optim.backends.eager import CHUNK
-from hf_lowprec.optim.sharding import gathered, part_of, sum_over_shards
+from hf_lowprec.optim.algorithm import Algorithm, Formula, ParamGroup
+from hf_lowprec.optim.sharding import full_tensor, shard_like, sum_over_shards
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused import evaluate
-from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
 
 
 class MatrixAlgorithm(Protocol):
-    """An algorithm whose `update` takes a `state.orthogonalized`, and multiplies it with `scalars.lr_scale`.
+    """An algorithm whose `update` takes `state.orthogonalized` and multiplies it by `scalars.lr_scale`.
 
     Attributes:
-        momentum_matrix: the elementwise formula of what the direction is made of; takes what `update` takes.
+        momentum_matrix: the elementwise formula of the matrix that is orthogonalized; takes the arguments of `update`.
     """
 
     momentum_matrix: Formula
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
-        """The direction, of the shape of the whole parameter, of a BF16 `matrix` of that shape."""
+        """The orthogonalized `matrix`, which is BF16 and has the shape of the full parameter; of the same shape."""
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
-        """What the step of a parameter of `shape` is multiplied by."""
+        """The factor of the learning rate for a parameter of `shape`."""
 
 
-def compute(optimizer: Any, fused_group: FusedGroup, tensor_sums: Callable[[FusedGroup], Tensor]) -> None:
-    """Give `fused_group` what its formula must know of whole tensors, for the coming step.
+def compute_per_tensor(optimizer: Algorithm, backend_steps: Iterable[BackendStep]) -> None:
+    """Give every fused group what its formula needs of whole tensors, for the coming step.
 
-    Args:
-        optimizer: the optimizer.
-        fused_group: its gradients are final and the clip factor is known.
-        tensor_sums: the backend's sums of the `tensor_mean` formula.
+    Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
     """
-    if fused_group.spec.tensor_mean is not None:
-        sums = sum_over_shards(tensor_sums(fused_group), fused_group.sharding)
-        fused_group.per_param_scalars = (sums / _sizes(fused_group)).float()[:, None]
-    if fused_group.spec.orthogonalizes:
-        algorithm = cast(MatrixAlgorithm, optimizer)
-        lr_scales = [algorithm.lr_scale(entry.group, entry.param.shape) for entry in fused_group.entries]
-        if fused_group.kept.get("lr_scales", ((), None))[0] != lr_scales:
-            fused_group.kept["lr_scales"] = (
-                lr_scales,
-                torch.tensor(lr_scales, dtype=torch.float32, device=fused_group.device)[:, None],
-            )
-        fused_group.per_param_scalars = fused_group.kept["lr_scales"][1]
-        fused_group.take_orthogonalized(
-            [_orthogonalized(algorithm, fused_group, k) for k in range(len(fused_group.entries))]
-        )
+    for backend_step in backend_steps:
+        fused_group = backend_step.fused_group
+        if fused_group.spec.tensor_mean is not None:
+            sums = sum_over_shards(backend_step.tensor_sums(), fused_group.sharding)
+            fused_group.per_param_scalars = (sums / fused_group.full_sizes).float()[:, None]
+        if fused_group.spec.orthogonalizes:
+            algorithm = cast(MatrixAlgorithm, optimizer)
+            fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
+            entries = range(len(fused_group.entries))
+            fused_group.set_orthogonalized([_orthogonalized(algorithm, fused_group, k) for k in entries])
+            backend_step.release_tables()  # they may hold no addresses of these matrices yet
 
 
-def _sizes(fused_group: FusedGroup) -> Tensor:
-    """Elements of each full parameter, FP64 of shape (entries) on the fused_group's device."""
-    if "sizes" not in fused_group.kept:
-        counts = [max(math.prod(entry.param.shape), 1) for entry in fused_group.entries]
-        fused_group.kept["sizes"] = torch.tensor(counts, dtype=torch.float64, device=fused_group.device)
-    sizes: Tensor = fused_group.kept["sizes"]
-    return sizes
+def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
+    """`lr_scale` of each entry, FP32 of shape (entries, 1) on the group's device; sent there when one has changed."""
+    values = [algorithm.lr_scale(entry.group, entry.param.shape) for entry in fused_group.entries]
+    if fused_group.lr_scales is None or fused_group.lr_scales.values != values:
+        column = torch.tensor(values, dtype=torch.float32, device=fused_group.device)[:, None]
+        fused_group.lr_scales = LrScales(values, column)
+    return fused_group.lr_scales.column
 
 
 def _orthogonalized(algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> Tensor:
-    """This rank's part of the direction of entry number `k`, BF16."""
+    """This rank's part of the orthogonalized matrix of entry number `k`, BF16 and contiguous."""
     entry = fused_group.entries[k]
-    part = torch.empty_like(entry.written[0], dtype=torch.bfloat16)
-    for start in range(0, part.numel(), CHUNK):
-        piece = slice(start, start + CHUNK)
-        part.view(-1)[piece] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, piece))
-    return part_of(algorithm.orthogonalize(entry.group, gathered(part, entry.param)), entry.param)
+    matrix = torch.empty_like(entry.weight, dtype=torch.bfloat16)
+    for start in range(0, matrix.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        matrix.view(-1)[chunk] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, chunk))
+    return shard_like(algorithm.orthogonalize(entry.group, full_tensor(matrix, entry.param)), entry.param)

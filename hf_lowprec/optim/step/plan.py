@@ -1,119 +1,144 @@
-"""What stays from step to step: which parameters are stepped together, and their tables.
+"""What stays from step to step: the parameters that are stepped together, and their tables.
 
-Building a plan validates every parameter and creates its state, which takes microseconds each; a step on a standing
-plan only looks whether anything it was built on has changed.
+Building a plan checks every parameter and creates its states, which takes microseconds each. A step on an existing
+plan only checks that nothing it was built on has changed.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
+from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
-from hf_lowprec.optim.sharding import Sharding, is_sharded, local, sharding_of
-from hf_lowprec.optim.step.clipping import clip_factor
-from hf_lowprec.optim.step.fused import StepSpec, StoredState
+from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.step.spec import StepSpec, StoredState
 from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
 
-if TYPE_CHECKING:
-    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
-
-
-_KIND = operator.attrgetter("dtype", "shape", "layout")
+_LAYOUT = operator.attrgetter("dtype", "shape", "layout")
 
 _LOW = 1 << 36
-"""Freed memory begins at 0, so a tensor there lies at its offset, below this address. Others may lie there, too."""
-
-Alike = dict[tuple[StepSpec, torch.device, Sharding | None], list[ParamEntry]]
-"""What is stepped together: entries by step_spec, device, and how they are spread over ranks."""
+"""Freed memory begins at 0, so a tensor there has its offset as address, below this one. Others may lie there, too."""
 
 
-class Plan:
-    """The fused_groups of an optimizer's steps, while the same parameters have gradients of the same kind.
+class _GroupKey(NamedTuple):
+    """What parameters must have in common to be one fused group."""
+
+    spec: StepSpec
+    device: torch.device
+    sharding: Sharding | None
+
+
+@dataclass(frozen=True)
+class ContiguousCopy:
+    """A parameter or state that is not contiguous, and the contiguous copy that is stepped in its place."""
+
+    original: Tensor
+    copy: Tensor
+
+
+class StepPlan:
+    """The fused groups of an optimizer's steps, while the same parameters have gradients of the same kind.
+
+    As a context manager, it lets go of what belongs to one step at the end of the block.
 
     Attributes:
-        fused_groups: what is stepped together.
-        strided: `(tensor, contiguous copy that is stepped)` of what is not contiguous.
-        norm: of the coming step's gradients, where it is needed.
+        fused_groups: the parameters, in groups that are stepped together.
+        backend_steps: how each of them is stepped, in the same order; set by the optimizer.
+        contiguous_copies: parameters and states that are not contiguous.
+
+    Args:
+        optimizer: whose parameters have gradients.
+        clipped: whether gradients are clipped.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
         ValueError: a parameter, mode or dtype is not supported. States may have been created, nothing else is changed.
     """
 
-    def __init__(self, optimizer: Algorithm) -> None:
-        for k, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                validation.check_param(param, group, f"param group {k}")
-                if optimizer.orthogonalizes(group):
-                    check_matrix(param)
-                if param.grad is not None:
-                    validation.check_gradient(param.grad)
-        self._works: list[ParamEntry] = []
+    def __init__(self, optimizer: Algorithm, clipped: bool) -> None:
+        _check_params(optimizer)
+        self.backend_steps: list[BackendStep] = []
+        self.contiguous_copies: list[ContiguousCopy] = []
+        self._entries: list[ParamEntry] = []
         self._tensors: list[Tensor] = []
-        self.strided: list[tuple[Tensor, Tensor]] = []
-        self.norm: Tensor | None = None
-        alike: Alike = defaultdict(list)
+        entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
-            self._add_group(optimizer, group, first, alike)
+            self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
         device_scalars = optimizer.capturable or optimizer.skip_nonfinite
-        self.fused_groups = [FusedGroup(*key, entries, device_scalars) for key, entries in alike.items()]
+        self.fused_groups = [FusedGroup(*key, entries, device_scalars) for key, entries in entries_by_key.items()]
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
         self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]
-        self._fingerprint, _ = self._look(optimizer)
+        params = _params(optimizer)
+        self._fingerprint = self._compute_fingerprint(optimizer, clipped, params, [param.grad for param in params])
 
-    def _add_group(self, optimizer: Algorithm, group: ParamGroup, first: int, alike: Alike) -> None:
-        """Add the entries of one group, whose first parameter has the index `first`."""
-        specs = {dtype: optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
-        step_specs: dict[tuple, StepSpec] = {}
+    def _add_param_group(
+        self,
+        optimizer: Algorithm,
+        group: ParamGroup,
+        first: int,
+        clipped: bool,
+        entries_by_key: dict[_GroupKey, list[ParamEntry]],
+    ) -> None:
+        """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
+        states_by_dtype = {dtype: optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
+        specs: dict[tuple[torch.dtype, ...], StepSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
             if grad is None:
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
-            validation.check_memory(group, index - first, index, "the parameter itself", local(param))
-            validation.check_memory(group, index - first, index, "its gradient", local(grad))
-            state = _initialized_state(optimizer, param, group, specs[param.dtype])
-            states = [state[spec.name] for spec in specs[param.dtype]]
-            for tensor in (grad, *states):
+            validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
+            validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
+            states = states_by_dtype[param.dtype]
+            optimizer_state = _initialized_state(optimizer, param, group, states)
+            tensors = {state.name: optimizer_state[state.name] for state in states}
+            for tensor in (grad, *tensors.values()):
                 if tensor.shape != param.shape or tensor.device != param.device:
-                    validation.refuse_mismatch(index, param, state)
+                    validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
-            dtypes = (param.dtype, grad.dtype, *[tensor.dtype for tensor in states])
-            if dtypes not in step_specs:
-                step_specs[dtypes] = _step_spec(optimizer, group, specs[param.dtype], dtypes)
-            parts = [local(tensor) for tensor in (param, *states)]
-            names = [spec.name for spec in specs[param.dtype]]
-            for name, part in zip(names, parts[1:], strict=True):
+            dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
+            if dtypes not in specs:
+                specs[dtypes] = _step_spec(optimizer, group, states, dtypes, clipped)
+            parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
+            for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             entry = ParamEntry(
-                index + operator.index(validation.first_parameter(group)),
-                group,
-                state,
-                param,
-                [part.contiguous() for part in parts],
-                names,
+                number=index + operator.index(validation.first_parameter(group)),
+                group=group,
+                optimizer_state=optimizer_state,
+                param=param,
+                weight=self._contiguous(local_shard(param)),
+                states={name: self._contiguous(part) for name, part in parts.items()},
             )
-            alike[step_specs[dtypes], param.device, sharding_of(param)].append(entry)
-            self._works.append(entry)
-            self._tensors += (param, *states)
-            pairs = zip(parts, entry.written, strict=True)
-            self.strided += [(part, dense) for part, dense in pairs if dense is not part]
+            entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
+            self._entries.append(entry)
+            self._tensors += (param, *tensors.values())
 
-    def collect(self, optimizer: Algorithm) -> bool:
+    def _contiguous(self, tensor: Tensor) -> Tensor:
+        """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
+        dense = tensor.contiguous()
+        if dense is not tensor:
+            self.contiguous_copies.append(ContiguousCopy(tensor, dense))
+        return dense
+
+    def collect_gradients(self, optimizer: Algorithm, clipped: bool) -> bool:
         """Give every entry its gradient for the coming step.
 
         Returns:
@@ -123,104 +148,150 @@ class Plan:
         Raises:
             RuntimeError: the memory of a gradient was freed.
         """
-        found, grads = self._look(optimizer)
-        if found != self._fingerprint:
+        params = _params(optimizer)
+        maybe_grads = [param.grad for param in params]
+        if self._compute_fingerprint(optimizer, clipped, params, maybe_grads) != self._fingerprint:
             return False
-        parts = list(map(local, grads)) if self._sharded else grads
+        grads = [grad for grad in maybe_grads if grad is not None]
+        parts = list(map(local_shard, grads)) if self._sharded else grads
         addresses = list(map(Tensor.data_ptr, parts))
         if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
-            self._check_gradients(optimizer)
+            _check_gradient_memory(optimizer)
         contiguous = list(map(Tensor.contiguous, parts))
         if any(map(operator.is_not, parts, contiguous)):
             addresses = list(map(Tensor.data_ptr, contiguous))
-        for entry, part, address in zip(self._works, contiguous, addresses, strict=True):
+        for entry, part, address in zip(self._entries, contiguous, addresses, strict=True):
             entry.grad, entry.grad_address = part, address
-        for tensor, dense in self.strided:
-            dense.copy_(tensor)
+        for strided in self.contiguous_copies:
+            strided.copy.copy_(strided.original)
         return True
 
-    def _check_gradients(self, optimizer: Algorithm) -> None:
-        index = 0
-        for group in optimizer.param_groups:
-            for place, param in enumerate(group["params"]):
-                if param.grad is not None:
-                    validation.check_memory(group, place, index, "its gradient", local(param.grad))
-                index += 1
-
-    def _look(self, optimizer: Algorithm) -> tuple[tuple, list[Tensor]]:
-        """What decides whether the plan still holds, and the gradients; a dozen calls per parameter, all from C."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        maybe = [param.grad for param in params]
-        grads = [grad for grad in maybe if grad is not None]
+    def _compute_fingerprint(
+        self, optimizer: Algorithm, clipped: bool, params: list[Tensor], maybe_grads: list[Tensor | None]
+    ) -> _Fingerprint:
+        """What the plan depends on, as it is now. A dozen calls per parameter, all from C: this runs in every step."""
+        grads = [grad for grad in maybe_grads if grad is not None]
         states = optimizer.state.values()
         try:
-            stored = list(map(id, chain.from_iterable(map(dict.values, states))))
+            state_tensors = list(map(id, chain.from_iterable(map(dict.values, states))))
         except TypeError:  # hooks may leave something else there, under keys that are no parameters
-            stored = [id(tensor) for state in states if isinstance(state, dict) for tensor in state.values()]
-        tensors = [local(tensor) for tensor in self._tensors] if self._sharded else self._tensors
-        found = (
-            _settings(optimizer),
-            list(map(id, optimizer.param_groups)),
-            list(map(id, params)),
-            [grad is None for grad in maybe],
-            list(map(_KIND, params)),
-            list(map(_KIND, grads)),
-            list(map(Tensor.is_contiguous, params)),
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(id, states)),
-            stored,
-            [getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
+            state_tensors = [id(tensor) for state in states if isinstance(state, dict) for tensor in state.values()]
+        return _Fingerprint(
+            settings=_settings(optimizer, clipped),
+            param_groups=list(map(id, optimizer.param_groups)),
+            params=list(map(id, params)),
+            without_grad=[grad is None for grad in maybe_grads],
+            param_layouts=list(map(_LAYOUT, params)),
+            grad_layouts=list(map(_LAYOUT, grads)),
+            contiguous=list(map(Tensor.is_contiguous, params)),
+            addresses=list(map(Tensor.data_ptr, map(local_shard, self._tensors) if self._sharded else self._tensors)),
+            states=list(map(id, states)),
+            state_tensors=state_tensors,
+            placements=[getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
         )
-        return found, grads
-
-    def limit(self, max_norm: float | None, factor: Tensor | None, skip_nonfinite: bool) -> None:
-        """Clip the coming step by `factor`, if it is known, else by what `norm` and `max_norm` give; let `norm` decide
-        whether the step is taken.
-        """
-        assert self.norm is not None
-        if max_norm is not None and factor is None:
-            factor = clip_factor(self.norm, max_norm)
-        for fused_group in self.fused_groups:
-            if max_norm is not None and factor is not None:
-                fused_group.clip = factor.to(fused_group.device)
-            if skip_nonfinite:
-                fused_group.enabled = self.norm.isfinite().to(fused_group.device)
 
     def copy_back(self) -> None:
-        """Write what was stepped in a contiguous copy where it belongs."""
-        for tensor, dense in self.strided:
-            tensor.copy_(dense)
+        """Write what was stepped in a contiguous copy to where it belongs."""
+        for strided in self.contiguous_copies:
+            strided.original.copy_(strided.copy)
 
     def release(self) -> None:
         """Let go of what belongs to one step."""
+        for backend_step in self.backend_steps:
+            backend_step.release_tables()
         for fused_group in self.fused_groups:
             fused_group.release()
 
+    def __enter__(self) -> StepPlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class _Fingerprint(NamedTuple):
+    """What a plan depends on; a plan whose fingerprint is not equal any more is built anew.
+
+    Attributes:
+        settings: what shapes the arithmetic, see `_settings`.
+        param_groups: identities.
+        params: identities.
+        without_grad: for every parameter, whether it has no gradient.
+        param_layouts: dtype, shape and layout.
+        grad_layouts: the same of the gradients that are there.
+        contiguous: for every parameter, whether it is contiguous.
+        addresses: of the parameters and states of the plan.
+        states: identities of the dictionaries in `optimizer.state`.
+        state_tensors: identities of what these hold.
+        placements: of the gradients, if something is sharded.
+    """
+
+    settings: list[tuple[Any, ...]]
+    param_groups: list[int]
+    params: list[int]
+    without_grad: list[bool]
+    param_layouts: list[Any]
+    grad_layouts: list[Any]
+    contiguous: list[bool]
+    addresses: list[int]
+    states: list[int]
+    state_tensors: list[int]
+    placements: list[Any] | None
+
+
+def _params(optimizer: Algorithm) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_params(optimizer: Algorithm) -> None:
+    """Raise RuntimeError or ValueError unless all parameters and their gradients can be stepped."""
+    for k, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            validation.check_param(param, group, f"param group {k}")
+            if optimizer.orthogonalizes(group):
+                check_matrix(param)
+            if param.grad is not None:
+                validation.check_gradient(param.grad)
+
+
+def _check_gradient_memory(optimizer: Algorithm) -> None:
+    """Raise RuntimeError, naming the parameter, if the memory of a gradient was freed."""
+    index = 0
+    for group in optimizer.param_groups:
+        for place, param in enumerate(group["params"]):
+            if param.grad is not None:
+                validation.check_memory(group, place, index, "its gradient", local_shard(param.grad))
+            index += 1
+
 
 def _is_freed(part: Tensor, address: int) -> bool:
+    """Whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure."""
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, specs: tuple[State, ...]
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...]
 ) -> dict[str, Any]:
-    state = optimizer.state[param]
-    if "step" not in state:
-        state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for place, spec in enumerate(specs):
-        if spec.name not in state:
-            dtype = validation.state_dtype(spec.name, param.dtype, group)
-            state[spec.name] = zeros_apart(param, dtype, place, len(specs))
-    return state
+    """The parameter's entry in `optimizer.state`, with zeros where `states` are missing."""
+    optimizer_state: dict[str, Any] = optimizer.state[param]
+    if "step" not in optimizer_state:
+        optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
+    for place, state in enumerate(states):
+        if state.name not in optimizer_state:
+            dtype = validation.state_dtype(state.name, param.dtype, group)
+            optimizer_state[state.name] = zeros_apart(param, dtype, place, len(states))
+    return optimizer_state
 
 
-def _settings(optimizer: Algorithm) -> list[tuple]:
-    """What shapes the entry on each group, apart from its parameters; learning rates and the like may change."""
+def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
+    """For every group, what shapes its steps apart from its parameters. Learning rates and the like may change."""
     return [
         (
             optimizer.backend,
             optimizer.capturable,
-            optimizer.limit is None,
+            clipped,
             optimizer.skip_nonfinite,
             len(group["params"]),
             group["rounding"],
@@ -235,9 +306,9 @@ def _settings(optimizer: Algorithm) -> list[tuple]:
 
 
 def _step_spec(
-    optimizer: Algorithm, group: ParamGroup, specs: tuple[State, ...], dtypes: tuple[torch.dtype, ...]
+    optimizer: Algorithm, group: ParamGroup, states: tuple[State, ...], dtypes: tuple[torch.dtype, ...], clipped: bool
 ) -> StepSpec:
-    """The step_spec of a parameter whose tensors (itself, gradient, states) have `dtypes`."""
+    """The spec of parameters whose tensors (themselves, gradient, states) have `dtypes`."""
     param_dtype, grad_dtype, *state_dtypes = dtypes
     return StepSpec(
         update=type(optimizer).update,
@@ -247,11 +318,11 @@ def _step_spec(
         param_dtype=param_dtype,
         grad_dtype=grad_dtype,
         states=tuple(
-            StoredState.of(spec, dtype, group["state_rounding"])
-            for spec, dtype in zip(specs, state_dtypes, strict=True)
+            StoredState.of(state, dtype, group["state_rounding"])
+            for state, dtype in zip(states, state_dtypes, strict=True)
         ),
         maximize=bool(group["maximize"]),
-        clipped=optimizer.limit is not None,
+        clipped=clipped,
         tensor_mean=optimizer.tensor_mean,
         orthogonalizes=optimizer.orthogonalizes(group),
     )

@@ -1,0 +1,47 @@
+"""What a backend does for one fused group: the interface between a step and the backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_lowprec.optim.step.fused_group import FusedGroup
+
+
+class BackendStep(ABC):
+    """One backend's step of one fused group, with the kernel and the tables that it keeps between steps.
+
+    `backends/selection.py` builds one per fused group, before anything is changed; building it raises if the backend
+    cannot run here. The methods are called while the group's entries have gradients, and its scalars are computed.
+
+    Attributes:
+        fused_group: what is stepped.
+        capturable: whether a step on a GPU waits for nothing there, so that it can be captured in a CUDA graph.
+    """
+
+    capturable: ClassVar[bool] = False
+
+    def __init__(self, fused_group: FusedGroup) -> None:
+        self.fused_group = fused_group
+
+    @abstractmethod
+    def run(self) -> None:
+        """Step every parameter of the group in place, unless `fused_group.enabled` is false."""
+
+    @abstractmethod
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the group's gradients on this rank; FP64 scalar on its device."""
+
+    @abstractmethod
+    def tensor_sums(self) -> Tensor:
+        """The sums of the `tensor_mean` formula over this rank's part of each parameter; FP64 of shape (entries)."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `run` has nothing left to load, which a CUDA graph could not capture."""
+        return True
+
+    def release_tables(self) -> None:  # noqa: B027  # most backends have none
+        """Let go of this step's tables: at the end of the step, or since addresses in them have changed."""

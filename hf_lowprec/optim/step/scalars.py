@@ -1,0 +1,154 @@
+"""Step counts and the scalars of the coming step, for all entries of a fused group.
+
+`HostScalars` computes them in Python's doubles. `DeviceScalars` computes them in FP64 tensors on the device, so that a
+step can be captured in a CUDA graph, and skipped without asking the device. Both give the same FP32 values.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.validation import check_scalars
+
+ScalarFormula = Callable[[ParamGroup, Any, Any], dict[str, Any]]
+"""`Algorithm.scalars`: `(group, lr, step)` to scalars by name; numbers from numbers, FP64 tensors from FP64 tensors."""
+
+
+class _SharedScalars(NamedTuple):
+    """Neighbouring entries of one group and step count, whose scalars are therefore equal.
+
+    Attributes:
+        group: their parameter group.
+        count_offset: their step count minus that of the first entry of all.
+        entries: how many they are.
+    """
+
+    group: ParamGroup
+    count_offset: int
+    entries: int
+
+
+class HostScalars:
+    """Counts and scalars on the CPU.
+
+    Attributes:
+        counts: the steps taken so far, int64 of shape (entries); `state["step"]` of each parameter is a view of it.
+        values: the coming step's scalars, FP32 of shape (entries, scalars).
+    """
+
+    def __init__(self, entries: Sequence[ParamEntry], scalars: int) -> None:
+        self._entries = entries
+        self._counts = array("q", [int(entry.optimizer_state["step"]) for entry in entries])
+        self.counts = torch.frombuffer(self._counts, dtype=torch.int64)
+        _set_steps(entries, self.counts)
+        self._values = array("f", [0.0]) * (len(entries) * scalars)
+        self.values = torch.frombuffer(self._values, dtype=torch.float32).view(len(entries), -1)
+        self._count_offsets: list[int] = []
+        self._shared: list[_SharedScalars] = []
+
+    def compute(self, formula: ScalarFormula) -> None:
+        """Compute the coming step's `values`, once for neighbours that share them.
+
+        Raises:
+            ValueError: a scalar is not finite in FP32.
+        """
+        counts = self._counts.tolist()
+        offsets = [count - counts[0] for count in counts]
+        if offsets != self._count_offsets:
+            self._count_offsets, self._shared = offsets, _shared_scalars(self._entries, offsets)
+        table = array("f")
+        for group, offset, entries in self._shared:
+            scalars = formula(group, float(group["lr"]), counts[0] + offset + 1)
+            row = array("f", scalars.values())
+            if not math.isfinite(sum(row)):
+                check_scalars(group, scalars)
+            table += row * entries
+        self._values[:] = table
+
+    def count_step(self, enabled: Tensor | None) -> None:
+        """Count the step that was taken. `enabled` is None: steps that may be skipped are counted on the device."""
+        self._counts[:] = array("q", [count + 1 for count in self._counts])
+
+
+class DeviceScalars:
+    """Counts and scalars on the entries' device.
+
+    Attributes:
+        values: the coming step's scalars, FP32 of shape (entries, scalars).
+    """
+
+    def __init__(self, entries: Sequence[ParamEntry], scalars: int, device: torch.device) -> None:
+        self._device = device
+        self._group_sizes = _group_sizes(entries)
+        # Counts that are on the device already are left where they lie: a captured graph may be counting there. An
+        # older version's counts, and torch's, are FP32.
+        self._steps: list[Tensor] = [entry.optimizer_state["step"] for entry in entries]
+        self._packed: Tensor | None = None
+        if not all(step.device == device and step.dtype == torch.int64 for step in self._steps):
+            self._packed = torch.tensor([int(step) for step in self._steps], dtype=torch.int64, device="cpu").to(device)
+            self._steps = _set_steps(entries, self._packed)
+        self.values = torch.zeros(len(entries), scalars, dtype=torch.float32, device=device)
+
+    @property
+    def counts(self) -> Tensor:
+        """The steps taken so far, int64 of shape (entries)."""
+        return torch.stack(self._steps) if self._packed is None else self._packed
+
+    def compute(self, formula: ScalarFormula) -> None:
+        """Compute the coming step's `values` for every entry, without waiting for the device."""
+        steps = self.counts.double() + 1
+        first = 0
+        for group, entries in self._group_sizes:
+            end = first + entries
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                lr = lr.to(self._device, torch.float64, non_blocking=True).reshape(())
+            for k, column in enumerate(formula(group, lr, steps[first:end]).values()):
+                self.values[first:end, k] = column
+            first = end
+
+    def count_step(self, enabled: Tensor | None) -> None:
+        """Count the step that was taken, where `enabled` (a bool scalar; None is yes) says that it was."""
+        increment = 1 if enabled is None else enabled.to(self._device, torch.int64)
+        if self._packed is None:
+            torch._foreach_add_(self._steps, increment)
+        else:
+            self._packed += increment
+
+
+StepScalars = HostScalars | DeviceScalars
+
+
+def _set_steps(entries: Sequence[ParamEntry], counts: Tensor) -> list[Tensor]:
+    """Make `state["step"]` of each parameter a view of `counts`; returns the views."""
+    steps = list(counts.unbind())
+    for entry, step in zip(entries, steps, strict=True):
+        entry.optimizer_state["step"] = step
+    return steps
+
+
+def _shared_scalars(entries: Sequence[ParamEntry], count_offsets: Sequence[int]) -> list[_SharedScalars]:
+    keys = zip((entry.group for entry in entries), count_offsets, strict=True)
+    shared = []
+    for _, neighbours in groupby(keys, lambda key: (id(key[0]), key[1])):
+        (group, offset), *others = neighbours
+        shared.append(_SharedScalars(group, offset, 1 + len(others)))
+    return shared
+
+
+def _group_sizes(entries: Sequence[ParamEntry]) -> list[tuple[ParamGroup, int]]:
+    """The parameter groups, each with the number of its entries, which are neighbours."""
+    sizes = []
+    for _, neighbours in groupby(entries, lambda entry: id(entry.group)):
+        first, *others = neighbours
+        sizes.append((first.group, 1 + len(others)))
+    return sizes

@@ -1,0 +1,79 @@
+"""The contiguous runs of elements that kernels step through, as tables.
+
+A *segment* is a run of elements that are contiguous in memory and in the global index alike, and whose global indices
+have the same high 32 bits. An unsharded tensor is one segment (one per 2³² elements); a shard may be several. Random
+keys belong to segments, addresses and scalars to parameter entries. A *chunk* is a part of a segment: the work of one
+program on a GPU, or of one iteration of a thread on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.sharding import ContiguousRun, contiguous_runs
+from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.rounding import stream_keys
+
+_HIGH_WORD = 1 << 32
+_FIXED_COLUMNS = ("entry_index", "end", "shift", "index_high")
+
+
+def segment_columns(spec: StepSpec) -> tuple[str, ...]:
+    """Names of the columns of `Segments.table`, which kernels read by position."""
+    return (*_FIXED_COLUMNS, *spec.stream_names)
+
+
+class Segments:
+    """The segments of a fused group's entries, on the host.
+
+    Attributes:
+        table: int64 of shape (segments, columns), see `segment_columns`.
+        entry_index: position of each segment's entry in the fused group.
+        first: each segment's first element in its entry's tensors.
+        end: the element after its last.
+        shift: the global index of an element minus its place in the entry's tensors.
+        index_high: the high 32 bits of the elements' global indices.
+        streams: the stream keys of the segments' random words, of shape (segments, 2 × words).
+    """
+
+    def __init__(self, spec: StepSpec, entries: Sequence[ParamEntry]) -> None:
+        rows, firsts = [], []
+        for entry_index, entry in enumerate(entries):
+            keys = [half for word in spec.random_words for half in stream_keys(entry.group["seed"], entry.number, word)]
+            for first, length, start in _runs_of_one_high_word(entry.param):
+                rows.append((entry_index, first + length, start - first, start // _HIGH_WORD, *keys))
+                firsts.append(first)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), len(segment_columns(spec)))
+        self.first = torch.tensor(firsts, dtype=torch.int64, device="cpu")
+        self.entry_index, self.end, self.shift, self.index_high = self.table[:, : len(_FIXED_COLUMNS)].unbind(1)
+        self.streams = self.table[:, len(_FIXED_COLUMNS) :]
+
+    def chunks(self, size: int) -> Tensor:
+        """The segments in chunks of at most `size` elements: `(segment, first element)`, int64 of shape (chunks, 2)."""
+        counts = (self.end - self.first + (size - 1)) // size
+        segment = torch.repeat_interleave(torch.arange(len(self.entry_index), device="cpu"), counts)
+        before = torch.cumsum(counts, 0) - counts
+        first = self.first[segment] + (torch.arange(len(segment), device="cpu") - before[segment]) * size
+        return torch.stack([segment, first], dim=1).contiguous()
+
+    def chunks_per_entry(self, chunks: Tensor, entries: int) -> Tensor:
+        """How many of `chunks` each of the `entries` has; int64 of shape (entries) on the CPU."""
+        return torch.bincount(self.entry_index[chunks[:, 0]], minlength=entries)
+
+
+def sum_by_entry(chunk_sums: Tensor, chunks_per_entry: Tensor) -> Tensor:
+    """Sums over entries, of shape (entries), from those over their chunks; always added in the same order."""
+    return torch.segment_reduce(chunk_sums, "sum", lengths=chunks_per_entry, unsafe=True, initial=0)
+
+
+def _runs_of_one_high_word(param: Tensor) -> Iterator[ContiguousRun]:
+    """The runs of this rank's elements of `param`, split where the high 32 bits of the global index change."""
+    for first, length, start in contiguous_runs(param):
+        while length:
+            count = min(length, _HIGH_WORD - start % _HIGH_WORD)
+            yield ContiguousRun(first, count, start)
+            first, length, start = first + count, length - count, start + count

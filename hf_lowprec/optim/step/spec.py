@@ -1,0 +1,123 @@
+"""What shapes the arithmetic of a step: the algorithm's formula, the rounding mode, dtypes, states and scalars.
+
+A `StepSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_lowprec.optim.algorithm import Formula, Update
+from hf_lowprec.rounding import State
+from hf_lowprec.rounding.random import word_of
+
+CLIP = "clip"
+"""Name of the scalar by which gradients are multiplied; the same for all parameters, in specs that are `clipped`."""
+TENSOR_MEAN = "tensor_mean"
+"""Name of the scalar that holds the mean of an algorithm's `tensor_mean` formula over a parameter."""
+LR_SCALE = "lr_scale"
+"""Name of the scalar that multiplies the learning rate of an orthogonalized parameter."""
+ORTHOGONALIZED = "orthogonalized"
+"""Name of the BF16 tensor that an algorithm's `orthogonalize` makes of a matrix."""
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """How a state is stored: name, role of its random bits, dtype, and whether it is rounded stochastically."""
+
+    name: str
+    role: int
+    dtype: torch.dtype
+    stochastic: bool
+
+    @classmethod
+    def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
+        """`state` in `dtype`; only averages are rounded stochastically, and only to BF16."""
+        stochastic = dtype == torch.bfloat16 and state_rounding == "stochastic" and state.averages
+        return cls(state.name, state.role, dtype, stochastic)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Everything that shapes the arithmetic of a step; parameters of equal specs go through one kernel.
+
+    Attributes:
+        update: the algorithm's formula, see `Algorithm.update`.
+        options: the formula's static options, as sorted `(name, value)` pairs.
+        scalars: names of the FP32 scalars that `Algorithm.scalars` computes.
+        rounding: name of the rounding mode.
+        param_dtype: storage dtype of the parameter.
+        grad_dtype: storage dtype of the gradient.
+        states: the algorithm's states, in its order, then those of the rounding mode.
+        maximize: whether the gradient is negated before the formula sees it.
+        clipped: whether the gradient is multiplied by the scalar `clip` before that.
+        tensor_mean: an elementwise formula whose mean over each parameter `update` takes as `scalars.tensor_mean`, or
+            None.
+        orthogonalizes: whether `update` takes `state.orthogonalized` and `scalars.lr_scale`.
+    """
+
+    update: Update
+    options: tuple[tuple[str, Any], ...]
+    scalars: tuple[str, ...]
+    rounding: str
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    states: tuple[StoredState, ...]
+    maximize: bool
+    clipped: bool = False
+    tensor_mean: Formula | None = None
+    orthogonalizes: bool = False
+
+    @cached_property
+    def host_scalars(self) -> tuple[str, ...]:
+        """Names of the scalars that do not depend on the values of single parameters."""
+        return (*self.scalars, CLIP) if self.clipped else self.scalars
+
+    @cached_property
+    def per_param_scalars(self) -> tuple[str, ...]:
+        """Names of the scalars that `per_tensor` computes for every parameter; at most one."""
+        return (TENSOR_MEAN,) if self.tensor_mean is not None else (LR_SCALE,) if self.orthogonalizes else ()
+
+    @cached_property
+    def all_scalars(self) -> tuple[str, ...]:
+        """Names of all scalars, in the order in which kernels take them."""
+        return (*self.host_scalars, *self.per_param_scalars)
+
+    @cached_property
+    def input_tensors(self) -> dict[str, torch.dtype]:
+        """Storage dtypes, by name, of the tensors that a step only reads."""
+        return {"grad": self.grad_dtype} | ({ORTHOGONALIZED: torch.bfloat16} if self.orthogonalizes else {})
+
+    @cached_property
+    def output_tensors(self) -> dict[str, torch.dtype]:
+        """Storage dtypes, by name, of the tensors that a step reads and writes: the parameter and its states."""
+        return {"param": self.param_dtype} | {state.name: state.dtype for state in self.states}
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.dtype]:
+        """Storage dtypes of all tensors of a parameter, in the order in which kernels take them: parameter, gradient,
+        orthogonalized matrix, states.
+        """
+        return {"param": self.param_dtype, **self.input_tensors, **self.output_tensors}
+
+    @cached_property
+    def random_words(self) -> tuple[int, ...]:
+        """Numbers of the 32-bit random words that a step draws per element, see `word_of`."""
+        roles = [state.role for state in self.states if state.stochastic]
+        if self.rounding == "stochastic" and self.param_dtype != torch.float32:
+            roles.append(0)
+        return tuple(sorted({word_of(role) for role in roles}))
+
+    @cached_property
+    def stream_names(self) -> tuple[str, ...]:
+        """Names of a segment's stream keys (see `stream_keys`), two for each random word."""
+        return tuple(f"stream{word}_{half}" for word in self.random_words for half in (0, 1))
+
+    @cached_property
+    def key_names(self) -> tuple[str, ...]:
+        """Names of the step keys that a step derives from the stream keys, in the same order."""
+        return tuple(f"key{word}_{half}" for word in self.random_words for half in (0, 1))

@@ -1,0 +1,226 @@
+"""Models that compute their loss in `forward` get exact FP32 copies of their predictions, and so an FP32 loss."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting.fp32_outputs import computes_loss_itself, upcast_predictions
+from tests import tiny_models
+from tests.casting.inspection import BF16, FP32
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+TOKENS = torch.arange(3, 35).view(4, 8)
+CLASSES = torch.tensor([0, 1, 2, 0])
+
+
+def upcast(model: nn.Module) -> Any:
+    cast_model(model)
+    upcast_predictions(model, BF16)
+    return model
+
+
+def bert(kind: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return getattr(transformers, f"BertFor{kind}")(transformers.BertConfig(**SIZES, num_labels=3, **settings))
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    size = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**size, dropout_rate=0.0, decoder_start_token_id=0)
+    )
+
+
+def by_class(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def xlm_roberta() -> Any:
+    """Its head is written before its base model."""
+    torch.manual_seed(0)
+    return transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**SIZES, num_labels=3))
+
+
+CASES = {
+    "the head before the base": (xlm_roberta, CLASSES, by_class),
+    "one of several": (lambda: bert("SequenceClassification"), CLASSES, by_class),
+    "several at once": (
+        lambda: bert("SequenceClassification", problem_type="multi_label_classification"),
+        nn.functional.one_hot(CLASSES, 3).float(),
+        binary_cross_entropy_with_logits,
+    ),
+    "regression": (
+        lambda: bert("SequenceClassification", problem_type="regression"),
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
+        mse_loss,
+    ),
+    "masked tokens, tied": (lambda: bert("MaskedLM"), TOKENS, by_class),
+    "T5": (t5, TOKENS, by_class),
+}
+
+
+@pytest.mark.parametrize(("build", "labels", "loss"), CASES.values(), ids=CASES)
+def test_the_loss_is_that_of_fp32_on_16_bit_predictions(build, labels, loss):
+    plain, model = build(), build()
+    cast_model(plain)
+    upcast(model)
+    outputs, rounded = model(input_ids=TOKENS, labels=labels), plain(input_ids=TOKENS, labels=labels)
+    assert outputs.logits.dtype == outputs.loss.dtype == FP32
+    assert torch.equal(outputs.logits, rounded.logits.float())  # exact copies
+    assert torch.equal(outputs.loss, loss(outputs.logits, labels))
+    outputs.loss.backward()
+    for name, param in model.named_parameters():
+        assert param.grad is None or param.grad.dtype == param.dtype, name
+        assert param.grad is not None or "relative_attention_bias" in name or "embed" in name, name
+
+
+def test_only_what_makes_the_predictions_returns_fp32():
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            seen[name] = {output.dtype}
+
+        return hook
+
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=1, n_heads=2, hidden_dim=32, num_labels=3)
+    model = upcast(transformers.DistilBertForSequenceClassification(config))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(note(name))
+    model(input_ids=TOKENS, labels=CLASSES)
+    assert {name for name, dtypes in seen.items() if FP32 in dtypes} == {"classifier"}
+    assert "pre_classifier" in seen
+
+
+def test_two_losses_of_two_heads():
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(**SIZES, embedding_size=16, num_labels=2)
+    model = upcast(transformers.AlbertForPreTraining(config))
+    outputs = model(input_ids=TOKENS, labels=TOKENS, sentence_order_label=CLASSES % 2)
+    assert outputs.prediction_logits.dtype == outputs.sop_logits.dtype == FP32
+    expected = by_class(outputs.prediction_logits, TOKENS) + by_class(outputs.sop_logits, CLASSES % 2)
+    assert torch.equal(outputs.loss, expected)
+
+
+def test_a_loss_of_other_references_than_labels():
+    torch.manual_seed(0)
+    model = upcast(transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, num_labels=2)))
+    outputs = model(input_ids=TOKENS, start_positions=CLASSES, end_positions=CLASSES + 1)
+    expected = cross_entropy(outputs.start_logits, CLASSES) + cross_entropy(outputs.end_logits, CLASSES + 1)
+    assert torch.equal(outputs.loss, expected / 2)
+
+
+@pytest.mark.parametrize("auxiliary", [True, False])
+def test_auxiliary_predictions_belong_to_them(auxiliary):
+    size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.DPTConfig(
+        **size, intermediate_size=32, image_size=32, patch_size=8, fusion_hidden_size=8, num_labels=3,
+        neck_hidden_sizes=[8, 8, 8, 8], backbone_out_indices=[0, 1, 2, 3], use_auxiliary_head=auxiliary,
+        semantic_classifier_dropout=0.0,
+    )  # fmt: skip
+    model = upcast(transformers.DPTForSemanticSegmentation(config)).eval()
+    seen: dict[str, torch.dtype] = {}
+    for name in ("head", "auxiliary_head"):
+        if (module := getattr(model, name)) is not None:
+            module.register_forward_hook(lambda m, a, output, name=name: seen.__setitem__(name, output.dtype))
+    model(pixel_values=torch.randn(2, 3, 32, 32))
+    assert seen == dict.fromkeys(("head", "auxiliary_head")[: 1 + auxiliary], FP32)
+
+
+class Swapped(transformers.BertPreTrainedModel):
+    """Its children are written in another order than they are called in."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.classifier = nn.Linear(32, 3)
+        self.transform = nn.Linear(32, 32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.transform(self.bert(input_ids).pooler_output)
+        return nn.functional.cross_entropy(self.classifier(hidden), labels)
+
+
+def test_another_order_of_calls_costs_no_crash(monkeypatch):
+    monkeypatch.setattr(Swapped, "__module__", "transformers.models.swapped")
+    model = upcast(Swapped(transformers.BertConfig(**SIZES)))
+    loss = model(TOKENS, CLASSES)
+    loss.backward()
+    assert len(model.transform._forward_hooks) == 1
+    assert loss.isfinite() and model.transform.weight.grad.any()
+
+
+class Prototypes(transformers.BertPreTrainedModel):
+    """A class of a user's, which goes on with what its last child returns and a parameter of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config)
+        self.project = nn.Linear(32, 8)
+        self.prototypes = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.project(self.bert(input_ids)[1]) @ self.prototypes, labels)
+
+
+def test_classes_of_others_are_left_alone():
+    model = upcast(Prototypes(transformers.BertConfig(**SIZES)))
+    assert not computes_loss_itself(model)
+    loss = model(TOKENS, CLASSES)
+    loss.backward()
+    assert loss.isfinite() and model.prototypes.grad.dtype == BF16
+
+
+def test_a_model_inside_is_looked_into():
+    """The decoder is the last child, and its own head makes the predictions; its caches and states are no matter."""
+    decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    model = upcast(transformers.EncoderDecoderModel(config))
+    outputs = model(input_ids=TOKENS, labels=TOKENS, output_hidden_states=True)
+    assert outputs.loss.dtype == FP32
+    assert torch.equal(outputs.loss, by_class(outputs.logits.float(), TOKENS))
+    assert {state.dtype for state in outputs.decoder_hidden_states} == {BF16}
+
+
+def test_models_with_a_loss_function_are_left_alone():
+    model, batch = tiny_models.llama()
+    assert not computes_loss_itself(model)
+    assert upcast(model)(**batch).logits.dtype == BF16
+    base = transformers.BertModel(transformers.BertConfig(**SIZES))
+    assert not computes_loss_itself(base)
+
+
+def test_a_head_that_is_kept_returns_fp32_by_itself():
+    model = bert("SequenceClassification")
+    cast_model(model, keep_fp32="classifier")
+    hooks = len(model.classifier._forward_hooks)
+    upcast_predictions(model, BF16)
+    assert len(model.classifier._forward_hooks) == hooks
+    assert model(input_ids=TOKENS, labels=CLASSES).loss.dtype == FP32
+
+
+def test_once_copied_and_taken_back():
+    model = upcast(bert("SequenceClassification"))
+    hooks = len(model.classifier._forward_hooks)
+    upcast_predictions(model, BF16)
+    assert len(model.classifier._forward_hooks) == hooks == 1
+    assert not cast_model(model).changed
+    expected = model(input_ids=TOKENS, labels=CLASSES).loss
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(input_ids=TOKENS, labels=CLASSES).loss, expected)
+    uncast_model(model)
+    assert not model.classifier._forward_hooks

@@ -1,0 +1,196 @@
+"""Optimizers of one parameter each: every parameter draws the random bits that one optimizer of all would draw."""
+
+import copy
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import SGD, AdamW, parameter_numbers
+from tests.integrations.tiny_training import arguments
+
+OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]
+
+
+@pytest.fixture(autouse=True)
+def fresh_numbers():
+    parameter_numbers.reset_numbers()
+
+
+def parameters(number: int = 3, size: int = 4096) -> list[nn.Parameter]:
+    """Parameters with equal weights."""
+    return [nn.Parameter(torch.full((size,), 0.75).bfloat16()) for _ in range(number)]
+
+
+def train(params, optimizers, steps: int = 3) -> None:
+    for step in range(steps):
+        for param in params:
+            param.grad = torch.full_like(param, 0.1 + step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def tensors(params, optimizers) -> list[torch.Tensor]:
+    state = {param: values for optimizer in optimizers for param, values in optimizer.state.items()}
+    return [tensor for param in params for tensor in (param, *state[param].values())]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_an_optimizer_per_parameter_draws_the_bits_of_one_of_all(options):
+    together, apart = parameters(), parameters()
+    one = [AdamW(together, **options)]
+    each = [AdamW([param], **options) for param in apart]
+    train(together, one)
+    train(apart, each)
+    assert all(map(torch.equal, tensors(together, one), tensors(apart, each)))
+    assert not torch.equal(apart[0], apart[1]) or not torch.equal(*(each[k].state[apart[k]]["exp_avg"] for k in (0, 1)))
+
+
+def test_equal_weights_do_not_round_alike():
+    """Steps of a quarter of an ulp: two independent ones agree with a probability of 1/16 + 9/16."""
+    params = parameters(2)
+    train(params, [SGD([param], lr=2.0**-10 / 0.1, rounding="stochastic") for param in params], steps=1)
+    alike = (params[0] == params[1]).float().mean().item()
+    assert alike == pytest.approx(10 / 16, abs=5 * (60 / 256 / 4096) ** 0.5)  # five standard deviations
+
+
+def test_optimizers_that_step_inside_of_backward():
+    """Their numbers are those of construction, whatever the order of the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).bfloat16()
+    twin = copy.deepcopy(model)
+    each = {param: AdamW([param], lr=1e-2) for param in model.parameters()}
+
+    def step_at_once(param):
+        each[param].step()
+        each[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_at_once)
+    one = AdamW(twin.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.ones(2, 32).bfloat16()).square().sum().backward()
+        twin(torch.ones(2, 32).bfloat16()).square().sum().backward()
+        one.step()
+        one.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_second_run_in_the_same_process_repeats_the_first():
+    def trained():
+        params = parameters()
+        train(params, [AdamW([param], lr=1e-2) for param in params])
+        return params
+
+    assert all(map(torch.equal, trained(), trained()))
+
+
+def test_a_number_can_be_given():
+    params, others = parameters(), parameters()
+    train(params, [AdamW([param], first_parameter=7) for param in params])
+    train(others, [AdamW([*others[:1]], first_parameter=7), AdamW(others[1:], first_parameter=7)])
+    assert torch.equal(params[0], params[1])  # asked for
+    assert torch.equal(params[0], others[0]) and torch.equal(params[0], others[1])
+    shifted, whole = parameters(1), parameters(3)
+    train(shifted, [AdamW(shifted, first_parameter=2)])
+    train(whole, [AdamW(whole)])
+    assert torch.equal(shifted[0], whole[2])
+
+
+def test_runs_that_are_compared_start_at_the_same_number():
+    """Two models, and single parameters with optimizers of different settings."""
+    first, second = parameters(), parameters()
+    train([*first, *second], [AdamW(first), AdamW(second)])
+    assert all(map(torch.equal, first, second))
+    params = parameters(2)
+    train(params, [AdamW([params[0]], backend="eager"), AdamW([params[1]], backend="native")])
+    assert torch.equal(*params)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizers: pickle.loads(pickle.dumps(optimizers))])
+def test_copies_keep_their_numbers(copied):
+    params = parameters()
+    optimizers = [AdamW([param], lr=1e-2) for param in params]
+    others = copied(optimizers)
+    twins = [param for optimizer in others for param in optimizer.param_groups[0]["params"]]
+    train(params, optimizers)
+    train(twins, others)
+    assert all(map(torch.equal, tensors(params, optimizers), tensors(twins, others)))
+
+
+def test_state_dicts_keep_them_and_older_ones_have_none():
+    params = parameters()
+    optimizers = [AdamW([param], lr=1e-2) for param in params]
+    train(params, optimizers)
+    saved = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+    groups = [state["param_groups"][0] for state in saved]
+    assert not any("first_parameter" in group for group in groups)  # distributed checkpoints load key by key
+    resumed = [nn.Parameter(param.detach().clone()) for param in params]
+    others = [AdamW([param], lr=1e-2) for param in reversed(resumed)][::-1]
+    for other, state in zip(others, saved, strict=True):
+        other.load_state_dict(state)
+    train(params, optimizers)
+    train(resumed, others)
+    assert all(map(torch.equal, tensors(params, optimizers), tensors(resumed, others)))
+    header = json.loads(groups[2]["state_rounding"])
+    assert header.pop("first_parameter") == 2
+    groups[2]["state_rounding"] = json.dumps(header)
+    others[2].load_state_dict(saved[2])
+    assert others[2].param_groups[0].get("first_parameter", 0) == 0
+
+
+def test_an_added_group_continues_the_numbering():
+    params, whole = parameters(4), parameters(4)
+    optimizers = [AdamW([param], lr=1e-2) for param in params[:2]]
+    optimizers[1].add_param_group({"params": params[2:]})
+    train(params, optimizers)
+    train(whole, [AdamW(whole, lr=1e-2)])
+    assert all(map(torch.equal, params, whole))
+
+
+def test_an_optimizer_that_only_checks_arguments_is_not_counted(tmp_path):
+    from hf_lowprec.integrations.arguments import checked_arguments
+
+    kwargs = checked_arguments(arguments(tmp_path, optim="adamw_bf16_kahan"))
+    assert "first_parameter" not in AdamW(parameters(1), **kwargs).param_groups[0]
+    numbered = arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="first_parameter=3")
+    assert checked_arguments(numbered)["first_parameter"] == 3
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, "1", True])
+def test_an_invalid_number_raises(value):
+    with pytest.raises(ValueError, match=f"first_parameter={value!r}"):
+        AdamW(parameters(1), first_parameter=value)
+
+
+def test_a_number_of_any_integer_type_is_accepted_and_saved():
+    params, twins = parameters(1), parameters(1)
+    optimizer, twin = AdamW(params, first_parameter=np.int64(2)), AdamW(twins, first_parameter=2)
+    train(params, [optimizer])
+    train(twins, [twin])
+    assert torch.equal(*params, *twins)
+    assert optimizer.state_dict()["param_groups"] == twin.state_dict()["param_groups"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["first_parameter"] == 2
+
+
+def test_none_in_a_group_counts_as_zero():
+    params, twins = parameters(1), parameters(1)
+    optimizer, twin = AdamW([{"params": params, "first_parameter": None}]), AdamW(twins, first_parameter=0)
+    train(params, [optimizer])
+    train(twins, [twin])
+    assert torch.equal(*params, *twins)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(params, [optimizer])
+
+
+def test_optimizers_of_several_parameters_are_numbered_by_a_running_sum():
+    """As the documentation says: one optimizer per block, with the bits of one of all."""
+    params, whole = parameters(4), parameters(4)
+    blocks = [params[:2], params[2:]]
+    train(params, [AdamW(block, first_parameter=sum(map(len, blocks[:k]))) for k, block in enumerate(blocks)])
+    train(whole, [AdamW(whole)])
+    assert all(map(torch.equal, params, whole))

@@ -1,0 +1,95 @@
+"""Shards of DTensors: the global indices of their elements, and steps on them in real processes."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from hf_lowprec.optim import AdamW, sharding
+from tests.ranks import run_ranks
+from tests.triton_here import require_triton
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
+    if backend == "triton":
+        require_triton()
+        if torch.cuda.is_available():
+            pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
+    assert "10 shardings agree" in run_ranks("sharded_steps.py", 4, backend)
+
+
+class FakeDTensor(SimpleNamespace):
+    """The attributes of a DTensor that `contiguous_runs` reads."""
+
+    def to_local(self):
+        return self.shard
+
+
+def fake_dtensor(shape, shard, *placements, mesh=(4,), coordinate=(0,)) -> FakeDTensor:
+    device_mesh = SimpleNamespace(size=lambda dim: mesh[dim], get_coordinate=lambda: coordinate)
+    return FakeDTensor(
+        shape=torch.Size(shape), shard=torch.empty(shard), placements=placements, device_mesh=device_mesh
+    )
+
+
+def test_a_plain_tensor_is_one_run():
+    assert list(sharding.contiguous_runs(torch.empty(3, 4))) == [(0, 12, 0)]
+    assert list(sharding.contiguous_runs(torch.empty(()))) == [(0, 1, 0)]
+    assert list(sharding.contiguous_runs(torch.empty(0, 4))) == []
+
+
+def test_rows_are_one_run_and_columns_one_per_row():
+    rows = fake_dtensor((10, 6), (3, 6), Shard(0), coordinate=(2,))
+    assert list(sharding.contiguous_runs(rows)) == [(0, 18, 36)]
+    columns = fake_dtensor((3, 10), (3, 3), Shard(1), coordinate=(1,))
+    assert list(sharding.contiguous_runs(columns)) == [(0, 3, 3), (3, 3, 13), (6, 3, 23)]
+
+
+def test_an_empty_shard_has_no_run():
+    assert list(sharding.contiguous_runs(fake_dtensor((2, 5), (0, 5), Shard(0), coordinate=(3,)))) == []
+
+
+def test_an_index_beyond_32_bits():
+    """The last quarter of an embedding of 2³⁴ elements, without allocating it."""
+    shard = torch.empty(1).expand(2**17, 2**15)
+    table = fake_dtensor((2**19, 2**15), (1,), Shard(0), coordinate=(3,))
+    table.shard = shard
+    assert list(sharding.contiguous_runs(table)) == [(0, 2**32, 3 * 2**32)]
+
+
+def test_a_shard_of_another_size_than_expected_raises():
+    with pytest.raises(ValueError, match=r"\(10, 6\).*holds \(4, 6\) here, and not the expected \(3, 6\)"):
+        list(sharding.contiguous_runs(fake_dtensor((10, 6), (4, 6), Shard(0))))
+
+
+def test_a_partial_tensor_raises():
+    with pytest.raises(ValueError, match="a parameter is placed as P"):
+        sharding.check_placements(fake_dtensor((4,), (4,), Partial()), "a parameter")
+
+
+def test_replicas_are_not_summed():
+    assert sharding.sharding_of(fake_dtensor((4,), (4,), Replicate())) is None
+    found = sharding.sharding_of(fake_dtensor((4, 4), (4, 2), Replicate(), Shard(1), mesh=(2, 2), coordinate=(0, 0)))
+    assert (found.mesh.size(1), found.mesh_dims) == (2, (1,))
+
+
+@pytest.mark.parametrize("gradient", ["plain", "elsewhere", "partial"])
+def test_a_gradient_that_is_not_placed_as_its_parameter_raises(mesh, gradient):
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    optimizer = AdamW([param], backend="eager")
+    optimizer.step()
+    before = param.full_tensor().clone()
+    other = {
+        "plain": torch.ones(4, 2),
+        "elsewhere": distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]),
+        "partial": DTensor.from_local(torch.ones(4, 2), mesh, [Partial()]),
+    }[gradient]
+    with mock.patch.object(type(param), "grad", other), pytest.raises(ValueError, match="parameter 0 is placed as"):
+        optimizer.step()
+    assert torch.equal(param.full_tensor(), before)

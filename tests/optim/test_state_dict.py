@@ -1,0 +1,511 @@
+"""State dicts: the algorithm and format in them, the options that they replace, and those of earlier versions."""
+
+import copy
+import functools
+import json
+import math
+import warnings
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import lr_scheduler
+
+from hf_lowprec.optim import SGD, AdamW, Lion
+from hf_lowprec.optim import state_dict as checkpoint
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from tests.optim.test_torch_conventions import assert_equal, everything, params_of, refuses, train
+from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build
+from tests.scripts.write_state_dicts import train as train_on
+
+FORMAT_1 = json.loads(Path(__file__).with_name("state_dicts_format_1.json").read_text())
+PAIRS = list(permutations(sorted(ALGORITHMS), 2))
+
+
+def optimizer(name: str, **options) -> torch.optim.Optimizer:
+    params = [nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4).bfloat16()) for _ in range(2)]
+    return ALGORITHMS[name](params, **{**OPTIONS.get(name, {}), **options})
+
+
+def stepped(name: str, **options) -> torch.optim.Optimizer:
+    made = optimizer(name, **options)
+    train(made, 2)
+    return made
+
+
+def in_format_1(state_dict: dict) -> dict:
+    """A state dict without headers, as earlier versions wrote it."""
+    groups = [
+        {**group, "state_rounding": json.loads(group["state_rounding"])["state_rounding"]}
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def test_format_1_is_what_the_fixture_has():
+    for name, saved in FORMAT_1.items():
+        (ours,) = in_format_1(build(*name.split(), torch.ones(2, 2)).state_dict())["param_groups"]
+        (theirs,) = saved["param_groups"]
+        assert {key: list(value) if isinstance(value, tuple) else value for key, value in ours.items()} == theirs
+
+
+@pytest.mark.parametrize("saved", FORMAT_1)
+def test_format_1_resumes_bit_for_bit(saved):
+    """The weights after further steps are those that the commit which wrote the fixture arrived at."""
+    found = FORMAT_1[saved]
+    state = {
+        key: torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for key, (value, dtype) in found["state"].items()
+    }
+    resumed = build(*saved.split(), torch.tensor(found["weight"], dtype=torch.bfloat16))
+    with warnings.catch_warnings(action="error"):
+        resumed.load_state_dict({"state": {0: state}, "param_groups": found["param_groups"]})
+    assert train_on(resumed, FURTHER).tolist() == found["weight after further steps"]
+
+
+@pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("saver", "loader"), PAIRS)
+def test_the_state_of_another_algorithm_raises(saver, loader, steps, written):
+    source = optimizer(saver)
+    train(source, steps)
+    target = optimizer(loader)
+    words = [f"the state of {saver} cannot be loaded into {loader}", f"resume with {saver}"]
+    refuses(
+        lambda: target.load_state_dict(written(source.state_dict())),
+        target,
+        words if written is copy.deepcopy else ["param group 0 of the state dict has", loader],
+    )
+
+
+@pytest.mark.parametrize("loader", sorted(ALGORITHMS))
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
+def test_the_state_of_torchs_own_optimizers_raises(cls, loader):
+    """Even where the states have the same names: it is not known how they were rounded."""
+    source = cls([nn.Parameter(torch.ones(3, 4)) for _ in range(2)], lr=0.1)
+    train(source, 2)
+    target = optimizer(loader)
+    refuses(lambda: target.load_state_dict(source.state_dict()), target, ["'rounding'", f"hf_lowprec.{loader}"])
+
+
+def test_a_subclass_has_the_state_of_its_algorithm():
+    class Named(AdamW):
+        pass
+
+    theirs, ours = (cls([nn.Parameter(torch.ones(3, 4).bfloat16())]) for cls in (Named, AdamW))
+    train(theirs, 2)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert_equal(ours.state_dict(), theirs.state_dict())
+
+
+def edited(state_dict: dict, **changes) -> dict:
+    """A copy whose first group has `changes`; None removes a key."""
+    saved = copy.deepcopy(state_dict)
+    saved["param_groups"][0].update(changes)
+    for key in (key for key, value in changes.items() if value is None):
+        del saved["param_groups"][0][key]
+    return saved
+
+
+def header(**changes) -> str:
+    return json.dumps({"state_rounding": "stochastic", "optimizer": "AdamW", "format": checkpoint.FORMAT, **changes})
+
+
+@pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")  # AdamW's amsgrad
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_keys_that_a_state_dict_lacks_have_defaults(name):
+    source = stepped(name)
+    for key in source.param_groups[0].keys() - {"params", "lr", "rounding", "state_rounding", *source.flags}:
+        target = optimizer(name)
+        if key == "momentum" and name == "SGD":
+            continue  # its default has no momentum_buffer
+        target.load_state_dict(edited(source.state_dict(), **{key: None}))
+        default = checkpoint.keywords(ALGORITHMS[name])[key]
+        assert target.param_groups[0][key] == default, key
+        train(target, 1)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_format_1_without_maximize_descends(name):
+    target = optimizer(name)
+    target.load_state_dict(edited(in_format_1(stepped(name).state_dict()), maximize=None))
+    assert target.param_groups[0]["maximize"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": None}, ["no 'lr'"]),
+        ({"rounding": None}, ["no 'rounding'"]),
+        ({"learns_from_tomorrow": True}, ["has 'learns_from_tomorrow'", "newer hf_lowprec"]),
+        ({"momentum": 0.9, "foreach": True}, ["has 'foreach', 'momentum'", "unknown to AdamW"]),
+        ({"state_rounding": header(format=3)}, ["format 3", "upgrade hf_lowprec"]),
+        ({"state_rounding": header(format=None)}, ["format None", "upgrade hf_lowprec"]),
+        ({"state_rounding": header()[:-1]}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": "{x"}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": '{"a":' * 100_000}, ["state_rounding of a param group is damaged"]),
+        ({"state_rounding": '{"format":' + "9" * 5000 + "}"}, ["state_rounding of a param group is damaged"]),
+    ],
+)
+def test_unknown_keys_and_formats_raise(changes, words):
+    target, saved = stepped("AdamW"), stepped("AdamW").state_dict()
+    refuses(lambda: target.load_state_dict(edited(saved, **changes)), target, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"betas": "fast"}, ["betas='fast'", "param group 0 of the state dict"]),
+        ({"maximize": 3}, ["maximize=3"]),
+        ({"eps": -1.0}, ["eps=-1.0"]),
+        ({"seed": "first"}, ["seed='first'"]),
+        ({"state_dtype": "float64"}, ["state_dtype='float64'"]),
+        ({"rounding": "up"}, ["rounding='up'"]),
+    ],
+)
+def test_invalid_values_raise_before_anything_is_loaded(changes, words):
+    target, saved = stepped("AdamW"), stepped("AdamW").state_dict()
+    refuses(lambda: target.load_state_dict(edited(saved, **changes)), target, words)
+
+
+def test_a_state_that_is_not_a_tensor_raises():
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["exp_avg"] = "lost"
+    refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is not a tensor but 'lost'"])
+
+
+@pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written):
+    target, saved = (
+        stepped(name, rounding=rounding),
+        written(copy.deepcopy(stepped(name, rounding=rounding).state_dict())),
+    )
+    saved["state"][1] |= {"exp_avg_cubed": torch.ones(3, 4), "foo": 1}
+    words = [
+        f"parameter 1 of the state dict has 'exp_avg_cubed', 'foo', unknown to {name}",
+        "Resume with",
+        "take it out",
+    ]
+    refuses(lambda: target.load_state_dict(saved), target, words)
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
+    target, source = (stepped(name, rounding=rounding) for _ in range(2))
+    for state in source.state_dict()["state"][1]:
+        saved = copy.deepcopy(source.state_dict())
+        del saved["state"][1][state]
+        words = [f"parameter 1 of the state dict has no '{state}';", "Load a complete state dict"]
+        refuses(functools.partial(target.load_state_dict, saved), target, words)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_state_of_an_option_that_was_switched_off_is_loaded(name):
+    source, target = (optimizer(name, amsgrad=True) for _ in range(2))
+    for made in (source, target):
+        train(made, 2)
+        made.param_groups[0]["amsgrad"] = False
+        train(made, 2)
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+    optimizer(name, amsgrad=False).load_state_dict(source.state_dict())
+
+
+def test_the_momentum_of_sgd_that_was_switched_off_is_loaded():
+    source = stepped("SGD", momentum=0.9)
+    source.param_groups[0]["momentum"] = 0.0
+    train(source, 1)
+    target = optimizer("SGD", momentum=0.0)
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+def test_a_compensation_that_another_rounding_mode_left_is_loaded():
+    source = stepped("AdamW", rounding="kahan")
+    source.param_groups[0]["rounding"] = "nearest"
+    train(source, 1)
+    target = optimizer("AdamW", rounding="nearest")
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+def test_what_the_user_keeps_in_the_state_comes_back():
+    source, target = stepped("AdamW"), stepped("AdamW")
+    for made in (source, target):
+        for k, param in enumerate(params_of(made)):
+            made.state[param]["importance"] = torch.full((3, 4), float(k + (made is source)))
+    target.load_state_dict(source.state_dict())
+    assert [target.state[param]["importance"][0, 0].item() for param in params_of(target)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        (lambda state: {str(key): value for key, value in state.items()}, "parameter '0', a string"),
+        (lambda state: {**state, 99: state[0]}, "parameter 99, which is in none"),
+    ],
+)
+def test_states_that_torch_would_ignore_raise(states, words):
+    saver, loader = stepped("AdamW"), stepped("AdamW")
+    saved = saver.state_dict()
+    with pytest.raises(ValueError, match=words):
+        loader.load_state_dict({**saved, "state": states(saved["state"])})
+
+
+def test_a_group_without_parameters_raises():
+    saved = stepped("AdamW").state_dict()
+    del saved["param_groups"][0]["params"]
+    with pytest.raises(ValueError, match="has no 'params'"):
+        stepped("AdamW").load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    "step", [1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, torch.tensor(2.5), [3, 4]]
+)
+def test_a_step_that_is_not_a_count_raises(step):
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["step"] = step
+    refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 is", "whole number"])
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
+def test_a_step_count_of_any_type_is_accepted(step):
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["step"] = step
+    target.load_state_dict(saved)
+    assert target.state[params_of(target)[1]]["step"] == 3
+
+
+def test_a_saved_group_in_param_groups_raises():
+    target = stepped("AdamW")
+    target.param_groups[0].update({**target.state_dict()["param_groups"][0], "params": params_of(target)})
+    with pytest.raises(ValueError, match=r"of a group of state_dict\(\).*use load_state_dict$"):
+        target.step()
+
+
+@pytest.mark.parametrize("given", [{}, {"model": {}, "optimizer": {}}])
+def test_an_argument_that_is_not_a_state_dict_raises(given):
+    target = stepped("AdamW")
+    refuses(lambda: target.load_state_dict(given), target, ["is not that of an optimizer", *given])
+
+
+def test_keys_of_the_users_groups_come_back():
+    made = [AdamW([{"params": [nn.Parameter(torch.ones(2).bfloat16())], "layer": k, "eps": 1e-6}]) for k in (3, 4)]
+    made[1].load_state_dict(made[0].state_dict())
+    assert made[1].param_groups[0]["layer"] == 3
+
+
+SCHEDULERS = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=9),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=4),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=9),
+    "swa": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=3),
+}
+
+
+@pytest.mark.parametrize("scheduled_again", [True, False])
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
+def test_keys_that_schedulers_write_are_not_changed_options(name, make, scheduled_again):
+    source, target = optimizer(name, lr=0.01), optimizer(name, lr=0.02)
+    schedule = make(source)
+    for _ in range(3):
+        train(source, 1)
+        schedule.step()
+    if scheduled_again:
+        make(target)
+    with warnings.catch_warnings(action="error"):
+        target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["lr"] == source.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "saved", "given", "message"),
+    [
+        (AdamW, {"amsgrad": True}, {}, r"amsgrad=True \(was False\)"),
+        (AdamW, {}, {"amsgrad": True}, r"amsgrad=False \(was True\)"),
+        (AdamW, {"betas": (0.8, 0.9)}, {"eps": 1e-6}, r"betas=\(0.8, 0.9\) \(was \(0.9, 0.999\)\), eps=1e-08 \(was 1e"),
+        (AdamW, {"seed": 3}, {"seed": 4}, r"options of this AdamW: seed=3 \(was 4\); to train with"),
+        (AdamW, {"state_rounding": "nearest"}, {}, r"state_rounding='nearest' \(was 'stochastic'\)"),
+        (AdamW, {"state_dtype": torch.float32}, {}, r"state_dtype=torch.float32 \(was None\)"),
+        (AdamW, {"weight_decay": 0.0}, {}, r"weight_decay=0.0 \(was 0.01\)"),
+        (SGD, {"momentum": 0.9}, {}, r"momentum=0.9 \(was 0.0\)"),
+        (Lion, {"maximize": True}, {}, r"maximize=True \(was False\)"),
+    ],
+)
+def test_replaced_options_are_warned_about_once(cls, saved, given, message):
+    """As in torch the state dict wins; the same change in several groups is named once."""
+
+    def make(options):
+        params = [nn.Parameter(torch.ones(3, 4).bfloat16()) for _ in range(2)]
+        return cls([{"params": [param]} for param in params], **options)
+
+    source, target = make(saved), make(given)
+    train(source, 2)
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        target.load_state_dict(source.state_dict())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert str(caught[0].message).count("(was") == message.count("(was")
+    assert_equal(target.state_dict(), source.state_dict())
+    train(target, 1)
+    with warnings.catch_warnings(action="error"):
+        target.load_state_dict(source.state_dict())
+
+
+def test_added_keys_of_groups_are_saved_in_the_header():
+    """No key of their own that a distributed checkpoint of format 1 would lack."""
+    source, target = stepped("AdamW"), stepped("AdamW")
+    source.param_groups[0]["first_parameter"] = 3
+    saved = source.state_dict()
+    assert "first_parameter" not in saved["param_groups"][0]
+    assert saved["param_groups"][0]["state_rounding"] == header(first_parameter=3)
+    with warnings.catch_warnings(action="error"):
+        target.load_state_dict(saved)
+        assert target.param_groups[0]["first_parameter"] == 3
+        target.load_state_dict(in_format_1(saved))
+    assert "first_parameter" not in target.param_groups[0]
+
+
+def test_a_group_of_matrices_cannot_be_loaded_into_a_group_of_others():
+    """Both have the same shape, so that only the flag distinguishes them."""
+    groups = [
+        [{"params": [nn.Parameter(torch.ones(3, 4).bfloat16())], "use_muon": flag} for flag in flags]
+        for flags in ((True, False), (False, True))
+    ]
+    source, target = (ALGORITHMS["Muon"](group) for group in groups)
+    refuses(lambda: target.load_state_dict(source.state_dict()), target, ["use_muon=True", "same order"])
+
+
+def test_hooks_see_the_saved_form_and_may_replace_it():
+    source, target = stepped("AdamW", state_dtype=torch.float32), optimizer("AdamW", state_dtype=torch.float32)
+    seen = []
+
+    def exchange(_, state_dict):
+        seen.append(state_dict["param_groups"][0]["state_rounding"])
+        return source.state_dict()
+
+    target.register_load_state_dict_pre_hook(exchange)
+    target.load_state_dict(optimizer("AdamW").state_dict())
+    assert seen == [header()]
+    assert target.param_groups[0]["state_dtype"] == torch.float32
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+def test_the_state_dict_that_is_loaded_is_left_as_it_is():
+    saved = stepped("AdamW").state_dict()
+    before = copy.deepcopy(saved)
+    optimizer("AdamW").load_state_dict(saved)
+    assert_equal(saved, before)
+
+
+# Distributed checkpoints: torch takes state dicts apart and loads them key by key.
+
+
+def distributed_pair(name: str, full: bool, flat: bool, folder: Path, loader: str | None = None, old: bool = False):
+    """An optimizer whose state went through a distributed checkpoint of another one's, and the other."""
+    how = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat, cpu_offload=True)
+    models = [nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))).bfloat16() for _ in range(2)]
+    source, target = (
+        ALGORITHMS[which](model.parameters(), **OPTIONS.get(which, {}))
+        for which, model in zip((name, loader or name), models, strict=True)
+    )
+    train(source, 3)
+    models[1].load_state_dict(models[0].state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        if old:
+            original = checkpoint.to_saved_form
+            patch.setattr(checkpoint, "to_saved_form", lambda o, saved: in_format_1(original(o, saved)))
+        dcp.save({"o": get_optimizer_state_dict(models[0], source, options=how)}, checkpoint_id=folder, no_dist=True)
+    loaded = {"o": get_optimizer_state_dict(models[1], target, options=how)}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(models[1], target, loaded["o"], options=how)
+    return source, target
+
+
+FORMS = [
+    pytest.param(False, False, id="sharded"),
+    pytest.param(False, True, id="flat"),
+    pytest.param(True, False, id="full"),
+]
+quiet = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+
+
+@quiet
+@pytest.mark.parametrize("old", [False, True], ids=["now", "format_1"])
+@pytest.mark.parametrize(("full", "flat"), FORMS)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_distributed_checkpoints_resume_bit_for_bit(name, full, flat, old, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        source, target = distributed_pair(name, full, flat, tmp_path, old=old)
+    for made in (source, target):
+        train(made, 3, seed=1)
+    first, second = (everything(made) for made in (source, target))
+    assert_equal([first["params"], first["state"]], [second["params"], second["state"]])
+
+
+@quiet
+@pytest.mark.parametrize(("full", "flat"), FORMS)
+@pytest.mark.parametrize(("saver", "loader"), [("AdamW", "Lion"), ("Adam", "RAdam"), ("RAdam", "StableAdamW")])
+def test_distributed_checkpoints_of_another_algorithm_raise(saver, loader, full, flat, tmp_path):
+    with pytest.raises(ValueError, match=f"the state of {saver} cannot be loaded into {loader}"):
+        distributed_pair(saver, full, flat, tmp_path, loader)
+
+
+# Parameters whose dtype changes under an optimizer.
+
+
+def test_a_parameter_that_was_cast_to_fp32_loses_no_compensation_unseen():
+    made = AdamW([nn.Parameter(torch.linspace(-1, 1, 12).bfloat16()) for _ in range(2)], lr=1e-4)
+    train(made, 2)
+    for param in params_of(made):
+        param.data, param.grad = param.data.float(), torch.ones(12)
+    before = everything(made)
+    with pytest.raises(ValueError, match=r"parameter 0 is float32 .*'compensation'.*state\[param\]\.pop"):
+        made.step()
+    assert_equal(everything(made), before)
+
+    exact = [param.double() + made.state[param]["compensation"].double() for param in params_of(made)]
+    for param in params_of(made):  # what the message says
+        param.data.add_(made.state[param].pop("compensation"))
+    for param, expected in zip(params_of(made), exact, strict=True):
+        # One rounding to FP32 of a sum of about 1.
+        assert (param.double() - expected).abs().max() <= 2**-24
+    train(made, 1)
+    twin = AdamW([nn.Parameter(param.detach().clone()) for param in params_of(made)], lr=1e-4)
+    twin.load_state_dict(copy.deepcopy(made.state_dict()))
+    for other in (made, twin):
+        train(other, 2, seed=1)
+    assert_equal(everything(twin), everything(made))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_parameter_cast_to_16_bits_trains_on_and_its_checkpoint_loads(name, before, after):
+    params = [nn.Parameter(torch.linspace(-1, 1, 12, dtype=getattr(torch, before)).view(3, 4))]
+    made = ALGORITHMS[name](params, lr=1e-3, **OPTIONS.get(name, {}))
+    train(made, 2)
+    params[0].data = params[0].data.to(getattr(torch, after))
+    train(made, 2)
+    twin = ALGORITHMS[name]([nn.Parameter(params[0].detach().clone())], lr=1e-3, **OPTIONS.get(name, {}))
+    twin.load_state_dict(copy.deepcopy(made.state_dict()))
+    for other in (made, twin):
+        train(other, 2, seed=1)
+    assert_equal(everything(twin), everything(made))
+    assert params[0].isfinite().all()

@@ -1,0 +1,227 @@
+"""The `triton` backend: one launch per spec, 64-bit offsets, alignment, tables, what stays on the device."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
+from hf_lowprec.optim.backends import triton as triton_backend
+from hf_lowprec.optim.step.fused import fused_step
+from tests.triton_here import require_triton
+
+require_triton()
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def make(shapes, dtype=BF16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    made = [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+    for param in made:
+        param.grad = torch.randn(param.shape, generator=generator).to(DEVICE, dtype)
+    return made
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter:
+    """Counts launches of step kernels by grid."""
+    counted: Counter = Counter()
+    real = triton_backend.kernels
+
+    class Counting:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            counted[grid] += 1
+            return self.kernel[grid]
+
+    def kernels(spec):
+        step, tensor_sum = real(spec)
+        return Counting(step), tensor_sum
+
+    monkeypatch.setattr(triton_backend, "kernels", kernels)
+    return counted
+
+
+def test_hundreds_of_tensors_are_one_launch_per_spec(launches):
+    weights, norms = make([(k % 97,) for k in range(300)]), make([(5,)] * 40, FP32)
+    reference = [nn.Parameter(p.detach().cpu()) for p in weights + norms]
+    for param, source in zip(reference, weights + norms, strict=True):
+        param.grad = source.grad.cpu()
+    optimizer = AdamW(weights + norms, lr=0.1, backend="triton")
+    optimizer.step()
+    assert sum(launches.values()) == 2
+    not_empty = sum(k % 97 > 0 for k in range(300))
+    assert set(launches) == {(not_empty,), (40,)}  # one program per chunk, and each tensor here is one
+    AdamW(reference, lr=0.1, backend="eager").step()
+    for ours, theirs in zip(weights + norms, reference, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_nothing_is_launched_for_nothing(launches):
+    AdamW(make([(0,), (3, 0)]), backend="triton").step()
+    assert not launches
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 7, 8])
+def test_misaligned_tensors(shift):
+    """Gradients that are views into a bucket lie anywhere; so may everything else."""
+    size = 2 * triton_backend.CHUNK + 17
+    trained = {}
+    for backend, where in (("eager", torch.device("cpu")), ("triton", DEVICE)):
+        generator = torch.Generator().manual_seed(2)
+        storage = torch.randn(3 * size, generator=generator).bfloat16().to(where)
+        param = nn.Parameter(storage[shift : shift + size])
+        optimizer = AdamW([param], lr=0.1, backend=backend)
+        for step in range(2):
+            room = torch.empty(size + 8, dtype=BF16, device=where)[step + 1 : step + 1 + size]
+            param.grad = room.copy_(storage[size + shift * step : 2 * size + shift * step])
+            optimizer.step()
+        trained[backend] = param.detach().cpu()
+    assert torch.equal(*trained.values())
+
+
+@pytest.mark.parametrize("start", [2**31 - 8192, 2**31, 2**32 - 8192, 2**33, 2**40])
+def test_offsets_have_64_bits(start):
+    """A chunk far into a tensor: the table points so far before the data that the chunk's elements are the data."""
+    (param,) = make([(triton_backend.CHUNK + 100,)])
+    optimizer = AdamW([param], lr=0.1, rounding="kahan", backend="triton")
+    with optimizer.plan_step() as plan:
+        (fused_group,) = plan.fused_groups
+        fused_group.compute_scalars(optimizer.scalars)
+        tensors = list(fused_group.entries[0].tensors.values())
+        data = [tensor.clone() for tensor in tensors]
+        chunks = torch.tensor([[0, start], [0, start + triton_backend.CHUNK]], device=DEVICE)
+        segments = fused_group.segments.table.clone()
+        segments[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
+        addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
+        triton_backend.kernels(fused_group.spec)[0][(2,)](
+            *(chunks, segments.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
+            *(
+                fused_group.scalars.to(DEVICE),
+                fused_group.counts.to(DEVICE),
+                torch.ones((), dtype=torch.int32, device=DEVICE),
+            ),
+            **{
+                "CHUNK": triton_backend.CHUNK,
+                "BLOCK": triton_backend.BLOCK,
+                "TAIL": triton_backend.TAIL,
+                "enable_fp_fusion": False,
+            },
+        )
+        index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
+        weight, grad, *states = (tensor.cpu().float() for tensor in data)
+        named = dict(zip(list(fused_group.spec.tensors)[2:], states, strict=True))
+        scalars = dict(zip(fused_group.spec.scalars, fused_group.scalars[0].tolist(), strict=True))
+        new_weight, new_state = fused_step(
+            fused_group.spec, weight, grad, named, scalars, index, fused_group.segment_keys()[0]
+        )
+        assert torch.equal(param.detach().cpu().float(), new_weight)
+        for name, state in zip(list(fused_group.spec.tensors)[2:], tensors[2:], strict=True):
+            assert torch.equal(state.cpu().float(), new_state[name]), name
+
+
+def muon(groups, **options) -> Muon:
+    """The first group's parameters are matrices."""
+    return Muon([{**group, "use_muon": k == 0} for k, group in enumerate(groups)], **options)
+
+
+@pytest.mark.parametrize("backend", ["eager", "native", "triton"])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (AdamW, {}),
+        (AdamW, {"rounding": "stochastic", "amsgrad": True}),
+        (SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (RAdam, {}),
+        (Adan, {"weight_decay": 0.1}),
+        (StableAdamW, {"max_grad_norm": 1.0}),
+        (muon, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_capturable_steps_are_the_same_steps(backend, cls, options):
+    """Scalars and keys from step counts on the device are those from the host; with a learning rate there as well."""
+    where = DEVICE if backend == "triton" else torch.device("cpu")
+    plain, captured = (
+        [nn.Parameter(p.detach().to(where)) for p in make([(3, 50), (7,)]) + make([(9,)], FP32)] for _ in range(2)
+    )
+
+    def groups(params, lr):
+        return [{"params": params[:1], "lr": lr[0]}, {"params": params[1:], "lr": lr[1], "weight_decay": 0.2}]
+
+    rates = [torch.tensor(1e-2, device=where), torch.tensor([3e-3], device=where)]
+    ours = cls(groups(captured, rates), backend=backend, capturable=True, **options)
+    theirs = cls(groups(plain, [1e-2, 3e-3]), backend=backend, **options)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(12):
+        rates[0] *= 0.9
+        theirs.param_groups[0]["lr"] = rates[0].item()
+        theirs.param_groups[1]["lr"] = rates[1].item()
+        for a, b in zip(plain, captured, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator).to(a.device, a.dtype)
+            b.grad = a.grad.clone()
+        if step == 5:  # one parameter sits a step out, and counts for itself from there
+            plain[1].grad = captured[1].grad = None
+        ours.step()
+        theirs.step()
+    for a, b in zip(plain, captured, strict=True):
+        assert torch.equal(a, b)
+        assert ours.state[b]["step"].device.type == where.type
+        assert ours.state[b]["step"] == theirs.state[a]["step"]
+        for name, value in theirs.state[a].items():
+            assert torch.equal(value.to(where), ours.state[b][name]), name
+
+
+def test_a_checkpoint_crosses_from_capturable_to_not_and_back():
+    trained, resumed = make([(40,)]), make([(40,)])
+    first = AdamW(trained, lr=0.1, backend="triton", capturable=True)
+    first.step()
+    second = AdamW(resumed, lr=0.1, backend="triton")
+    resumed[0].data.copy_(trained[0].data)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    third = AdamW(make([(40,)]), lr=0.1, backend="triton", capturable=True)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    third.param_groups[0]["params"][0].data.copy_(trained[0].data)
+    for optimizer in (first, second, third):
+        optimizer.step()
+    assert torch.equal(trained[0], resumed[0])
+    assert torch.equal(trained[0], third.param_groups[0]["params"][0])
+
+
+def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
+    """Uploads are copies, as on a device: what is there must be sent again when an address has changed."""
+    upload = triton_backend._upload
+    monkeypatch.setattr(triton_backend, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
+    moving, still = make([(40,)]), make([(40,)])
+    options = {"lr": 0.1, "backend": "triton", "capturable": True, "first_parameter": 0}
+    optimizers = [AdamW(params, **options) for params in (moving, still)]
+    held = []
+    for step in range(3):
+        gradient = torch.full_like(still[0], 1.0 + step)
+        held.append(moving[0].grad)  # so that its memory is not used again
+        moving[0].grad = gradient
+        still[0].grad.copy_(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(*moving, *still)
+
+
+def test_static_tables_are_sent_once(monkeypatch):
+    """Chunks and segments go to the device with the first step; pointers, scalars and counts with every step."""
+    sent = []
+    upload = triton_backend._upload
+    monkeypatch.setattr(triton_backend, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
+    params = make([(40,), (7,)])
+    optimizer = AdamW(params, backend="triton", max_grad_norm=1.0)
+    for _ in range(3):
+        optimizer.step()
+        for param in params:
+            param.grad = torch.ones_like(param)
+    assert sent == [3] * (1 + 3)
