@@ -9,6 +9,7 @@ arithmetic plays no part.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,21 @@ from torch import Tensor
 
 SAMPLE = 2048
 """Elements sampled per parameter."""
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What a coming step should change, at the sampled elements of a parameter.
+
+    Attributes:
+        param: the parameter.
+        stored: its elements before the step, as `_stored` gives them.
+        change: AdamW's change of them.
+    """
+
+    param: Tensor
+    stored: Tensor
+    change: Tensor
 
 
 class LostUpdates:
@@ -27,15 +43,15 @@ class LostUpdates:
 
     def __init__(self, sample: int = SAMPLE) -> None:
         self.sample = sample
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._expected: list[_Expected] = []
         self._square = self._product = 0.0
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compute the changes that the coming step should make; call it when gradients are final, before the step."""
         factor = _clip_factor(optimizer)
-        self._before = [
-            (param, self._stored(optimizer, param), self._exact_change(optimizer, group, param, factor))
+        self._expected = [
+            _Expected(param, self._stored(optimizer, param), self._exact_change(optimizer, group, param, factor))
             for group in optimizer.param_groups
             for param in group["params"]
             if param.grad is not None
@@ -47,10 +63,11 @@ class LostUpdates:
 
         Does nothing for a step without a call of `before_step`.
         """
-        for param, stored, exact in self._before:
-            self._square += float(exact.square().sum())
-            self._product += float((exact * (self._stored(optimizer, param) - stored)).sum())
-        self._before = []
+        for expected in self._expected:
+            stored_change = self._stored(optimizer, expected.param) - expected.stored
+            self._square += float(expected.change.square().sum())
+            self._product += float((expected.change * stored_change).sum())
+        self._expected = []
 
     @property
     def share(self) -> float:
