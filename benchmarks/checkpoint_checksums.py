@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hf_lowprec.integrations import manifest
+from hf_lowprec.integrations.transformers import checkpoint_manifest as manifest
 
 HASHES = {
     "crc32": zlib.crc32,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model, return_float32
-    from hf_lowprec.integrations.accelerator import prepare_accelerator
+    from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
-    from hf_lowprec.integrations.callback import LowPrecisionCallback
+    from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
@@ -28,10 +28,10 @@ _HOME = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
-    "fp32_state_dict": "optim.fp32",
-    "hidden_matrices": "optim.matrices",
-    "LowPrecisionCallback": "integrations.callback",
-    "prepare_accelerator": "integrations.accelerator",
+    "fp32_state_dict": "optim.fp32_weights",
+    "hidden_matrices": "optim.hidden_matrices",
+    "LowPrecisionCallback": "integrations.transformers.callback",
+    "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
@@ -70,7 +70,7 @@ def _algorithms() -> dict[str, Any]:
 
 def register() -> None:
     """Add the names of `OPTIMIZER_NAMES` to transformers; runs on import, and calling it again changes nothing."""
-    from hf_lowprec.integrations.trainer import register as register_with_trainer
+    from hf_lowprec.integrations.transformers.trainer import register as register_with_trainer
 
     register_with_trainer(unpickle_optimizer_name)
 
@@ -83,7 +83,7 @@ def unpickle_optimizer_name(name: str) -> Any:
     Raises:
         ValueError: this version has no optimizer of that name.
     """
-    from hf_lowprec.integrations.seams import optimizer_member
+    from hf_lowprec.integrations.private_apis import optimizer_member
 
     try:
         return optimizer_member(name)

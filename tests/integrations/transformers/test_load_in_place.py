@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
-from hf_lowprec.integrations.loading import same_parameters
+from hf_lowprec.integrations.transformers.load_in_place import same_parameters
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
 

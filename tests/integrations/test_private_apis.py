@@ -1,4 +1,4 @@
-"""The private names of transformers that `integrations/seams.py` relies on; each failure says what went away."""
+"""The private names of transformers that `integrations/private_apis.py` relies on; each failure says what went away."""
 
 import dataclasses
 import json
@@ -18,13 +18,14 @@ from transformers import Trainer, TrainerState, TrainingArguments, trainer_optim
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations import seams, trainer
-from hf_lowprec.integrations.structure import read_trainer_state
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers import trainer_checkpoints
+from hf_lowprec.integrations.transformers.checkpoint_structure import read_trainer_state
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
-WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/seams.py"
+WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/private_apis.py"
 
 
 def test_the_dispatch_table_is_where_it_was():
@@ -48,16 +49,19 @@ def test_the_enum_takes_members():
 def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
     monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
     with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
-        seams.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
+        private_apis.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
 
 
 def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
     """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
-    assert hasattr(Trainer, seams.SAVE_RANDOM_STATE), f"Trainer.{seams.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited, wait = [], trainer.on_every_rank
-    monkeypatch.setattr(
-        trainer, "on_every_rank", lambda *args: (waited.append(sorted(tmp_path.glob("*/*"))), wait(*args))[1]
-    )
+    assert hasattr(Trainer, private_apis.SAVE_RANDOM_STATE), f"Trainer.{private_apis.SAVE_RANDOM_STATE} is gone {WHERE}"
+    waited, wait = [], trainer_checkpoints.on_every_rank
+
+    def on_every_rank(*args):
+        waited.append(sorted(tmp_path.glob("*/*")))
+        return wait(*args)
+
+    monkeypatch.setattr(trainer_checkpoints, "on_every_rank", on_every_rank)
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
     there = {path.name for path in waited[-1]}
     assert "rng_state.pth" in there
@@ -66,27 +70,27 @@ def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch
 
 
 def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
-    assert hasattr(Trainer, seams.RUN_EPOCH), f"Trainer.{seams.RUN_EPOCH} is gone {WHERE}"
-    steps, original = [], getattr(Trainer, seams.RUN_EPOCH)
+    assert hasattr(Trainer, private_apis.RUN_EPOCH), f"Trainer.{private_apis.RUN_EPOCH} is gone {WHERE}"
+    steps, original = [], getattr(Trainer, private_apis.RUN_EPOCH)
 
     def run_epoch(self, *args, **kwargs):
         steps.append((self.state.global_step, self.state.max_steps))
         original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, seams.RUN_EPOCH, run_epoch)
+    monkeypatch.setattr(Trainer, private_apis.RUN_EPOCH, run_epoch)
     trained(tmp_path, max_steps=9)  # 64 rows in batches of 8
     assert steps == [(0, 9), (8, 9)], f"Trainer no longer trains by epochs {WHERE}"
 
 
 def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
     """The folder, the order of its files, and what comes after them: the push to the hub and the deletion of others."""
-    assert hasattr(Trainer, seams.SAVE_CHECKPOINT), f"Trainer.{seams.SAVE_CHECKPOINT} is gone {WHERE}"
+    assert hasattr(Trainer, private_apis.SAVE_CHECKPOINT), f"Trainer.{private_apis.SAVE_CHECKPOINT} is gone {WHERE}"
     events = []
 
     class Watched(Trainer):
         def _save_checkpoint(self, model, trial):
-            events.append(f"begin {seams.checkpoint_folder(self, trial).relative_to(tmp_path)}")
-            with seams.after_trainer_state(lambda: events.append(sorted(p.name for p in tmp_path.glob("*/*")))):
+            events.append(f"begin {private_apis.checkpoint_folder(self, trial).relative_to(tmp_path)}")
+            with private_apis.after_trainer_state(lambda: events.append(sorted(p.name for p in tmp_path.glob("*/*")))):
                 super()._save_checkpoint(model, trial)
 
     monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda *args, **kwargs: events.append("rotate"))
@@ -111,7 +115,7 @@ def test_the_trainers_state_is_read_where_we_look(tmp_path):
         read.append(str(path.relative_to(tmp_path)))
         return cls(**json.loads(path.read_text()))
 
-    with seams.trainer_states_read_by(read_state):
+    with private_apis.trainer_states_read_by(read_state):
         trained(tmp_path, max_steps=2, resume=True, **settings)
     assert set(read) == {"checkpoint-1/trainer_state.json"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
 
@@ -125,7 +129,7 @@ class WiderState(TrainerState):
 
 def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
     WiderState(global_step=3, tokens=7).save_to_json(str(tmp_path / "trainer_state.json"))
-    with seams.trainer_states_read_by(read_trainer_state):
+    with private_apis.trainer_states_read_by(read_trainer_state):
         wide = WiderState.load_from_json(str(tmp_path / "trainer_state.json"))
         plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert wide == WiderState(global_step=3, tokens=7)
@@ -136,24 +140,24 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     """DDP would not wrap it: `tests/distributed` shows it with ranks."""
     model = torch.nn.Linear(2, 2)
     accelerator = Accelerator(cpu=True)
-    with seams.prepared_again_later(model):
+    with private_apis.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
-        assert getattr(model, seams._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
-    assert not hasattr(model, seams._PREPARED)
+        assert getattr(model, private_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
+    assert not hasattr(model, private_apis._PREPARED)
     accelerator.prepare_model(model)
-    with seams.prepared_again_later(model):
+    with private_apis.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
-    assert getattr(model, seams._PREPARED), "what is prepared for training stays so"
+    assert getattr(model, private_apis._PREPARED), "what is prepared for training stays so"
 
 
 def test_a_communication_hook_is_seen():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        assert not seams.has_communication_hook(model)
+        assert not private_apis.has_communication_hook(model)
         reduce_in_fp32(model)
-        where = f"in torch {torch.__version__}; adapt hf_lowprec/integrations/seams.py"
-        assert seams.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
+        where = f"in torch {torch.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+        assert private_apis.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
     finally:
         dist.destroy_process_group()
 
@@ -163,27 +167,28 @@ def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
     model = torch.nn.Linear(2, 2)
     compiled = torch.compile(model)
     assert compiled._orig_mod is model, f"torch.compile keeps its model elsewhere in torch {torch.__version__}"
-    assert not seams.is_sharded_model(model)
-    assert not seams.is_sharded_model(compiled)
+    assert not private_apis.is_sharded_model(model)
+    assert not private_apis.is_sharded_model(compiled)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     finally:
         dist.destroy_process_group()
-    assert seams.is_sharded_model(model)
-    assert seams.is_sharded_model(compiled)
+    assert private_apis.is_sharded_model(model)
+    assert private_apis.is_sharded_model(compiled)
 
 
 def test_checkpoints_are_read_by_one_method():
-    assert hasattr(Trainer, seams.LOAD_CHECKPOINT), f"Trainer.{seams.LOAD_CHECKPOINT} is gone {WHERE}"
+    assert hasattr(Trainer, private_apis.LOAD_CHECKPOINT), f"Trainer.{private_apis.LOAD_CHECKPOINT} is gone {WHERE}"
 
 
 def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
     import inspect
 
     built = inspect.signature(Trainer.__init__).parameters
+    where = WHERE.replace("private_apis", "transformers/trainer_setup")
     for name in ("model", "args", "model_init", "callbacks"):
-        assert name in built, f"Trainer.__init__ has no {name!r} {WHERE.replace('seams', 'trainer')}"
+        assert name in built, f"Trainer.__init__ has no {name!r} {where}"
     assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
 
 
@@ -225,7 +230,7 @@ hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf1
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
     """Both methods run, the one while resuming and the other at the end, before `on_train_end`."""
     called = []
-    for name in (seams.LOAD_CHECKPOINT, seams.LOAD_BEST):
+    for name in (private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST):
         assert hasattr(Trainer, name), f"Trainer.{name} is gone {WHERE}"
         original = getattr(Trainer, name)
         monkeypatch.setattr(
@@ -234,8 +239,10 @@ def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
     settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "eval_strategy": "steps"}
     settings |= {"save_steps": 1, "eval_steps": 1, "load_best_model_at_end": True}
     trained(tmp_path, max_steps=1, **settings)
-    assert called == [seams.LOAD_BEST], f"the best weights are loaded elsewhere {WHERE}"
+    assert called == [private_apis.LOAD_BEST], f"the best weights are loaded elsewhere {WHERE}"
     Trainer(llama(), arguments(tmp_path, max_steps=2, **settings), None, counting_data(), counting_data(8)).train(
         resume_from_checkpoint=True
     )
-    assert called[1:] == [seams.LOAD_CHECKPOINT, seams.LOAD_BEST], f"checkpoints are loaded elsewhere {WHERE}"
+    assert called[1:] == [private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST], (
+        f"checkpoints are loaded elsewhere {WHERE}"
+    )

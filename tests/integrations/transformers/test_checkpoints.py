@@ -15,8 +15,14 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
-from hf_lowprec.integrations.checkpoints import last_complete, resolve
-from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, ManifestWriter, checksums, read_manifest
+from hf_lowprec.integrations.transformers.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ManifestWriter,
+    checksums,
+    read_manifest,
+)
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
 from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}

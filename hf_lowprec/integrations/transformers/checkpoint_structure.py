@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import TrainerState
 
-from hf_lowprec.integrations.manifest import read_json
+from hf_lowprec.integrations.transformers.checkpoint_manifest import read_json
 
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")

@@ -1,6 +1,7 @@
-"""Warnings, each given once before the first step: a model nobody cast trains in FP32; DDP sums gradients in 16 bits.
+"""Two warnings before an optimizer's first step: the model was never cast, or DDP sums its gradients in 16 bits.
 
-An optimizer is given parameters and not their model, so that is looked up among the modules that Python keeps track of.
+Each is given once per process. An optimizer is given parameters and not their model, which is therefore searched for
+among the live objects of Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting.cast import cast_dtypes
 from hf_lowprec.casting.quantized import holds_codes
-from hf_lowprec.integrations import seams
+from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 
 _MATRIX = 1024
-"""Elements of a matrix from which on its format matters."""
+"""Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
-"""How often models are looked up in a process, a tenth of a second each: there may be an optimizer per parameter."""
+"""How often a process searches for models, a tenth of a second each: there may be an optimizer per parameter."""
 
 _UNCAST = (
     "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16 call "
@@ -42,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_misuse(optimizer: LowPrecisionOptimizer) -> None:
-    """Say, once in a process, that a model trains in FP32 or that its gradients are summed in 16 bits.
+    """Warn if the model of `optimizer` trains in FP32, or if its gradients are summed in 16 bits.
 
-    FP32 parameters of a model that is cast, quantized or partly in 16 bits (norms, adapters, heads) are as they should
-    be, and so is DDP with any communication hook.
+    One of `LowPrecisionOptimizer.first_step_checks`. There is no warning for FP32 parameters of a model that is cast,
+    quantized or partly in 16 bits (norms, adapters, heads), nor for DDP with any communication hook.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and dist.get_rank() != 0:
@@ -53,21 +54,22 @@ def warn_of_misuse(optimizer: LowPrecisionOptimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if all(param.dtype == torch.float32 for param in params):
         if any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
-            _say_if(_in_fp32_model, params, _UNCAST)
+            _warn_if(_in_fp32_model, params, _UNCAST)
     elif ranks > 1 and not any(map(is_sharded, params)):
-        _say_if(_reduced_in_16_bits, params, _SUMS_IN_16_BITS)
+        _warn_if(_reduced_in_16_bits, params, _SUMS_IN_16_BITS)
 
 
-def _say_if(happens: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
+def _warn_if(condition: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
+    """Log `text` if `condition` holds for `params`; not again afterwards, and not after too many searches."""
     if _searches_left[text] > 0:
-        said = happens(params)
-        _searches_left[text] = 0 if said else _searches_left[text] - 1
-        if said:
+        holds = condition(params)
+        _searches_left[text] = 0 if holds else _searches_left[text] - 1
+        if holds:
             logger.warning("hf_lowprec: %s", text)
 
 
 def _in_fp32_model(params: list[Tensor]) -> bool:
-    """Whether `params` belong to models, and nothing in those is cast, quantized or in 16 bits."""
+    """Whether `params` belong to models in which nothing is cast, quantized or in 16 bits."""
     models = list(_models_of(params))
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
@@ -76,12 +78,12 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
 
 
 def _reduced_in_16_bits(params: list[Tensor]) -> bool:
-    """Whether DDP reduces 16-bit gradients of `params` over several ranks by itself."""
-    halves = {id(param) for param in params if param.dtype != torch.float32}
+    """Whether DDP sums 16-bit gradients of `params` over several ranks without a communication hook."""
+    in_16_bits = {id(param) for param in params if param.dtype != torch.float32}
     wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
     return any(
-        any(id(param) in halves for param in module.parameters())
-        and not seams.has_communication_hook(module)
+        any(id(param) in in_16_bits for param in module.parameters())
+        and not private_apis.has_communication_hook(module)
         and module.process_group.size() > 1
         for module in wrapped
     )
@@ -91,14 +93,14 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     """The outermost modules that hold any of `params`."""
     modules = live_modules()
     inner = {id(child) for module in modules for child in module._modules.values()}
-    wanted = set(map(id, params))
+    ids = set(map(id, params))
     for module in modules:
-        if id(module) not in inner and any(id(param) in wanted for param in module.parameters()):
+        if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
             yield module
 
 
 def live_modules() -> list[Any]:
-    """Every module of the process that is past its constructor."""
-    # Not isinstance, which asks proxies for what they stand for.
-    found = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
-    return [module for module in found if "_modules" in vars(module)]
+    """Every `nn.Module` of the process whose constructor has run; the search takes a tenth of a second."""
+    # Not isinstance, which a proxy answers for the object behind it.
+    modules = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
+    return [module for module in modules if "_modules" in vars(module)]

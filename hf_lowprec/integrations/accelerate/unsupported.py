@@ -1,4 +1,4 @@
-"""Ways to distribute training in which gradients would not be summed in FP32: refused, with what to change."""
+"""Setups of an accelerator that are unsupported, because gradients would not be summed in FP32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _SUPPORTED = {
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
-def refuse_unsupported(accelerator: Any, grad_accumulation: str) -> None:
-    """Raise ValueError if `accelerator` is set up for something that is not supported; the message says what to do."""
+def check_supported(accelerator: Any, grad_accumulation: str) -> None:
+    """Check the setup of `accelerator` for `grad_accumulation`.
+
+    Raises:
+        ValueError: it is not supported; the message names the setting and what to change.
+    """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
         raise ValueError(
@@ -40,12 +44,12 @@ def refuse_unsupported(accelerator: Any, grad_accumulation: str) -> None:
             f"GradientAccumulationPlugin(sync_each_batch=True) rounds micro-batches at each synchronization, which "
             f"grad_accumulation={grad_accumulation!r} would prevent; remove one of the two"
         )
-    _refuse_parallelism(accelerator.parallelism_config)
+    _check_parallelism(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
-        _refuse_fsdp(accelerator, grad_accumulation)
+        _check_fsdp(accelerator, grad_accumulation)
 
 
-def _refuse_parallelism(config: Any) -> None:
+def _check_parallelism(config: Any) -> None:
     for size, name in (("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence")):
         if config is not None and getattr(config, size, 1) > 1:
             raise ValueError(
@@ -54,7 +58,7 @@ def _refuse_parallelism(config: Any) -> None:
             )
 
 
-def _refuse_fsdp(accelerator: Any, grad_accumulation: str) -> None:
+def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Which checkpoint a training is resumed from: the last good one, or the one that was named, if it is good.
 
-A checkpoint with a manifest is good if its files are those that were written (`manifest.py`), one without, of another
-Trainer, if the files that Trainer loads open (`structure.py`). The times of files say nothing: copying changes them.
+A checkpoint with a manifest is good if its files are those that were written (`checkpoint_manifest.py`), one
+without, of another Trainer, if the files that Trainer loads open (`checkpoint_structure.py`). The times of files say
+nothing: copying changes them.
 
 Several ranks agree: one process of every machine checks what it sees there, and what is damaged for one is for all.
 """
@@ -21,8 +22,14 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_lowprec.integrations import structure
-from hf_lowprec.integrations.manifest import MANIFEST_NAME, Manifest, changed_files, read_json, read_manifest
+from hf_lowprec.integrations.transformers import checkpoint_structure
+from hf_lowprec.integrations.transformers.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    changed_files,
+    read_json,
+    read_manifest,
+)
 from hf_lowprec.reduction.settings import on_every_rank
 
 logger = logging.getLogger(__name__)
@@ -160,15 +167,15 @@ def _check_seen(checkpoint: Path) -> None:
 
 
 def _warn_of_missing_state(checkpoint: Path) -> None:
-    if not structure.holds_optimizer(checkpoint):
+    if not checkpoint_structure.holds_optimizer(checkpoint):
         _warn(
             "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
             "moments, without compensation, and the learning rate's schedule begins again",
             checkpoint,
         )
-    elif not structure.holds_random_states(checkpoint):
+    elif not checkpoint_structure.holds_random_states(checkpoint):
         _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
-    unknown = structure.unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
+    unknown = checkpoint_structure.unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
     if unknown:
         _warn(
             "%s of %s is of another version of transformers; left out: %s",
@@ -238,10 +245,10 @@ def _problem_here(checkpoint: Path) -> Problem | None:
         return Problem(_DAMAGED, str(error))
     if manifest is None:
         try:
-            structure.read_trainer_state(checkpoint / TRAINER_STATE_NAME)
+            checkpoint_structure.read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
             return Problem(_UNFINISHED, str(error))
-        damaged = structure.damaged_files(checkpoint)
+        damaged = checkpoint_structure.damaged_files(checkpoint)
     elif not manifest.complete:
         return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
     else:

@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations.arguments import checked_arguments, optimizer_arguments
+from hf_lowprec.integrations.transformers.arguments import checked_arguments, optimizer_arguments
 from tests.integrations.tiny_training import arguments, llama, optimizer_of, trained
 
 

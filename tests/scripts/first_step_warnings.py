@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec.integrations import misuse
+from hf_lowprec.integrations import first_step_warnings
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.ranks import leave
 
@@ -30,7 +30,7 @@ def cast() -> nn.Module:
 
 
 def report(name: str, model: nn.Module, optimizer=None) -> None:
-    misuse._searches_left.update(dict.fromkeys(misuse._searches_left, 1))
+    first_step_warnings._searches_left.update(dict.fromkeys(first_step_warnings._searches_left, 1))
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):

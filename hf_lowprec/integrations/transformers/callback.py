@@ -15,10 +15,11 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.insight.report import precision_report
-from hf_lowprec.integrations.accelerator import prepare_accelerator, say_autocast_is_off, wrap_method
-from hf_lowprec.integrations.arguments import check_liger, optimizer_name
-from hf_lowprec.integrations.beside import cast_beside, is_evaluation
-from hf_lowprec.integrations.quantization import quantization_notes, refuse_quantized_training
+from hf_lowprec.integrations.accelerate.accelerator import is_evaluation, note_autocast_is_off, prepare_accelerator
+from hf_lowprec.integrations.transformers.arguments import OptimArgs, check_liger, optimizer_name
+from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
+from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
+from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -42,12 +43,12 @@ logger = logging.getLogger(__name__)
 class LowPrecisionCallback(TrainerCallback):
     """Trains a model in pure BF16 under `transformers.Trainer`.
 
-    Our `optim=` names bring it along by themselves. Pass one as `Trainer(callbacks=[…])` to choose its arguments, or to
-    train in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
+    Our `optim=` names add it by themselves. Pass one as `Trainer(callbacks=[…])` to choose its arguments, or to train
+    in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
 
-    Added to every training log: `lost_updates`, if weights of 16 bits train: the share of the intended weight changes
-    of that step that rounding did not store (0 is none, 1 is all; see `insight.updates`); with `skip_nonfinite` also
-    `skipped_steps`, how many steps were left out so far.
+    Two values are added to every training log. `lost_updates`, if 16-bit weights are trained, is the share of the
+    intended weight changes of that step that rounding did not store: 0 is none, 1 is all (see
+    `optim.lost_updates`). `skipped_steps`, with `skip_nonfinite`, is how many steps were left out so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -58,7 +59,8 @@ class LowPrecisionCallback(TrainerCallback):
         check_replicas_every: compare the weights and states of replicas every so many steps (see `check_replicas`);
             0 does not.
 
-    The last two and `keep_fp32` can be given in `optim_args` as well, which wins.
+    `keep_fp32`, `grad_accumulation` and `check_replicas_every` can be given in `optim_args` as well. Patterns of both
+    apply; of the other two, `optim_args` wins.
     """
 
     def __init__(
@@ -78,29 +80,28 @@ class LowPrecisionCallback(TrainerCallback):
         self.check_replicas_every = check_replicas_every
         self.begin()
 
-    def begin(
-        self,
-        keep_fp32: Sequence[str] = (),
-        grad_accumulation: str | None = None,
-        check_replicas_every: int | None = None,
-    ) -> None:
+    def begin(self, optim_args: OptimArgs | None = None) -> None:
         """Start over for a Trainer that is being built.
 
         Args:
-            keep_fp32: patterns in addition to the callback's own.
-            grad_accumulation: instead of the callback's own.
-            check_replicas_every: instead of the callback's own.
+            optim_args: what its `optim_args` say: patterns to add to the callback's own, and values that replace its
+                other arguments.
+
+        Raises:
+            ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
         """
-        own = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
-        self._patterns = (*own, *keep_fp32)
-        self._accumulation = check_mode(self.grad_accumulation if grad_accumulation is None else grad_accumulation)
-        self._check_every = self.check_replicas_every if check_replicas_every is None else check_replicas_every
+        options = optim_args or OptimArgs()
+        patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
+        accumulation, check_every = options.grad_accumulation, options.check_replicas_every
+        self._patterns = (*patterns, *options.keep_fp32)
+        self._accumulation = check_mode(self.grad_accumulation if accumulation is None else accumulation)
+        self._check_every = self.check_replicas_every if check_every is None else check_every
         if self._check_every < 0:
             raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
         self.reduction: Reduction | None = None
         self.cast_report: CastReport | None = None
         self._trained: nn.Module | None = None
-        self._lost: float | None = None
+        self._lost_updates: float | None = None
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -109,7 +110,7 @@ class LowPrecisionCallback(TrainerCallback):
             model: what is trained.
             outputs_next_to_loss: see `return_float32`.
         """
-        refuse_quantized_training(model)
+        check_quantized_weights_are_frozen(model)
         self.cast_report = cast_model(model, self.dtype, self._patterns)
         self._trained = model
         return_float32(model, outputs_next_to_loss)
@@ -117,23 +118,24 @@ class LowPrecisionCallback(TrainerCallback):
         return model
 
     def prepare(self, accelerator: Accelerator, autocast_off: bool = False) -> None:
-        """Let `accelerator` sum gradients in FP32; called by the Trainer when it makes one.
+        """Let `accelerator` sum gradients in FP32; called by the Trainer's constructor.
 
-        Models that it prepares for evaluation alone (references, teachers, judges) are cast like the trained one.
+        Models that it prepares for evaluation only (references, teachers, judges) are cast like the trained one.
 
         Args:
             accelerator: as `prepare_accelerator` takes it.
-            autocast_off: mixed precision was asked for and left out.
+            autocast_off: the user asked for mixed precision, and the Trainer left it out.
         """
         self.reduction = prepare_accelerator(accelerator, self._accumulation)
         if autocast_off:
-            say_autocast_is_off(self.reduction)
+            note_autocast_is_off(self.reduction)
         wrap_method(accelerator, "prepare_model", self._prepare_model)
 
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`: cast a model first that is only evaluated."""
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
-            patterns = self._patterns if type(model) is type(self._trained) else ()  # names of another class's modules
-            report = cast_beside(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
+            patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
+            report = cast_like_trained(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
             if report.changed:
                 self.reduction.notes.append(
                     f"{type(model).__name__} is only evaluated; it was cast like the trained model"
@@ -143,10 +145,10 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report, and warn of convolutions that torch computes wrongly here, once per training.
+        """Print the precision report, and warn of convolutions that torch computes wrongly on this device.
 
         Raises:
-            RuntimeError: the callback was not there when the Trainer was built.
+            RuntimeError: the callback was added after the Trainer was built.
             ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
         """
         if self.cast_report is None:
@@ -165,7 +167,7 @@ class LowPrecisionCallback(TrainerCallback):
             )
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
-        self._lost = None
+        self._lost_updates = None
         if self.report and state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
             lines += quantization_notes(kwargs["model"])
@@ -177,11 +179,11 @@ class LowPrecisionCallback(TrainerCallback):
             print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
-        """Warn of convolutions that this device computes wrongly in 16 bits; whatever happens, training begins."""
+        """Warn of convolutions that this device computes wrongly in 16 bits. A failure here does not stop training."""
         model = self._trained
         try:
             broken = [] if model is None else broken_convolutions(model)
-        except Exception as error:  # of code that has replaced torch's own, for example
+        except Exception as error:  # for example, from code that has replaced torch's own
             logger.info("hf_lowprec: layers could not be probed: %r", error)
             return
         if model is None or not broken:
@@ -199,7 +201,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the coming step if it will be logged."""
+        """Measure how much of the coming step rounding will lose, if the step will be logged."""
         optimizer = unwrapped(kwargs["optimizer"])
         if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
             return
@@ -207,15 +209,15 @@ class LowPrecisionCallback(TrainerCallback):
         if args.logging_strategy == IntervalStrategy.STEPS:
             due = step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
         else:
-            due = step % _MEASURE_EVERY == 0 or self._lost is None
-        halves = any(p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"])
-        if due and halves:  # of FP32 adapters nothing is rounded
-            self._lost = lost_updates(optimizer)
+            due = step % _MEASURE_EVERY == 0 or self._lost_updates is None
+        in_16_bits = any(p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"])
+        if due and in_16_bits:  # FP32 adapters are not rounded
+            self._lost_updates = lost_updates(optimizer)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compare replicas, if it is time to."""
+        """Compare the replicas every `check_replicas_every` steps."""
         if self._check_every and (state.global_step + 1) % self._check_every == 0:
             check_replicas(kwargs["model"], kwargs["optimizer"])
 
@@ -227,24 +229,26 @@ class LowPrecisionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what was measured and counted to the logs and to the state's history."""
+        """Add `lost_updates` and `skipped_steps` to the logs and to the state's history."""
         if logs is None or "loss" not in logs:
             return
-        found: dict[str, float] = {}
-        if self._lost is not None:
-            found[LOST_UPDATES] = self._lost
-            self._lost = None
+        additions: dict[str, float] = {}
+        if self._lost_updates is not None:
+            additions[LOST_UPDATES] = self._lost_updates
+            self._lost_updates = None
         optimizer = unwrapped(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
-            found[SKIPPED_STEPS] = optimizer.skipped_steps
-        logs |= found
-        state.log_history[-1] |= found
+            additions[SKIPPED_STEPS] = optimizer.skipped_steps
+        logs |= additions
+        state.log_history[-1] |= additions
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After the best weights were loaded: cast adapters again and reset compensations, which belong to the last
-        weights."""
+        """If the best weights were loaded, cast adapters again and reset compensations.
+
+        PEFT loads adapters in FP32, and the compensations belong to the last weights.
+        """
         if not args.load_best_model_at_end:
             return
         if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included

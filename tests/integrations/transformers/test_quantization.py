@@ -15,7 +15,7 @@ from transformers import Trainer
 import hf_lowprec
 from hf_lowprec.insight.memory import memory_use
 from hf_lowprec.insight.report import precision_report
-from hf_lowprec.integrations.quantization import quantization_notes
+from hf_lowprec.integrations.transformers.quantization import quantization_notes
 from tests import tiny_models
 from tests.integrations.tiny_training import arguments, counting_data, losses, optimizer_of, trained
 from tests.quantized_models import Int8Linear, Int8Weight, StoredLinear, quantize, quantize_linears, subclassed

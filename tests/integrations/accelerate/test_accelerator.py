@@ -22,8 +22,8 @@ from accelerate.utils import (
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations import accelerator as prepared_by
-from hf_lowprec.integrations import seams
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import accelerator as prepared_by
 from tests.integrations.tiny_training import arguments, counting_data, llama
 
 
@@ -122,7 +122,7 @@ def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touc
     with pytest.raises(ValueError, match=r"Linear has weight in bfloat16, bias in float32; use DDP"):
         built.prepare(model, optimizer)
     assert optimizer.param_groups[0]["params"] == [model.weight, model.bias]
-    assert seams.prepared_models(built) == []
+    assert private_apis.prepared_models(built) == []
 
 
 def test_a_model_that_was_prepared_before_is_refused():
@@ -130,7 +130,7 @@ def test_a_model_that_was_prepared_before_is_refused():
     try:
         built = accelerator()
         model = built.prepare(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))
-        assert seams.prepared_models(built) == [model]
+        assert private_apis.prepared_models(built) == [model]
         with pytest.raises(ValueError, match=r"call prepare_accelerator before accelerator\.prepare"):
             hf_lowprec.prepare_accelerator(built)
     finally:
@@ -279,7 +279,7 @@ def test_an_accelerator_pickles_as_accelerates_own_does(make, prepared, copied):
     built = with_a_model(make()) if prepared else make()
     found = copied(built)
     assert type(found) is Accelerator
-    assert len(seams.prepared_models(found)) == prepared
+    assert len(private_apis.prepared_models(found)) == prepared
     assert (found is built) == (copied is copy.deepcopy)  # accelerate's own copies are the accelerator itself
 
 
@@ -290,8 +290,8 @@ def test_what_was_prepared_is_in_force_after_unpickling(also):
     found = pickle.loads(pickle.dumps(built))
     if not also:
         with_a_model(found)
-    (model,), (optimizer,) = seams.prepared_models(found), seams.prepared_optimizers(found)
-    assert model not in seams.prepared_models(built)
+    (model,), (optimizer,) = private_apis.prepared_models(found), private_apis.prepared_optimizers(found)
+    assert model not in private_apis.prepared_models(built)
     reduction = hf_lowprec.prepare_accelerator(found, grad_accumulation="fp32")
     assert reduction is not hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
     assert len(reduction.sums) == 1
@@ -317,7 +317,7 @@ def test_a_method_pickles_without_its_accelerator_being_named():
     found = pickle.loads(pickle.dumps(built.prepare_model))
     model = torch.nn.Linear(2, 2)
     assert found(model) is model
-    assert len(seams.prepared_models(built)) == 1
+    assert len(private_apis.prepared_models(built)) == 1
 
 
 def test_a_trainers_accelerator_pickles(tmp_path):
@@ -335,7 +335,7 @@ def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch)
     calls = []
     monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
     first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
-    with seams.before_fully_shard(lambda options: calls.append(options) or {first}):
+    with private_apis.before_fully_shard(lambda options: calls.append(options) or {first}):
         torch_fsdp.fully_shard([first, second], mesh=None)
         assert torch_fsdp.fully_shard(first, mesh=None) is first
         assert torch_fsdp.fully_shard([first], mesh=None) == [first]
@@ -372,13 +372,13 @@ def test_the_seams_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp
 
-    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/seams.py"
+    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/private_apis.py"
     built = accelerator()
     assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
     assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
     optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
-    assert seams.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
-    original, before = torch_fsdp.fully_shard, seams.before_fully_shard(lambda options: set())
+    assert private_apis.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
+    original, before = torch_fsdp.fully_shard, private_apis.before_fully_shard(lambda options: set())
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original

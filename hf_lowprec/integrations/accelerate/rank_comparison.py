@@ -1,7 +1,7 @@
-"""Compares the ranks once, before an optimizer's first step: different settings or weights make replicas diverge.
+"""Compares the ranks before an optimizer's first step: with different settings or weights, replicas would diverge.
 
-`prepare_accelerator` adds it to the accelerator's optimizers, whatever their class, and a difference is an error. The
-warnings before a first step are in `misuse.py`: every optimizer of ours gives them, with or without an accelerator.
+`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error. Warnings
+are elsewhere: `first_step_warnings.py` has those that every optimizer of ours gives, with or without an accelerator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from hf_lowprec.integrations import seams
+from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.replicas import common_parameters, difference_of_replicas, with_states
 from hf_lowprec.reduction.settings import check_same_settings, gather_where_different, optimizer_settings, plain
@@ -21,7 +21,7 @@ class RankComparison:
     """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
 
     Args:
-        accelerator: its models name the parameters.
+        accelerator: gives the number of ranks, and its models the names of parameters.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -29,7 +29,7 @@ class RankComparison:
         self._hooks: dict[torch.optim.Optimizer, Any] = {}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare before the coming step of `optimizer`, where there are ranks to compare."""
+        """Compare before the next step of `optimizer`, if there are several ranks."""
         if self.accelerator.num_processes > 1 and optimizer not in self._hooks:
             self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
@@ -37,21 +37,23 @@ class RankComparison:
         self.compare(optimizer, getattr(optimizer, "limit", None))
 
     def compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
-        """Compare class and settings of the optimizer, its parameters and their values, unless that is done.
+        """Compare the optimizer's class, settings, parameters and their values, if it is watched; stop watching it.
 
         Args:
-            optimizer: one that may be watched.
-            max_grad_norm: what its coming step will clip by.
+            optimizer: any optimizer.
+            max_grad_norm: the norm that its next step clips by, or None.
 
         Raises:
-            RuntimeError: on every rank, with the rank and what differs.
+            RuntimeError: on every rank; the message names the ranks and the difference.
         """
         hook = self._hooks.pop(optimizer, None)
         if hook is None:
             return
         hook.remove()
         names = {
-            param: name for model in seams.prepared_models(self.accelerator) for name, param in common_parameters(model)
+            param: name
+            for model in private_apis.prepared_models(self.accelerator)
+            for name, param in common_parameters(model)
         }
         check_same_settings(
             {
@@ -61,13 +63,14 @@ class RankComparison:
             }
         )
         trained = (param for group in optimizer.param_groups for param in group["params"] if param in names)
-        ours = isinstance(optimizer, LowPrecisionOptimizer)  # states of others may be parts, each rank's own
         named = ((names[param], param) for param in trained)
-        found = difference_of_replicas(with_states(named, optimizer if ours else None))
-        every = gather_where_different(found) or [found]  # replicas of shards are compared in several groups
-        if any(every):
+        # Other optimizers may keep a different part of their state on each rank.
+        with_its_state = optimizer if isinstance(optimizer, LowPrecisionOptimizer) else None
+        difference = difference_of_replicas(with_states(named, with_its_state))
+        of_ranks = gather_where_different(difference) or [difference]  # replicas of shards are in several groups
+        if any(of_ranks):
             raise RuntimeError(
-                f"before the first step, {next(filter(None, every))}: start all ranks from the same weights"
+                f"before the first step, {next(filter(None, of_ranks))}: start all ranks from the same weights"
             )
 
     def __getstate__(self) -> dict[str, Any]:

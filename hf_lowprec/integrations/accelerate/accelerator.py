@@ -1,4 +1,7 @@
-"""`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, whatever wraps the model."""
+"""`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
+
+It wraps the methods of that one accelerator; `prepare_accelerator` lists them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -19,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.cast import cast_dtypes
-from hf_lowprec.integrations import seams
-from hf_lowprec.integrations.beside import is_evaluation
-from hf_lowprec.integrations.misuse import live_modules
-from hf_lowprec.integrations.rank_comparison import RankComparison
-from hf_lowprec.integrations.refusals import refuse_unsupported
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
+from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.first_step_warnings import live_modules
+from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
@@ -32,6 +34,8 @@ from hf_lowprec.reduction.replicas import common_parameters, difference_of_repli
 from hf_lowprec.reduction.settings import check_same_settings, model_settings, on_every_rank
 from hf_lowprec.reduction.status import Reduction, Wrapped
 
+_REDUCTION = "_hf_lowprec"
+"""Where an accelerator keeps what `prepare_accelerator` has returned for it."""
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
 
 logger = logging.getLogger(__name__)
@@ -62,20 +66,51 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
             or FSDP2 has wrapped one of its models already.
     """
     check_mode(grad_accumulation)
-    done: Reduction | None = getattr(accelerator, "_hf_lowprec", None)
-    if done is not None:
-        if done.grad_accumulation != grad_accumulation:
-            raise ValueError(f"the accelerator was prepared with grad_accumulation={done.grad_accumulation!r}")
-        return done
-    refuse_unsupported(accelerator, grad_accumulation)
-    prepared = seams.prepared_models(accelerator)
-    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in prepared) or _any_in_ddp(prepared):
+    earlier: Reduction | None = getattr(accelerator, _REDUCTION, None)
+    if earlier is not None:
+        if earlier.grad_accumulation != grad_accumulation:
+            raise ValueError(f"the accelerator was prepared with grad_accumulation={earlier.grad_accumulation!r}")
+        return earlier
+    check_supported(accelerator, grad_accumulation)
+    models = private_apis.prepared_models(accelerator)
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
         raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
-    for model in prepared:  # with one process that is early enough
+    for model in models:  # not wrapped, so it is early enough for them
         _return_float32_if_cast(model)
     reduction = Reduction(grad_accumulation)
-    if seams.switch_autocast_off(accelerator):
-        say_autocast_is_off(reduction)
+    if private_apis.switch_autocast_off(accelerator):
+        note_autocast_is_off(reduction)
+    _warn_of_separate_processes(accelerator, reduction)
+    setattr(accelerator, _REDUCTION, reduction)
+    prepared_models = PreparedModels()
+    comparison = RankComparison(accelerator)
+    # FSDP2 shards in `prepare`, DDP wraps in `prepare_model`: both get FP32 sums.
+    wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, prepared_models))
+    wrap_method(
+        accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, prepared_models)
+    )
+    # The ranks are compared before the optimizer's first step.
+    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, comparison))
+    # DDP over one process needs no synchronization of micro-batches.
+    wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
+    # Our optimizers clip inside their step.
+    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, comparison))
+    return reduction
+
+
+def is_evaluation(*args: Any, **kwargs: Any) -> bool:
+    """Whether these arguments of `Accelerator.prepare_model`, those after the model, say that it is only evaluated."""
+    return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
+
+
+def note_autocast_is_off(reduction: Reduction) -> None:
+    """Note that mixed precision was asked for and is off, and log it."""
+    reduction.notes.append(AUTOCAST_OFF)
+    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
+
+
+def _warn_of_separate_processes(accelerator: Accelerator, reduction: Reduction) -> None:
+    """Warn if more processes were started than accelerate trains with."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > accelerator.num_processes:
         reduction.notes.append(
@@ -83,92 +118,61 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
             "each trains alone. Without GPUs start the script with --use_cpu, or Accelerator(cpu=True)"
         )
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
-    accelerator._hf_lowprec = reduction
-    known = _Models()
-    comparison = RankComparison(accelerator)
-    wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, known))
-    wrap_method(accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, known))
-    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, comparison))
-    wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, comparison))
-    return reduction
 
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:
-    """Whether DDP wraps any of `models`; accelerate keeps those that it wraps, and not the wrappers."""
-    if not models:  # the search takes a tenth of a second
+    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, and not their wrappers."""
+    if not models:  # searching takes a tenth of a second
         return False
     wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
     return any(getattr(wrapper, "module", None) is model for wrapper in wrappers for model in models)
 
 
-def say_autocast_is_off(reduction: Reduction) -> None:
-    """Note that mixed precision was asked for and is off, and log it."""
-    reduction.notes.append(AUTOCAST_OFF)
-    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
-
-
-def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
-    """Let `wrapper(original, *args, **kwargs)` answer for the method `name` of this one instance."""
-    setattr(instance, name, _Method(instance, name, wrapper))
-
-
-class _Method:
-    """A method of one instance inside a wrapper; unlike a closure it pickles along with the instance."""
-
-    def __init__(self, instance: object, name: str, wrapper: Callable) -> None:
-        wrapped_before = vars(instance).get(name)
-        self.__setstate__((instance, name, wrapper, wrapped_before))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(self._original, *args, **kwargs)
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._instance, self._name, self._wrapper, self._wrapped_before
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._instance, self._name, self._wrapper, self._wrapped_before = state
-        # Not the bound method's own pickle, which would look the name up in the instance and find this object.
-        method = MethodType(getattr(type(self._instance), self._name), self._instance)
-        self._original: Callable = self._wrapped_before or method
-        functools.update_wrapper(self, self._original, updated=())
-
-
-class _Models(weakref.WeakSet):
-    """Models whose gradients are taken care of; a plain WeakSet does not pickle."""
+class PreparedModels(weakref.WeakSet):
+    """The models of an accelerator whose gradients are summed in FP32 already; a plain WeakSet does not pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
 
 
 def _prepare(
-    accelerator: Accelerator, reduction: Reduction, known: _Models, original: Callable, *args: Any, **kwargs: Any
+    accelerator: Accelerator,
+    reduction: Reduction,
+    prepared_models: PreparedModels,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """`Accelerator.prepare`, which is where FSDP2 is applied."""
+    """`Accelerator.prepare`, which is where FSDP2 shards a model.
+
+    Raises:
+        ValueError: the model cannot be sharded in groups of one dtype.
+        RuntimeError: the ranks' models or settings differ.
+    """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
-    if not accelerator.is_fsdp2 or model is None or model in known:
+    if not accelerator.is_fsdp2 or model is None or model in prepared_models:
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
     _compare_models(accelerator, reduction, model)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # then rank 0's are loaded, and others empty
         _warn_of_different_weights(accelerator, model)
-    halves = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
+    low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
-    if replicated or torch.float16 in halves or reduction.grad_accumulation == "fp32":
+    if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
-    apart = fp32_modules(model)  # refuses a model before accelerate takes the parameters from its optimizer
+    in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
 
-    def first(options: dict[str, Any]) -> set[nn.Module]:
-        shard_together(apart.values(), **options)
-        return {below for module in apart.values() for below in module.modules()}
+    def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
+        shard_together(in_fp32.values(), **options)
+        return {child for module in in_fp32.values() for child in module.modules()}
 
-    with nullcontext() if seams.is_sharded_model(model) else seams.before_fully_shard(first):
+    with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
         prepared = original(*args, **kwargs)
-    reduction.fp32_modules.extend(apart)
-    scratch = reduce_scatter_in_fp32(seams.prepared_models(accelerator)[-1])
-    known.add(model)
+    reduction.fp32_modules.extend(in_fp32)
+    scratch = reduce_scatter_in_fp32(private_apis.prepared_models(accelerator)[-1])
+    prepared_models.add(model)
     reduction.wrapped.append(Wrapped("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
 
@@ -176,18 +180,22 @@ def _prepare(
 def _prepare_model(
     accelerator: Accelerator,
     reduction: Reduction,
-    known: _Models,
+    prepared_models: PreparedModels,
     original: Callable,
     model: nn.Module,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`Accelerator.prepare_model`, which is where DDP wraps a model."""
-    if model in known:
+    """`Accelerator.prepare_model`, which is where DDP wraps a model.
+
+    Raises:
+        RuntimeError: the ranks' models or settings differ.
+    """
+    if model in prepared_models:
         return original(model, *args, **kwargs)
     _return_float32_if_cast(model)
     if is_evaluation(*args, **kwargs):
-        with seams.prepared_again_later(model):
+        with private_apis.prepared_again_later(model):
             return original(model, *args, **kwargs)
     _compare_models(accelerator, reduction, model)
     sums = None
@@ -201,46 +209,55 @@ def _prepare_model(
             means = reduce_in_fp32(module)
             means.finished = None if sums is None else sums.restart
             reduction.wrapped.append(Wrapped("DDP", accelerator.num_processes, means.scratch))
-    known.update((model, prepared))
+    prepared_models.update((model, prepared))
     return prepared
 
 
 def _compare_models(accelerator: Accelerator, reduction: Reduction, model: nn.Module) -> None:
-    """Compare what is to be wrapped, while ranks that differ can still tell each other so."""
+    """Compare the ranks' models before they are wrapped; collectives of models that differ would wait forever.
+
+    Raises:
+        RuntimeError: the ranks' models or settings differ.
+    """
     if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
         check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
 
 
 def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights."""
+    """Warn if the ranks' weights differ before sharding.
+
+    FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights.
+    """
     if accelerator.num_processes == 1 or any(on_every_rank(any(param.is_meta for param in model.parameters()))):
         return  # weights of a model on the meta device are loaded after sharding
-    ignored = seams.ignored_by_fsdp2(accelerator, model)
-    found = difference_of_replicas((name, param) for name, param in common_parameters(model) if param not in ignored)
-    if found is not None and accelerator.is_main_process:
+    ignored = private_apis.ignored_by_fsdp2(accelerator, model)
+    difference = difference_of_replicas(
+        (name, param) for name, param in common_parameters(model) if param not in ignored
+    )
+    if difference is not None and accelerator.is_main_process:
         logger.warning(
             "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
             "before the model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from "
             "rank 0's",
-            found,
+            difference,
         )
 
 
 def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`: ranks are compared before the first step."""
+    """`Accelerator.prepare_optimizer`: compare the ranks before the first step."""
     prepared = original(*args, **kwargs)
     comparison.watch(unwrapped(prepared))
     return prepared
 
 
 def _return_float32_if_cast(model: nn.Module) -> None:
-    """Return FP32 from a cast model, as mixed precision would. Runs before the model is wrapped."""
+    """Let a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
-    """`Accelerator.no_sync`, which leaves DDP over a single process to synchronize every micro-batch."""
+    """`Accelerator.no_sync`; accelerate's own lets DDP over a single process synchronize every micro-batch."""
     if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return original(model)
@@ -254,13 +271,17 @@ def _clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
+    """`Accelerator.clip_grad_norm_`: all parameters of one of our optimizers are clipped inside its next step.
+
+    Accelerate's own runs for a part of the parameters, for other norms and optimizers, and before the last micro-batch.
+    """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    wanted = {id(param) for param in parameters if param.grad is not None}
-    for optimizer in seams.prepared_optimizers(accelerator):
+    clipped = {id(param) for param in parameters if param.grad is not None}
+    for optimizer in private_apis.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
-        if wanted == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+        if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
-            # More gradients come where this is not the last micro-batch; what is added to must be clipped at once.
+            # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
             if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
                 return optimizer.clip_grad_norm_(max_norm)
     return original(parameters, max_norm, norm_type)
