@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
+_TIMES = "t ts time times timestep timesteps timestamp timestamps step steps second seconds"
 NUMBERS = {
     "weight weights": "weigh classes, samples or tokens in a loss",
     "temperature temperatures scale scales rate rates": "multiply or divide what the model computes",
-    "t ts time times timestep timesteps timestamp timestamps step steps second seconds": "points in time",
+    _TIMES: "points in time",
     "sigma sigmas alpha alphas beta betas snr noise": "the schedule of a diffusion, and what it mixes in and predicts",
     "pos position positions coord coords coordinate coordinates": "positions",
     "box boxes bbox bboxes point points": "positions in an image or on a page, in pixels or as shares of its size",
@@ -66,6 +67,12 @@ def _role_by_name(name: str) -> Role:
     if "mask" in name.lower():
         return "mask"
     return "number" if any(_names_numbers(words) for _, words in parts) else "activation"
+
+
+@functools.lru_cache(maxsize=4096)
+def is_time(name: str) -> bool:
+    """Whether a name is that of points in time (`timesteps`, `t`), and not of what goes with them (`time_ids`)."""
+    return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
 
 
 def _names_numbers(words: list[str]) -> bool:

@@ -69,7 +69,11 @@ def install_rounding(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def install_widening(module: nn.Module) -> bool:
     """Let a module return exact FP32 copies of its floating outputs; whether it did not yet."""
-    return _install_output(module, leave_float32)
+    fresh = _install_output(module, leave_float32)
+    # What rounds its outputs stays first: copies that were rounded after all would be 16-bit.
+    for key in [key for key, hook in module._forward_hooks.items() if hook in (leave_bfloat16, leave_float16)]:
+        module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+    return fresh
 
 
 def install_upcast_outputs(model: nn.Module, next_to_loss: bool) -> None:

@@ -10,14 +10,15 @@ from hf_lowprec.casting.arrival import arrival_warnings
 from hf_lowprec.casting.boundaries import (
     install_float32,
     install_rounding,
+    install_widening,
     remove_boundaries,
     remove_upcast_outputs,
 )
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
-from hf_lowprec.casting.float32_code import FLOAT32_RESULTS
+from hf_lowprec.casting.float32_code import FLOAT32_PREDICTIONS, FLOAT32_RESULTS
 from hf_lowprec.casting.inputs import forget_numbers, install_narrowing, remove_narrowing
 from hf_lowprec.casting.losses import narrow_loss, widen_loss
-from hf_lowprec.casting.places import compiled_module, input_boundaries, output_heads
+from hf_lowprec.casting.places import compiled_module, computing_children, input_boundaries, narrows, output_heads
 from hf_lowprec.casting.policy import (
     Entry,
     Modules,
@@ -54,13 +55,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     Calls of a kept module pass its boundary, which widens floating inputs to FP32 and rounds floating outputs to
     `dtype`. Losses are computed in FP32: modules that are one by name and have no parameters but single numbers (a
     temperature), and the `loss_function` of models as transformers has it, get exact FP32 copies of what is handed to
-    them, and their result stays FP32. Apart from these, only a kept output head leaves its output in FP32: a kept
-    module that is or contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last
-    child with floating tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module
-    with a `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call
-    with FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments
-    to `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name
-    of an argument, also a positional one, or of a dict's key, these are not:
+    them, and their result stays FP32. Parameters of distributions, as transformers' series models predict them, are
+    FP32 copies too. Apart from these, only a kept output head leaves its output in FP32: a kept module that is or
+    contains what `get_output_embeddings()` returns, or that `keep_fp32` names and that is the last child with floating
+    tensors (or the last of that child, and so on). Calls of `model`, of each model in it (a module with a
+    `main_input_name`, as transformers has it), and of the few modules that the code around them is known to call with
+    FP32 (`float32_code.py`), that hold 16-bit tensors round activations wider than `dtype` among their arguments to
+    `dtype`, at any depth of tuples, lists and dicts. Activations alone are rounded (`activations.py`); by the name of
+    an argument, also a positional one, or of a dict's key, these are not:
 
     - labels and targets, which losses are measured against (where torch's losses do not mix formats, as in 2.11, they
       are rounded too);
@@ -70,9 +72,11 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     Those with "mask" in their name are activations, clamped to `dtype`'s finite range from below, so that FP32's lowest
     number does not become -inf. What a module computes with FP32 numbers is FP32: from the first call that brings some,
     of a dimension or more, its children round their inputs like it, and what makes its predictions returns FP32 copies
-    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Where a
-    module multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they
-    are activations. Methods other than a module's call pass no boundary.
+    if it computes a loss with weights itself. `torch.compile(fullgraph=True)` needs one such call before it. Integer
+    tensors that are points in time by name (`timesteps`, `t`) count as such numbers outside of transformers, since
+    diffusion models make FP32 sines of them; any `torch.compile` needs a call with them before it. Where a module
+    multiplies FP32 numbers with its own 16-bit parameters (`points @ self.weight`), pass them in 16 bits if they are
+    activations. Methods other than a module's call pass no boundary.
 
     Where a module's code mixes formats all the same (`x.float()` before a linear layer), the error that torch raises in
     a call of `model` also says which module that was, what to give as `keep_fp32`, and which FP32 numbers came in.
@@ -198,6 +202,15 @@ def _install_boundaries(
     results = {n: FLOAT32_RESULTS.get(type(m).__name__, "") for n, m in modules.items() if top_of(n, kept) is None}
     results = {name: why for name, why in results.items() if why}
     fresh += [install_rounding(modules[name], dtype) for name in results]
+    predictions = {
+        part: why
+        for name, module in modules.items()
+        if (why := FLOAT32_PREDICTIONS.get(type(module).__name__))
+        for child in computing_children(name, modules)
+        for part in callable_parts(child, modules)
+        if narrows(part, modules, dtype)
+    }
+    fresh += [install_widening(modules[name]) for name in predictions]
     fresh += [install_narrowing(modules[name], dtype) for name in inputs]
     if any(modules[name] is root for name in inputs):
         install_advice(root)
@@ -207,6 +220,7 @@ def _install_boundaries(
         "heads": tuple(name for name in bounded if name in heads),
         "losses": (*losses, *widened),
         "results": results,
+        "predictions": predictions,
         "fresh": any(fresh),
     }
 

@@ -20,6 +20,11 @@ FLOAT32_RESULTS = {
     "Tipsv2TextModel": "averages in FP32, and the result is multiplied with that of the image model",
 }
 
+# What is here has 16-bit layers whose results are computed with in FP32: those return exact FP32 copies.
+FLOAT32_PREDICTIONS = {
+    "ParameterProjection": "parameters of a distribution: torch draws few from BF16, whose epsilon bounds their scale",
+}
+
 # What is here, a class or a child of one, has 16-bit tensors and is called with FP32: its inputs are rounded.
 FLOAT32_INPUTS = {
     "Blip2QFormerAttention": "image features follow the dtype of a norm's weight",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.activations import role_of
+from hf_lowprec.casting.activations import is_time, role_of
 from hf_lowprec.casting.boundaries import converted, install_widening, remove_hooks
 from hf_lowprec.casting.losses import uses_torch_losses
 from hf_lowprec.casting.places import computing_children, narrows, predictions
@@ -16,7 +16,7 @@ from hf_lowprec.casting.policy import Modules, callable_parts
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
-_NUMBERS = "_low_precision_numbers"
+_NUMBERS, _INTEGERS = "_low_precision_numbers", "_low_precision_integers"
 
 
 @functools.cache
@@ -36,12 +36,14 @@ class NarrowInputs:
     """Forward pre-hook: activations wider than `dtype` go to `dtype` (see `activations.py`).
 
     Labels are rounded too where `keeps_labels` is false. Nothing else changes: an argument without an activation
-    stays the same object. Where numbers stay wide, `follow_numbers` prepares the module for what it makes of them.
+    stays the same object. Where numbers stay wide, `follow_numbers` prepares the module for what it makes of them; so
+    it does for integer timesteps, which diffusion models turn into FP32 sines, outside of transformers.
     """
 
     dtype: torch.dtype
     keeps_labels: bool
     positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
+    takes_times: bool  # whether an integer among its arguments may be a timestep: never in transformers' own classes
 
     @classmethod
     def of(cls, module: nn.Module, dtype: torch.dtype) -> "NarrowInputs":
@@ -50,7 +52,9 @@ class NarrowInputs:
         except (TypeError, ValueError):
             parameters = {}.values()
         skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip))
+        times = any(is_time(p.name) or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        times = times and not type(module).__module__.startswith("transformers.")
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip), times)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
@@ -58,6 +62,10 @@ class NarrowInputs:
         narrow = functools.partial(self._narrow, isinstance(module, _LAYERS), numbers)
         args = tuple([converted(arg, narrow, name) for arg, name in zip(args, names, strict=False)])
         kwargs = {name: converted(value, narrow, name) for name, value in kwargs.items()}
+        if self.takes_times and not torch.compiler.is_compiling():
+            given = (*zip(names, args, strict=False), *kwargs.items())
+            if times := [name for name, value in given if is_time(name) and _is_integer(value)]:
+                follow_numbers(module, self.dtype, times, _INTEGERS)
         if numbers:
             follow_numbers(module, self.dtype, numbers)
         return args, kwargs
@@ -82,7 +90,11 @@ class NarrowInputs:
         return (tensor.clamp(min=lowest) if role == "mask" else tensor).to(self.dtype)
 
 
-def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> None:
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], mark: str = _NUMBERS) -> None:
     """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
 
     What it computes with them is FP32, so its children narrow their inputs. A child that receives the numbers keeps
@@ -93,18 +105,20 @@ def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str]) -> N
     Args:
         module: what is called.
         dtype: the format that it computes in.
-        names: of its FP32 arguments that are numbers.
+        names: of its FP32 arguments that are numbers, or of integers that become such.
+        mark: the attribute of the module that remembers them.
     """
-    followed: tuple[str, ...] = getattr(module, _NUMBERS, ())
+    followed: tuple[str, ...] = getattr(module, mark, ())
     new = tuple([name for name in names if name not in followed])
     if new:
         _follow_numbers(module, dtype, weights=any("weight" in name.lower() for name in new))
-        setattr(module, _NUMBERS, followed + new)
+        setattr(module, mark, followed + new)
 
 
 def forget_numbers(module: nn.Module) -> None:
     """Let `follow_numbers` prepare a module again."""
-    vars(module).pop(_NUMBERS, None)
+    for mark in (_NUMBERS, _INTEGERS):
+        vars(module).pop(mark, None)
 
 
 def numbers_of(module: nn.Module) -> tuple[str, ...]:

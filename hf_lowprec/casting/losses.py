@@ -1,9 +1,8 @@
 """Losses on FP32 copies of 16-bit predictions: the copies are exact, so only the loss itself is no longer rounded."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -66,23 +65,15 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
     return frozenset() if code is None else frozenset(code.co_names)
 
 
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's `forward`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
 def uses_torch_losses(module: nn.Module) -> bool:
     """Whether a module's `forward` uses one of torch's losses."""
     return not TORCH_LOSSES.isdisjoint(names_in_forward(module))
-
-
-def calls_torch_losses(module: nn.Module) -> bool:
-    """Whether a module's `forward` calls a function that uses one of torch's losses, as CLIP's does."""
-    forward = inspect.unwrap(type(module).forward)
-    called = _functions_named(names_in_forward(module), forward)
-    called += [inner for function in called for inner in _functions_named(function.__code__.co_names, forward)]
-    return any(not TORCH_LOSSES.isdisjoint(function.__code__.co_names) for function in called)
-
-
-def _functions_named(names: Iterable[str], forward: Any) -> list[FunctionType]:
-    """The functions with these names of the file that `forward` is in."""
-    found = (getattr(forward, "__globals__", {}).get(name) for name in names)
-    return [value for value in found if isinstance(value, FunctionType) and value.__module__ == forward.__module__]
 
 
 def _calls_it(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from torch import nn
 
 from hf_lowprec.casting.boundaries import install_widening
 from hf_lowprec.casting.inputs import install_narrowing
-from hf_lowprec.casting.losses import calls_torch_losses, names_in_forward, uses_torch_losses
+from hf_lowprec.casting.losses import arguments_of, names_in_forward, uses_torch_losses
 from hf_lowprec.casting.places import compiled_module, computing_children, is_model, narrows, predictions
 from hf_lowprec.casting.policy import Modules, callable_parts
 
@@ -19,14 +19,16 @@ def widen_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     root = compiled_module(model)
     models = [name for name, module in modules.items() if module is root or is_model(module)]
-    found = {name: predictions(name, modules) for name in models if computes_loss_itself(modules[name])}
-    found |= {name: compared(name, modules) for name in models if name not in found}
-    for name, parts in found.items():
+    for name in models:
+        parts = compared(name, modules)
+        if not parts and computes_loss_itself(modules[name]):
+            parts = predictions(name, modules)
         wide = [part for part in parts if narrows(part, modules, dtype)]
         for part in wide:
             install_widening(modules[part])
         names = name.split(".") if name else []
         around = [".".join(names[:depth]) for depth in range(len(names) + 1)] if wide else []
+        around += [parent for part in wide if (parent := part.rpartition(".")[0]) not in around]
         children = [child for module in around for child in computing_children(module, modules)]
         for part in (part for child in children for part in callable_parts(child, modules)):
             if narrows(part, modules, dtype):
@@ -48,20 +50,24 @@ def computes_loss_itself(model: nn.Module) -> bool:
 
 
 def compared(model: str, modules: Modules) -> list[str]:
-    """The projections whose results a contrastive loss of transformers compares, if there are several (CLIP, CLAP).
+    """The modules whose results a contrastive loss of transformers compares (CLIP, SigLIP, FLAVA).
 
-    ALIGN and CLVP compare what models inside return, and X-CLIP multiplies with a matrix of its own: none for these.
+    A model computes one if its `forward` takes `return_loss`. Heads and projections are compared; where there are fewer
+    than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside (FLAVA's
+    `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
     """
     module = modules[model]
-    if (
-        not type(module).__module__.startswith("transformers.")
-        or not calls_torch_losses(module)
-        or _has_matrices(module)
-    ):
+    if not type(module).__module__.startswith("transformers.") or "return_loss" not in arguments_of(module):
         return []
-    parts = [part for child in computing_children(model, modules) for part in callable_parts(child, modules)]
-    parts = [part for part in parts if not is_model(modules[part]) and "proj" in part.rpartition(".")[2]]
-    return parts if len(parts) > 1 else []
+    names = names_in_forward(module)
+    children = computing_children(model, modules)
+    inside = [part for child in children if is_model(modules[child]) for part in computing_children(child, modules)]
+    called = children + [part for part in inside if part.rpartition(".")[2] in names]
+    parts = [part for child in called for part in callable_parts(child, modules)]
+    heads = [part for part in parts if not is_model(modules[part])]
+    if len(heads) > 1:
+        return heads
+    return [] if computes_loss_itself(module) else parts
 
 
 def _has_matrices(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ class CastReport:
     heads: tuple[str, ...]  # FP32 modules that end the model, whose output stays in FP32
     losses: tuple[str, ...]  # loss modules and models with a loss function: they compute it in FP32
     results: dict[str, str]  # 16-bit modules that return FP32, which is rounded for their neighbours -> why
+    predictions: dict[str, str]  # 16-bit modules that return FP32 copies, for what is computed outside of them -> why
     upcast: dict[str, torch.dtype]  # kept tensor -> the dtype it came in; its lost bits stay lost
     restored: tuple[str, ...]  # rotary buffers that had been rounded and were recomputed
     untouched: dict[str, str]  # tensor that is not a plain 16 to 64-bit float -> what it is
@@ -54,6 +55,7 @@ class CastReport:
             ("inputs rounded", dict.fromkeys(self.inputs, f"to {self.dtype}, except {_NOT_ROUNDED}")),
             ("loss in float32", dict.fromkeys(self.losses, "on exact copies of the predictions")),
             ("outputs rounded", self.results),
+            ("predictions in float32", self.predictions),
             ("output left in float32", dict.fromkeys(self.heads, "ends the model")),
         ):
             stars = ((re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), why) for name, why in entries.items())

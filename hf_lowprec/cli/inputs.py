@@ -23,8 +23,11 @@ def check_path(name: str, option: str, suffixes: Container[str] = ()) -> None:
 
 
 @contextmanager
-def input_errors(what: str) -> Iterator[None]:
-    """Loading fails in many ways (offline, no such name, not a model); its message says which, ours what for."""
+def input_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Loading fails in many ways (offline, no such name, not a model); its message says which, ours what for.
+
+    `hint` is appended, what may be the cause.
+    """
     try:
         yield
     except InputError:
@@ -33,4 +36,4 @@ def input_errors(what: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # A line that ends so announces the one that matters.
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-        raise InputError(f"{what}: {reason}") from error
+        raise InputError(f"{what}: {reason}{hint}") from error

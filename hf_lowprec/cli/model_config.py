@@ -5,12 +5,10 @@ No code and no weights that it names are loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_lowprec.cli.inputs import InputError, check_path, input_errors
@@ -27,6 +25,8 @@ MAX_MODULES = 200_000
 _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
 """Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
+_SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
+"""Sizes and numbers of parts. Zero is right for some, as `type_vocab_size`, so they are named only where one fails."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
 """What timm loads a model's definition from, given as the model's name."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
@@ -41,14 +41,22 @@ def load_config(name: str) -> tuple[Any, Any]:
     import transformers
 
     check_path(name, "MODEL")
-    with input_errors(f"the configuration of {name!r} cannot be loaded"):
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        raise InputError(f"there is no config.json in {name!r}; name the folder of a saved model")
+    failed = f"the configuration of {name!r} cannot be loaded"
+    with input_errors(failed):
         content, _ = transformers.PreTrainedConfig.get_config_dict(name)
         _check(content, name)
-        with TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(_without_implementations(content)))
-            config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, attn_implementation="eager"
-            )
+    if not isinstance(content, dict):
+        raise InputError(f"{failed}: config.json holds no JSON object")
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        code = "; estimate does not run the code that its auto_map names" if "auto_map" in content else ""
+        raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
+    with input_errors(failed, _too_small(content)):
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(
+            _without_implementations(content), attn_implementation="eager"
+        )
     names = config.architectures
     if not isinstance(names, list) or not names:
         raise InputError(
@@ -68,8 +76,9 @@ def empty_model(config: Any, kind: Any) -> nn.Module:
     """
     import torch
 
+    too_small = _too_small(config.to_dict())
     with (
-        input_errors(f"{kind.__name__} cannot be built from its configuration"),
+        input_errors(f"{kind.__name__} cannot be built from its configuration", too_small),
         torch.device("meta"),
         _limited_modules(),
     ):
@@ -78,9 +87,16 @@ def empty_model(config: Any, kind: Any) -> nn.Module:
         if not param.numel():
             raise InputError(
                 f"with the numbers in its configuration {kind.__name__} has a weight without elements: {name} of shape "
-                f"{tuple(param.shape)}"
+                f"{tuple(param.shape)}{too_small}"
             )
     return model
+
+
+def _too_small(content: dict[str, Any]) -> str:
+    """The end of a message that names the sizes of a configuration which are not positive; empty if all are."""
+    sizes = ((key, value) for key, value in _items(content) if _SIZE.search(str(key)) and type(value) is int)
+    found = dict.fromkeys(f"{key}={value}" for key, value in sizes if value <= 0)
+    return f"; it has {', '.join(found)}" if found else ""
 
 
 def _check(content: dict[str, Any], name: str) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from hf_lowprec.casting import uncast_model
-from hf_lowprec.optim.fp32_weights import fp32_estimates
+from hf_lowprec.optim.fp32_weights import fp32_estimates, warn_of_weights_as_stored
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -39,6 +39,9 @@ class AveragedModel(swa_utils.AveragedModel):
         ValueError: the model is sharded (FSDP).
     """
 
+    _checked = False
+    """Whether the optimizer of the first update was looked at."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -56,6 +59,9 @@ class AveragedModel(swa_utils.AveragedModel):
     def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
         """Take the model's weights into the average; the first time they become the average.
 
+        The first call warns of 16-bit parameters in training that `optimizer` does not hold, or that an optimizer of
+        another library trains: they are averaged as they are stored.
+
         Args:
             model: the model in training.
             optimizer: what trains it, or accelerate's wrapper of that, after its step. Torch's own signature, without
@@ -72,6 +78,9 @@ class AveragedModel(swa_utils.AveragedModel):
                 "update_parameters(model) needs optimizer= for a model in 16 bits, whose FP32 weights are weight + "
                 "compensation; call update_parameters(model, optimizer)"
             )
+        if optimizer is not None and not self._checked:
+            self._checked = True
+            warn_of_weights_as_stored(model, optimizer)
         many = self.multi_avg_fn or swa_utils.get_swa_multi_avg_fn()
         averaged = [*self.module.parameters(), *self.module.buffers()]
         count = len(averaged) if self.use_buffers else len(list(self.module.parameters()))

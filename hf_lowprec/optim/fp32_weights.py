@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+_NAMED = 3
+"""Parameters that the warning names."""
 
 
 @torch.no_grad()
@@ -14,7 +20,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The best FP32 estimate of every tensor of `model.state_dict()`.
 
     A weight trained with Kahan summation is `weight + compensation`, which holds about twice the digits of the weight
-    alone; every other floating-point tensor is converted as it is.
+    alone; every other floating-point tensor is converted as it is. A warning names 16-bit parameters in training that
+    `optimizer` does not hold, or that an optimizer of another library trains.
 
     Args:
         model: the trained model.
@@ -28,6 +35,7 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         ValueError: `optimizer` holds none of the model's parameters.
     """
     estimate = fp32_estimates(model, optimizer)
+    warn_of_weights_as_stored(model, optimizer)
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: estimate(named.get(name, tensor)) for name, tensor in model.state_dict().items()}
 
@@ -53,3 +61,26 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         return full
 
     return estimate
+
+
+def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
+    """Warn of 16-bit parameters in training of which `optimizer` knows no more than what is stored.
+
+    It may be one of another library, which has no compensation, or not the one that trains them, which may have one.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    ours = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
+    names = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype in LOW_PRECISION_DTYPES and id(param) not in ours
+    ]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        warnings.warn(
+            f"{', '.join(names[:_NAMED])}{more}: taken as they are stored in 16 bits, since this "
+            f"{type(optimizer).__name__} holds no FP32 estimate of them; give the optimizer of hf_lowprec that trains "
+            "them, or freeze what is not trained",
+            RuntimeWarning,
+            stacklevel=4,
+        )

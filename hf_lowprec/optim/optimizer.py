@@ -176,9 +176,9 @@ class LowPrecisionOptimizer(Algorithm):
         """Clip the gradients that are there, in the steps that take them, by their global norm.
 
         `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips what the first time leaves.
-        Clipping ends with the gradients: new ones are not clipped, and what is left of them is. Neither a step nor this
-        method takes gradients that were written to in between, since `torch.nn.utils.clip_grad_norm_` would have scaled
-        what was there before.
+        Clipping ends with the gradients: new ones are not clipped, and what is left of them is. They may be zeroed in
+        place. Neither a step nor this method takes gradients that were written to otherwise, or again by a backward,
+        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
 
         Returns:
             The norm before, FP32 scalar on the gradients' device, not waited for.
@@ -195,8 +195,9 @@ class LowPrecisionOptimizer(Algorithm):
     def _clip_ahead(self, max_norm: float | None) -> tuple[PendingClip, Tensor]:
         """Clip the coming step by `max_norm`, or None to compute the norm only; also the norm before."""
         earlier = self._still_pending()
-        if earlier is not None and earlier.expected is not None and max_norm is not None:
-            earlier = None  # DDP's buckets may have new gradients, and these are clipped now
+        if max_norm is not None and (earlier is None or earlier.limit is None):
+            for group in self.param_groups:
+                clipping.give_own_views(group["params"])
         self._pending = pending = PendingClip(self._gradients(), earlier, max_norm)
         try:
             with self.next_step(norm_only=True) as plan:

@@ -238,12 +238,22 @@ def _check_state(
 ) -> None:
     specs = optimizer.stored_states(saved_group, param.dtype)
     expected = {"step", *(spec.name for spec in specs)}
-    # States of options that were switched off meanwhile may stay; a compensation means that the weight was in 16 bits.
-    foreign = {spec.name for mode in MODES.values() for spec in mode.auxiliary} & set(state)
-    if expected - set(state) or (param.dtype == torch.float32 and foreign):
+    kind = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
+    right = f"{kind} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
+    if missing := sorted(expected - state.keys()):
         raise ValueError(
-            f"{where} of the state dict has the states {sorted(state)}; a {dtype_name(param.dtype)} "
-            f"parameter of {type(optimizer).__name__} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
+            f"{where} of the state dict has no {', '.join(map(repr, missing))}; {right}. Load a complete state dict, "
+            "or start this optimizer with fresh state"
+        )
+    # A compensation means that the weight was in 16 bits.
+    if param.dtype == torch.float32 and (foreign := sorted(_of_any_mode() & state.keys())):
+        raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {right}")
+    possible = expected | _of_any_option(optimizer, saved_group) | _of_any_mode()
+    if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm(optimizer)} and to this "
+            "optimizer's state: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
+            "there yourself, put it in optimizer.state[param] as well, or take it out of the state dict"
         )
     if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
         raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
@@ -260,6 +270,18 @@ def _check_state(
             )
         if state[name].dtype not in STATE_DTYPES:
             raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; states are bfloat16 or float32")
+
+
+def _of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
+    """Names of the states that a parameter of `group` has with every option on; those of one switched off may stay."""
+    options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
+    switched_on = {key: group[key] or True for key in options}
+    return {spec.name for spec in optimizer.states({**group, **switched_on})}
+
+
+def _of_any_mode() -> set[str]:
+    """Names of the states of all rounding modes; a group may have been given another mode between two steps."""
+    return {spec.name for mode in MODES.values() for spec in mode.auxiliary}
 
 
 def _is_count(step: Any) -> bool:

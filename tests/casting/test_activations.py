@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_lowprec.casting.activations import COMPUTED, NUMBERS, role_of
+from hf_lowprec.casting.activations import COMPUTED, NUMBERS, is_time, role_of
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,13 @@ def test_a_label_is_one_in_any_shape() -> None:
 def test_every_word_stands_once() -> None:
     words = " ".join((*NUMBERS, *COMPUTED)).split()
     assert len(words) == len(set(words)) and all(word.isalpha() and word.islower() for word in words)
+
+
+@pytest.mark.parametrize("name", ["t", "time", "timesteps", "timestep", "diffusion_step", "inner.timesteps"])
+def test_points_in_time(name: str) -> None:
+    assert is_time(name)
+
+
+@pytest.mark.parametrize("name", ["", "x", "text", "target", "time_ids", "step_ids", "timestep_cond", "time_mask", "y"])
+def test_what_goes_with_points_in_time(name: str) -> None:
+    assert not is_time(name)

@@ -209,6 +209,9 @@ DIFFUSION: dict[str, tuple[type[nn.Module], dict[str, Tensor]]] = {
     "DiT": (DiT, {"t": torch.tensor([999.0, 257.0]), "y": torch.tensor([0, 1])}),
     "UNet": (UNet, {"time": torch.tensor([999.0, 257.0])}),
     "UNet of columns": (UNet, {"time": torch.tensor([[999.0], [257.0]])}),
+    "DiT, integer timesteps": (DiT, {"t": torch.tensor([999, 257]), "y": torch.tensor([0, 1])}),
+    "UNet, integer timesteps": (UNet, {"time": torch.tensor([999, 257])}),
+    "UNet, one integer timestep": (UNet, {"time": torch.tensor(999, dtype=torch.int32)}),
     "EDM": (Preconditioned, {"sigma": torch.tensor([0.0123, 79.9])}),
 }
 
@@ -262,6 +265,45 @@ def test_compiled() -> None:
     torch.compiler.reset()
     whole: Any = torch.compile(model, backend="eager", fullgraph=True)  # after a call without it
     assert torch.equal(whole(**batch), model(**batch))
+
+
+def test_integer_timesteps_are_followed_by_name_and_dtype() -> None:
+    """Indices of steps are embedded; other integers, and numbers of Python, have no format to be followed."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, step_ids: Tensor | None = None, y: Tensor | None = None, t: int = 0) -> Tensor:
+            return self.linear(x) + self.table(step_ids if y is None else y)
+
+    model, index = Steps(), torch.tensor([1, 2])
+    cast_model(model)
+    hooks = hook_counts(model)
+    for given in ({"step_ids": index}, {"y": index}, {"y": index, "t": 7}):
+        assert model(torch.randn(2, 4), **given).dtype == BF16
+    assert hook_counts(model) == hooks
+
+
+def test_integer_timesteps_do_not_break_compiled_graphs() -> None:
+    """What embeds its timesteps needs no call before it is compiled."""
+
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, timesteps: Tensor) -> Tensor:
+            return self.linear(x) + self.table(timesteps)
+
+    torch.compiler.reset()
+    model, batch = Embedded(), (torch.randn(2, 4), torch.tensor([1, 2]))
+    cast_model(model)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    expected = compiled(*batch)
+    assert torch.equal(model(*batch), expected)  # followed from here on
+    assert torch.equal(compiled(*batch), expected)
 
 
 def test_ordinary_models_get_no_further_hooks() -> None:

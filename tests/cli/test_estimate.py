@@ -143,8 +143,39 @@ def test_code_beside_a_configuration_is_not_run(tmp_path):
     config = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Config"}, "architectures": ["Foreign"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "cannot be loaded" in refused(tmp_path)
+    said = refused(tmp_path)
+    assert "cannot be loaded: model_type='foreign' is none of transformers'" in said
+    assert "does not run the code that its auto_map names" in said
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        [],
+        [1],
+        {},
+        {"model_type": "foreign"},
+        {"model_type": ["llama"]},
+        {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Config"}},
+        {"model_type": "llama", "num_attention_heads": 0},
+    ],
+    ids=str,
+)
+def test_messages_name_the_users_folder_and_no_other(tmp_path, monkeypatch, config):
+    """A folder of ours, wherever temporary ones are made, would tell nobody which configuration is meant."""
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "ours"))
+    if config is not None:
+        (tmp_path / "theirs/config.json").write_text(json.dumps(config))
+    said = refused(tmp_path / "theirs").replace(" ", "")  # long lines are broken, paths as well
+    assert f"{str(tmp_path / 'theirs')!r}" in said and str(tmp_path / "ours") not in said
+
+
+def test_a_folder_without_a_configuration(tmp_path):
+    assert "there is no config.json in" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(("mode", "each", "norm"), [("nearest", 0, 0), ("kahan", 2, 0), ("fp32", 4, 8)])
@@ -168,7 +199,6 @@ def test_what_cannot_be_estimated_is_said(tmp_path):
     assert "'state_dtpe' is not an argument" in refused(folder, "--optim-args", "state_dtpe=float32")
     assert "'kahan' does not go with FSDP2" in refused(folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan")
     assert "no file or folder" in refused(tmp_path / "absent")
-    assert "config" in refused(tmp_path)  # a folder without one
     config = BertConfig(architectures=["BertOfTomorrow"])
     assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "tomorrow", config))
     assert "class Trainer, which is none of" in refused(
@@ -232,7 +262,12 @@ def test_nor_is_that_of_a_part(tmp_path, monkeypatch):
     [
         ({"hidden_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (64, 0)"),
         ({"vocab_size": 0}, "a weight without elements: model.embed_tokens.weight of shape (0, 32)"),
-        ({"num_attention_heads": 0}, "cannot be"),
+        ({"hidden_size": 0}, "; it has hidden_size=0"),
+        ({"intermediate_size": 0}, "of shape (0, 32); it has intermediate_size=0"),
+        ({"num_attention_heads": 0}, "; it has num_attention_heads=0"),
+        ({"num_key_value_heads": 0}, "cannot be built from its configuration: integer division"),
+        ({"num_key_value_heads": 0}, "; it has num_key_value_heads=0"),
+        ({"hidden_size": -32}, "[64, -32]; it has hidden_size=-32"),
         ({"hidden_size": -32}, "cannot be built from its configuration: Trying to create tensor with"),
         ({"hidden_size": 10**30}, "cannot be built from its configuration"),
         ({"hidden_size": 10**400}, "cannot be"),

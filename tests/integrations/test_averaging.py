@@ -1,5 +1,7 @@
 """Averages of a BF16 model's weights: torch's own stands still, ours follows the FP64 average of the FP32 estimates."""
 
+import warnings
+
 import pytest
 import torch
 from torch.optim import swa_utils
@@ -160,6 +162,52 @@ def test_the_optimizer_must_be_that_of_the_model(tmp_path):
     averaged.update_parameters(trainer.model, optimizer_of(trainer))
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
         averaged.update_parameters(llama(), trainer.optimizer)
+
+
+def partly(model):
+    return hf_lowprec.AdamW([p for name, p in model.named_parameters() if "lm_head" not in name])
+
+
+FOREIGN = {
+    "torch's": (
+        lambda model: torch.optim.AdamW(model.parameters()),
+        r"^model\.embed_tokens\.weight.* and \d+ more: taken as",
+    ),
+    "ours, of other parameters": (partly, r"^lm_head\.weight: taken as they are stored in 16 bits, since this AdamW "),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_an_optimizer_that_knows_no_more_than_the_weights_is_said_once(build, message):
+    """The average is that of the weights as they are stored, as torch users would have it."""
+    model, _ = prepared()
+    optimizer = build(model)
+    averaged = hf_lowprec.AveragedModel(model)
+    step(model, optimizer)
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        averaged.update_parameters(model, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert torch.equal(averaged.module.lm_head.weight, model.lm_head.weight.float())
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        full = hf_lowprec.fp32_state_dict(model, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert torch.equal(full["lm_head.weight"], model.lm_head.weight.float())
+    with warnings.catch_warnings(action="error"):
+        averaged.update_parameters(model, optimizer)
+
+
+def test_what_loses_nothing_is_not_warned_of():
+    """Weights of ours in any mode, those that are frozen, and an FP32 model under torch's own optimizer."""
+    for rounding in ("kahan", "stochastic"):
+        model, _ = prepared()
+        model.lm_head.requires_grad_(False)
+        optimizer = hf_lowprec.AdamW([p for p in model.parameters() if p.requires_grad], rounding=rounding)
+        with warnings.catch_warnings(action="error"):
+            hf_lowprec.AveragedModel(model).update_parameters(model, optimizer)
+            hf_lowprec.fp32_state_dict(model, optimizer)
+    plain = torch.nn.Linear(2, 2)
+    with warnings.catch_warnings(action="error"):
+        hf_lowprec.AveragedModel(plain).update_parameters(plain, torch.optim.AdamW(plain.parameters()))
 
 
 def test_torchs_signature_for_a_model_in_16_bits_is_an_error_that_says_what_is_missing():

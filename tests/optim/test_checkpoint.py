@@ -1,6 +1,7 @@
 """State dicts: whose they are, in which format, what they replace, and how far back they load."""
 
 import copy
+import functools
 import json
 import math
 import warnings
@@ -181,6 +182,73 @@ def test_a_state_that_is_no_tensor_is_refused():
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["exp_avg"] = "lost"
     refuses(lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 1 is no tensor but 'lost'"])
+
+
+@pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written):
+    target, saved = (
+        stepped(name, rounding=rounding),
+        written(copy.deepcopy(stepped(name, rounding=rounding).state_dict())),
+    )
+    saved["state"][1] |= {"exp_avg_cubed": torch.ones(3, 4), "foo": 1}
+    words = [
+        f"parameter 1 of the state dict has 'exp_avg_cubed', 'foo', unknown to {name}",
+        "Resume with",
+        "take it out",
+    ]
+    refuses(lambda: target.load_state_dict(saved), target, words)
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
+    target, source = (stepped(name, rounding=rounding) for _ in range(2))
+    for state in source.state_dict()["state"][1]:
+        saved = copy.deepcopy(source.state_dict())
+        del saved["state"][1][state]
+        words = [f"parameter 1 of the state dict has no '{state}';", "Load a complete state dict"]
+        refuses(functools.partial(target.load_state_dict, saved), target, words)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_state_of_an_option_that_was_switched_off_is_loaded(name):
+    source, target = (optimizer(name, amsgrad=True) for _ in range(2))
+    for made in (source, target):
+        train(made, 2)
+        made.param_groups[0]["amsgrad"] = False
+        train(made, 2)
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+    optimizer(name, amsgrad=False).load_state_dict(source.state_dict())
+
+
+def test_the_momentum_of_sgd_that_was_switched_off_is_loaded():
+    source = stepped("SGD", momentum=0.9)
+    source.param_groups[0]["momentum"] = 0.0
+    train(source, 1)
+    target = optimizer("SGD", momentum=0.0)
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+def test_a_compensation_that_another_rounding_mode_left_is_loaded():
+    source = stepped("AdamW", rounding="kahan")
+    source.param_groups[0]["rounding"] = "nearest"
+    train(source, 1)
+    target = optimizer("AdamW", rounding="nearest")
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), source.state_dict())
+
+
+def test_what_the_user_keeps_in_the_state_comes_back():
+    source, target = stepped("AdamW"), stepped("AdamW")
+    for made in (source, target):
+        for k, param in enumerate(params_of(made)):
+            made.state[param]["importance"] = torch.full((3, 4), float(k + (made is source)))
+    target.load_state_dict(source.state_dict())
+    assert [target.state[param]["importance"][0, 0].item() for param in params_of(target)] == [1, 2]
 
 
 @pytest.mark.parametrize(

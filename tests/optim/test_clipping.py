@@ -257,7 +257,29 @@ def backward(model: nn.Module, seed: int) -> None:
     model(torch.randn(4, 6, generator=generator) * 10).square().sum().backward()
 
 
+def zeroed_in_place_alone(model, clip):
+    clip(1.0)
+    model.zero_grad(set_to_none=False)
+
+
+def one_is_zeroed_in_place(model, clip):
+    clip(1.0)
+    model[0].weight.grad.zero_()
+
+
+def zeroed_in_place_and_replaced(model, clip):
+    clip(1.0)
+    model.zero_grad(set_to_none=False)
+    model[0].weight.grad = torch.full_like(model[0].weight, 2.5)
+
+
+def zeroed_in_place_and_clipped_again(model, clip):
+    one_is_zeroed_in_place(model, clip)
+    clip(0.5)
+
+
 HISTORIES = [
+    *(zeroed_in_place_alone, one_is_zeroed_in_place, zeroed_in_place_and_replaced, zeroed_in_place_and_clipped_again),
     *(replaced_by_backward, replaced_one_by_one, replaced_and_clipped_anew),
     *(clipped_again_after_one_is_dropped, clipped_again_after_most_are_dropped),
     *(one_is_dropped, all_are_dropped, clipped_tighter, clipped_looser, clipped_by_infinity, only_asked_for_the_norm),
@@ -383,6 +405,93 @@ def test_a_gradient_made_in_inference_mode_is_clipped():
     assert optimizer.clip_grad_norm_(1.0).item() == 6.0
     optimizer.step()
     torch.testing.assert_close(param.detach(), torch.full((4,), -0.5))
+
+
+IN_BUCKETS = [
+    *(replaced_by_backward, replaced_and_clipped_anew, all_are_dropped, zeroed_in_place_alone, clipped_tighter),
+    *(clipped_looser, only_asked_for_the_norm),
+]
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+@pytest.mark.parametrize("history", IN_BUCKETS, ids=lambda history: history.__name__)
+def test_clipping_in_buckets_of_ddp_belongs_to_the_gradients_it_was_asked_for(mesh, history, asked_before):
+    """DDP gives the views that it has kept to new gradients, too."""
+    ours, theirs = small_model(), small_model()
+    wrapped = nn.parallel.DistributedDataParallel(ours, gradient_as_bucket_view=True)
+    optimizer, reference = SGD(ours.parameters(), lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(wrapped, 7)  # the second one makes DDP's buckets anew
+        wrapped.zero_grad()
+    norms: list[list[float]] = [[], []]
+    for step in range(2):
+        for model in (wrapped, theirs):
+            model.zero_grad()
+            backward(model, 10 + step)
+        assert all(param.grad._is_view() for param in ours.parameters())
+        if asked_before:
+            optimizer.global_grad_norm()
+        history(wrapped, lambda limit: norms[0].append(optimizer.clip_grad_norm_(limit).item()))
+        history(theirs, lambda limit: norms[1].append(nn.utils.clip_grad_norm_(theirs.parameters(), limit).item()))
+        optimizer.step()
+        reference.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            # As without DDP; a mean over one rank changes no bit.
+            torch.testing.assert_close(mine, other, rtol=50 * 2**-24, atol=50 * 2**-24)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [added_to_by_backward, zeroed_in_place])
+def test_what_a_backward_wrote_to_buckets_of_ddp_after_clipping_is_refused(mesh, change):
+    model = small_model()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.zero_grad()
+        backward(wrapped, 7)
+    optimizer.clip_grad_norm_(0.5)
+    change(wrapped)
+    before = copy.deepcopy(model.state_dict())
+    for refused in (optimizer.step, functools.partial(optimizer.clip_grad_norm_, 10.0), optimizer.step):
+        with pytest.raises(RuntimeError, match=r"changed or added.*Call clip_grad_norm_ last"):
+            refused()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_a_norm_that_is_not_finite_ends_with_gradients_that_are_zeroed(mesh, in_bucket):
+    """Torch steps with zeros, which a factor of NaN would not leave zero."""
+    model = small_model()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if in_bucket else model
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.zero_grad()
+        backward(wrapped, 7)
+    model[0].weight.grad[0, 0] = math.nan
+    assert optimizer.clip_grad_norm_(0.5).isnan()
+    model.zero_grad(set_to_none=False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_shards_that_are_zeroed_in_place(mesh):
+    model = small_model()
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    backward(model, 0)
+    optimizer.step()
+    model.zero_grad()
+    backward(model, 1)
+    optimizer.clip_grad_norm_(0.5)
+    model.zero_grad(set_to_none=False)
+    before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    momenta = {n: optimizer.state[p]["momentum_buffer"].full_tensor().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    for name, param in model.named_parameters():
+        # The momentum alone moves the weight: two products and a difference in FP32.
+        expected = before[name].double() - 0.1 * 0.9 * momenta[name].double()
+        torch.testing.assert_close(param.full_tensor().double(), expected, rtol=2**-22, atol=2**-22)
 
 
 @pytest.mark.parametrize("change", [None, "the other's clipping", "another backward"])

@@ -36,6 +36,8 @@ _LOADED_IF_PRESENT = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
 )  # fmt: skip
 """Files and folders that Trainer loads because they are there, whoever wrote them."""
+_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
+"""Files that no Trainer needs to resume. That of sentence-transformers needs `config.json` and the tokenizer's."""
 
 
 class FileRecord(NamedTuple):
@@ -145,12 +147,16 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changed_files(folder: Path, manifest: Manifest) -> list[str]:
-    """A line for every file of a complete manifest that is not what was written. Other files do not matter."""
+    """A line for every file of a complete manifest that is not what was written, or is gone and needed to resume.
+
+    Other files do not matter.
+    """
     problems, same_size = [], []
+    gone = missing_files(folder, manifest)
     try:
         for name, (written, _) in manifest.files.items():
-            if not (folder / name).is_file():
-                problems.append(f"{name} is missing")
+            if name in gone:
+                problems += [f"{name} is missing"] if gone[name] else []
             elif (size := (folder / name).stat().st_size) != written:
                 problems.append(f"{name} has {size} bytes, {written} were written")
             else:
@@ -160,6 +166,12 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
         return [*problems, f"{error.filename} cannot be read: {error.strerror}"]
     changed = [name for name in same_size if found[folder / name] != manifest.files[name].checksum]
     return [*problems, *(f"{name} does not match its checksum" for name in changed)]
+
+
+def missing_files(folder: Path, manifest: Manifest) -> dict[str, bool]:
+    """The files of a complete manifest that are gone, and whether each is needed to resume."""
+    gone = (name for name in manifest.files if not (folder / name).is_file())
+    return {name: name.rpartition("/")[2] not in _NEVER_LOADED for name in gone}
 
 
 def records_of_rank(folder: Path, rank: int) -> dict[str, FileRecord]:

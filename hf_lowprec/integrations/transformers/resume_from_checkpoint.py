@@ -27,6 +27,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
     changed_files,
+    missing_files,
     read_json,
     read_manifest,
 )
@@ -39,7 +40,6 @@ _OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
 _MANY = 5
 """Damaged files that a message names."""
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
-
 
 _on_every_rank = functools.partial(on_every_rank, purpose="choosing a checkpoint")
 
@@ -61,6 +61,7 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
         ValueError: a checkpoint was named that is not good, or there are checkpoints and none is; the message names the
             damaged files. Or ranks ask for different ones, or do not all see it.
     """
+    _read_manifest.cache_clear()
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
     if any(other != asked[0] for other in asked):
         raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
@@ -77,11 +78,13 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
         _check_named(chosen, Path(output_dir))
     _check_seen(chosen)
     _warn_of_missing_state(chosen)
+    _warn_of_missing_files(chosen)
     return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
 
 
 def last_complete(output_dir: Path) -> Path | None:
     """The good checkpoint of the highest step in `output_dir`, or None."""
+    _read_manifest.cache_clear()
     return _search(output_dir)[0]
 
 
@@ -91,6 +94,7 @@ def check_best(checkpoint: Path) -> None:
     Raises:
         ValueError: files are not what was written; the message names them.
     """
+    _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
@@ -108,7 +112,7 @@ def _changed_weights(checkpoint: Path) -> list[str]:
 
 def manifest_of(resolved: str | bool | None) -> Manifest | None:
     """The manifest of what `resolve` has returned, None if there is none."""
-    return None if not resolved or resolved is True else read_manifest(Path(resolved))
+    return None if not resolved or resolved is True else _read_manifest(Path(resolved))
 
 
 def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
@@ -185,6 +189,12 @@ def _warn_of_missing_state(checkpoint: Path) -> None:
         )
 
 
+def _warn_of_missing_files(checkpoint: Path) -> None:
+    manifest = _manifest_or_none(checkpoint) if _is_first() else None
+    if manifest is not None and (gone := [*missing_files(checkpoint, manifest)]):
+        _warn("%s was saved with files that are gone, and are not needed to resume: %s", checkpoint, _listed(gone))
+
+
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
     """The last good checkpoint in `folder`, and why the later ones are not."""
     skipped: dict[str, Problem] = {}
@@ -222,9 +232,15 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
+@functools.cache
+def _read_manifest(checkpoint: Path) -> Manifest | None:
+    """As `read_manifest`, once; the public functions that look for checkpoints begin with an empty cache."""
+    return read_manifest(checkpoint)
+
+
 def _manifest_or_none(checkpoint: Path) -> Manifest | None:
     try:
-        return read_manifest(checkpoint)
+        return _read_manifest(checkpoint)
     except ValueError:
         return None
 
@@ -240,7 +256,7 @@ def _problem(checkpoint: Path) -> Problem | None:
 
 def _problem_here(checkpoint: Path) -> Problem | None:
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = _read_manifest(checkpoint)
     except ValueError as error:
         return Problem(_DAMAGED, str(error))
     if manifest is None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.backends import triton as launch
 from hf_lowprec.optim.sharding import local
 from hf_lowprec.optim.step.fused_group import FusedGroup
 
@@ -50,9 +51,23 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def give_own_views(params: Iterable[Tensor]) -> None:
+    """Replace every gradient that is a view by another view of the same memory.
+
+    DDP keeps the views of its buckets (`gradient_as_bucket_view=True`), and gives them to parameters anew after
+    `zero_grad()`. So new gradients are other objects than those that are clipped, which stay the same while they last.
+    """
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad._is_view():
+            param.grad = grad.view_as(grad)
+
+
 _VERSION = operator.attrgetter("_version")
 
 
+# Torch's result would need the clipped part of a gradient, and after a backward only its sum with the new part is left,
+# whether or not the clipped part was zeroed in place before.
 GRADIENTS_CHANGED = (
     "gradients were changed or added after clip_grad_norm_. Clipping happens inside the step, so earlier and later "
     "gradients can no longer be told apart. Call clip_grad_norm_ last; or use torch.nn.utils.clip_grad_norm_, which "
@@ -109,6 +124,8 @@ class PendingClip:
     def applies_to(self, grads: Sequence[Tensor]) -> bool:
         """Whether `grads` are the same gradients, or, if they are clipped, what is left of them.
 
+        Those that were zeroed in place need no factor, whatever they were.
+
         Raises:
             RuntimeError: they are clipped, and were written to or joined by others since.
         """
@@ -116,22 +133,33 @@ class PendingClip:
         if len(before) == len(grads) and all(map(operator.is_, before, grads)) and versions == self._versions:
             return True
         known = {id(grad): version for grad, version in zip(before, self._versions, strict=True) if grad is not None}
-        there = [id(grad) in known for grad in grads]
-        if not any(there) or self.limit is None:
+        if self.limit is None or not any(id(grad) in known for grad in grads):
             return False
         written = [grad for grad, version in zip(grads, versions, strict=True) if known.get(id(grad)) != version]
         if not written or self.factor is None or self.taken:
             return not written
-        if not all(there) or not all(grad._is_view() for grad in written):
+        if all(id(grad) in known and grad._is_view() for grad in written):
+            self.expected = self.norm  # DDP's buckets hold several gradients, which share their version
+            return True
+        # A graph that is captured cannot ask.
+        nonzero = written if launch.capturing() else [grad for grad in written if local(grad).any()]
+        if len(written) == len(grads) and not any(id(grad) in known for grad in nonzero):
+            return False
+        if nonzero:
             raise RuntimeError(GRADIENTS_CHANGED)
-        self.expected = self.norm  # DDP's buckets hold several gradients, which share their version
         return True
 
     def check(self, norm: Tensor) -> None:
-        """Raise RuntimeError unless `norm`, which was computed anew, is the one that is expected; NaN is itself."""
+        """Raise RuntimeError unless `norm`, which was computed anew, is the one that is expected; NaN is itself.
+
+        Of gradients that were zeroed it is zero, and there is nothing to clip.
+        """
         bits = [each.to(norm.device).view(torch.int32) for each in (norm, self.expected) if each is not None]
-        if not torch.equal(bits[0], bits[-1]):
+        if torch.equal(bits[0], bits[-1]):
+            return
+        if norm:
             raise RuntimeError(GRADIENTS_CHANGED)
+        self.factor = None
 
 
 def _versions(grads: Sequence[Tensor]) -> list[Any]:

@@ -20,6 +20,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import (
     Manifest,
     ManifestWriter,
     checksums,
+    read_json,
     read_manifest,
 )
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
@@ -28,7 +29,8 @@ from tests.integrations.tiny_training import arguments, counting_data, llama, op
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 STATE = "trainer_state.json"
 LOADED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, "config.json")
-WRITTEN = (*LOADED, "generation_config.json", "training_args.bin")
+NOT_NEEDED = ("generation_config.json", "training_args.bin")
+WRITTEN = (*LOADED, *NOT_NEEDED)
 
 
 def emptied(path: Path) -> None:
@@ -119,11 +121,49 @@ def test_every_file_is_in_the_table_above(killed):
     assert {path.name for path in (killed / "checkpoint-4").iterdir()} == {*WRITTEN, MANIFEST_NAME}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", WRITTEN)
+@pytest.mark.parametrize(
+    ("file", "damage"), [*itertools.product(WRITTEN, DAMAGES[:-1]), *((file, missing) for file in LOADED)]
+)
 def test_damage_is_seen_by_name(killed, caplog, file, damage):
     damage(killed / "checkpoint-4" / file)
     assert_passed_over(killed, file, caplog)
+
+
+def test_what_resuming_does_not_need_may_be_gone(whole, killed, caplog):
+    """Named in a warning; the training ends bit for bit where the whole did."""
+    for file in NOT_NEEDED:
+        missing(killed / "checkpoint-4" / file)
+    last = str(killed / "checkpoint-4")
+    assert resolve(last, str(killed)) == resolve(True, str(killed)) == last
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all(text.startswith(last) and text.endswith(f": {', '.join(NOT_NEEDED)}") for text in warnings)
+    assert_same(train(killed, resume=True), whole[1])
+
+
+@pytest.mark.parametrize("asked", ["named", "last"])
+def test_each_manifest_is_read_once(killed, monkeypatch, asked):
+    """By the search, the check of the files and the training that goes on."""
+    seen = []
+    monkeypatch.setattr(
+        "hf_lowprec.integrations.transformers.checkpoint_manifest.read_json",
+        lambda path: seen.append(path) or read_json(path),
+    )
+    resume = str(killed / "checkpoint-4") if asked == "named" else True
+    train(killed, resume=resume, max_steps=4)
+    assert seen.count(killed / "checkpoint-4" / MANIFEST_NAME) == 1
+
+
+def test_a_manifest_that_changed_is_read_again(killed):
+    out, folder = str(killed), killed / "checkpoint-4"
+    assert resolve(True, out) == str(folder)
+    content = (folder / MANIFEST_NAME).read_text()
+    (folder / MANIFEST_NAME).write_text("{")
+    assert last_complete(killed) == killed / "checkpoint-2"
+    with pytest.raises(ValueError, match=MANIFEST_NAME):
+        resolve(str(folder), out)
+    (folder / MANIFEST_NAME).write_text(content)
+    assert last_complete(killed) == folder
 
 
 @pytest.mark.parametrize("damage", [emptied, halved, flipped])
