@@ -1,4 +1,4 @@
-"""Averages of weights (EMA, SWA) that move although the model is BF16."""
+"""`AveragedModel`: averages of weights (EMA, SWA), in FP32 although the model is in BF16."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """`torch.optim.swa_utils.AveragedModel` that averages in FP32 what training knows in FP32.
+    """`torch.optim.swa_utils.AveragedModel` that averages FP32 estimates of the weights, in FP32.
 
-    Torch's own keeps the average in the model's format. In BF16 it stops: with a decay of 0.999 a thousandth of the
-    distance between weight and average would have to reach half of the average's spacing, 2^-9 of it. This one holds
-    an FP32 copy of the model, four bytes per parameter, and averages `weight + compensation` (see `fp32_state_dict`).
+    Torch's own keeps the average in the model's dtype. In BF16 that average stops moving: with a decay of 0.999, a
+    thousandth of the distance between weight and average would have to reach half of the average's spacing, which is
+    2^-9 of it. This one holds an FP32 copy of the model, four bytes per parameter, and averages
+    `weight + compensation` (see `fp32_state_dict`).
 
     `ema.module` is an FP32 model, to evaluate or to save; `ema.state_dict()` is what a checkpoint needs::
 
@@ -31,16 +32,16 @@ class AveragedModel(swa_utils.AveragedModel):
     Args:
         model: the model in training, cast or not; it is copied.
         device: where the average is kept.
-        avg_fn: as torch's; without it and `multi_avg_fn` all weights count the same (SWA).
-        multi_avg_fn: as torch's, `get_ema_multi_avg_fn(decay)` for one; called with one tensor at a time.
-        use_buffers: average floating-point buffers as well; what is not averaged is copied.
+        avg_fn: as torch's; without it and `multi_avg_fn`, all updates have the same weight (SWA).
+        multi_avg_fn: as torch's, for example `get_ema_multi_avg_fn(decay)`; called with one tensor at a time.
+        use_buffers: average floating-point buffers as well; other tensors are copied.
 
     Raises:
         ValueError: the model is sharded (FSDP).
     """
 
     _checked = False
-    """Whether the optimizer of the first update was looked at."""
+    """Whether the first update's optimizer was checked."""
 
     def __init__(
         self,
@@ -57,15 +58,15 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Take the model's weights into the average; the first time they become the average.
+        """Update the average with the model's weights; the first time they become the average.
 
         The first call warns of 16-bit parameters in training that `optimizer` does not hold, or that an optimizer of
         another library trains: they are averaged as they are stored.
 
         Args:
             model: the model in training.
-            optimizer: what trains it, or accelerate's wrapper of that, after its step. Torch's own signature, without
-                it, is enough for a model in FP32.
+            optimizer: the model's optimizer, or accelerate's wrapper of it, after its step. A model in FP32 does not
+                need it, as in torch's own signature.
 
         Raises:
             TypeError: no `optimizer`, and parameters in 16 bits.

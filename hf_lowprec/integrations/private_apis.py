@@ -1,5 +1,7 @@
-"""The one module that touches private names of transformers and accelerate, or replaces names in other libraries;
-`tests/integrations/test_seams.py` fails when one goes away."""
+"""The only module that uses private names of transformers and accelerate, or replaces names in other libraries.
+
+Each has a test in `tests/integrations/test_private_apis.py` that fails when a new version of the library removes it.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +28,36 @@ SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
 
 RUN_EPOCH = "_run_epoch"
-"""Trainer's method that trains for an epoch, or what is left of it; it stops at `max_steps` after its first step."""
+"""Trainer's method that trains for an epoch, or the rest of one; it compares steps with `max_steps` after a step."""
 
 SAVE_CHECKPOINT = "_save_checkpoint"
 """Trainer's method that writes a checkpoint, then pushes it to the hub, and then deletes older ones."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
-"""Trainer's method that loads a checkpoint's weights when a training is resumed; its last argument is the model."""
+"""Trainer's method that loads a checkpoint's weights when a run is resumed; its last argument is the model."""
 
 LOAD_BEST = "_load_best_model"
-"""Trainer's method that loads the best weights when a training ends."""
+"""Trainer's method that loads the best weights at the end of a run."""
 
 _PREPARED = "_is_accelerate_prepared"
-"""What accelerate leaves on a model that it has prepared."""
+"""The attribute by which accelerate marks a model that it has prepared."""
 
 OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickle: Callable[[str], Any]) -> None:
-    """Make `OptimizerNames` and Trainer's dispatch table know `names`; a name that is known already is left alone.
+    """Add `names` to `OptimizerNames` and to Trainer's dispatch table; a name that exists already is left alone.
 
-    An enum cannot be extended by public means, and `TrainingArguments` accepts only its members.
+    `TrainingArguments` accepts only members of this enum, and there is no public way to extend it.
 
     Args:
-        names: the values of the members.
-        handler: what the dispatch table gets.
-        unpickle: what a pickled member calls with its value. A process that knows no such member imports by it what
-            adds them; pickled as usual, it would refer to the enum of transformers alone.
+        names: the values of the new members.
+        handler: the function that the dispatch table gets for them.
+        unpickle: the function that a pickled member calls with its value. Unpickling imports its module, which adds the
+            members. Pickled by default, a member would refer only to the enum, which may not have it yet.
 
     Raises:
-        RuntimeError: this transformers has no such seam.
+        RuntimeError: this version of transformers keeps optimizer names elsewhere.
     """
     try:
         handlers = trainer_optimizer._OPTIMIZER_HANDLERS
@@ -91,12 +93,14 @@ def optimizer_member(name: str) -> OptimizerNames:
 
 @contextmanager
 def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
-    """Call `first` with the options of the first `fully_shard` that runs inside, before it runs.
+    """Call `first` just before the first `fully_shard` inside, with the options of that call.
 
-    What `first` returns is taken out of that call and of those that follow: these modules are sharded by then, which
-    accelerate cannot know of a list that it made before. Accelerate chooses the options, and the moment: its model may
-    have been moved to the meta device by then. It looks the function up in `torch.distributed.fsdp` when it shards a
-    model.
+    Accelerate chooses the options and the moment, after which it may have moved the model to the meta device. It looks
+    `fully_shard` up in `torch.distributed.fsdp` when it shards a model, so the function is replaced there.
+
+    Args:
+        first: shards some modules by itself, and returns them. They are left out of accelerate's calls, which were
+            planned before and would shard them again.
 
     Raises:
         RuntimeError: no `fully_shard` ran inside.
@@ -110,9 +114,9 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
             sharded = first(options)
         if isinstance(module, nn.Module):
             return module if module in sharded else original(module, **options)
-        left = [one for one in module if one not in sharded]
-        if left:
-            original(left, **options)
+        unsharded = [one for one in module if one not in sharded]
+        if unsharded:
+            original(unsharded, **options)
         return module
 
     torch.distributed.fsdp.fully_shard = fully_shard
@@ -125,12 +129,12 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Whether accelerate takes `model` for one that FSDP2 has sharded, as a whole, and leaves it alone."""
+    """Whether FSDP2 has sharded `model` as a whole; accelerate returns such a model as it is."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
 
 
 def switch_autocast_off(accelerator: Any) -> bool:
-    """Let `accelerator` run with mixed precision "no"; True if it was set up otherwise."""
+    """Set the mixed precision of `accelerator` to "no"; returns whether it was another."""
     if accelerator.mixed_precision == "no":
         return False
     accelerator.state._mixed_precision = "no"
@@ -142,20 +146,20 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models given to `accelerator`: not DDP, which wraps them afterwards, but FSDP2, which shards in place.
+    """The models that `accelerator` was given to prepare, also those for evaluation only.
 
-    Models prepared for evaluation alone are among them.
+    A model that DDP wraps is listed without its wrapper. FSDP2 shards in place.
     """
     return list(accelerator._models)
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The optimizers that `accelerator` has wrapped, unwrapped."""
+    """The optimizers that `accelerator` has prepared, without its wrappers."""
     return [unwrapped(optimizer) for optimizer in accelerator._optimizers]
 
 
 def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
-    """The parameters of `model` that accelerate will tell FSDP2 to leave alone, by its plugin's `ignored_modules`."""
+    """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
     ignored = accelerator.state.fsdp_plugin.ignored_modules
     return get_parameters_from_modules(ignored, model, accelerator.device)
 
@@ -172,29 +176,34 @@ def has_adapters(model: Any) -> bool:
 
 @contextmanager
 def prepared_again_later(model: Any) -> Iterator[None]:
-    """Let `Accelerator.prepare_model` take `model` for a new one after what it does inside.
+    """Let `Accelerator.prepare_model`, called inside for evaluation, prepare `model` again later, for training.
 
-    Accelerate marks what it has prepared, also for evaluation alone, and returns a marked model as it is. So
-    `Trainer.evaluate()` before `Trainer.train()` would leave it without DDP: every process trains alone.
+    Accelerate marks a model that it has prepared, also for evaluation only, and returns a marked model as it is. After
+    `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.
     """
-    known = getattr(model, _PREPARED, False)
+    marked_before = getattr(model, _PREPARED, False)
     try:
         yield
     finally:
-        if not known:
+        if not marked_before:
             vars(model).pop(_PREPARED, None)
 
 
 def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
-    """Where `trainer` saves its checkpoint of this step; `trial` is that of a hyperparameter search, or None."""
+    """The folder to which `trainer` saves the checkpoint of its current step.
+
+    Args:
+        trainer: in training.
+        trial: that of a hyperparameter search, or None.
+    """
     return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
 @contextmanager
 def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
-    """Call `written` after each `trainer_state.json` that is written inside.
+    """Call `written` each time a `trainer_state.json` has been written inside.
 
-    It is the last file of a checkpoint. Afterwards Trainer pushes the checkpoint to the hub and deletes older ones.
+    It is the last file of a checkpoint. Trainer then pushes the checkpoint to the hub and deletes older ones.
     """
     original = vars(TrainerState)["save_to_json"]
 
@@ -229,16 +238,16 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def read_checkpoints_in_float32(trainer: Trainer) -> None:
-    """Let a trainer that reads checkpoints by `from_pretrained`, as those of sentence-transformers, get what was saved.
+    """Let a trainer that reads checkpoints by `from_pretrained`, as sentence-transformers does, read them in FP32.
 
-    By default that gives every weight the one dtype of the saved config, and rounds FP32 norms on their way back.
+    By default, `from_pretrained` gives every weight the one dtype of the saved config, which would round FP32 norms.
     """
     if getattr(type(trainer), LOAD_CHECKPOINT) is not getattr(Trainer, LOAD_CHECKPOINT):
         setattr(trainer, LOAD_CHECKPOINT, functools.partial(_in_float32, getattr(trainer, LOAD_CHECKPOINT)))
 
 
 def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What `load` returns, called where `from_pretrained` without a `dtype` loads FP32."""
+    """Call `load` while `from_pretrained`, called without a `dtype`, loads FP32."""
     original = vars(PreTrainedModel)["from_pretrained"]
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers.training_args import OptimizerNames
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import trainer_checkpoints
-from hf_lowprec.integrations.transformers.checkpoint_structure import read_trainer_state
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
@@ -46,7 +46,7 @@ def test_the_enum_takes_members():
         OptimizerNames("adamw_bf16_kahn")
 
 
-def test_a_seam_that_went_away_is_said_with_a_way_out(monkeypatch):
+def test_a_private_name_that_went_away_is_said_with_a_way_out(monkeypatch):
     monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
     with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
         private_apis.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
@@ -212,7 +212,7 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert train("-m", "hf_lowprec", "run") == plain
 
 
-def test_importing_survives_a_seam_that_went_away():
+def test_importing_survives_a_private_name_that_went_away():
     program = """
 import warnings
 from transformers import Trainer, trainer_optimizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from hf_lowprec.integrations.transformers import checkpoint_structure, resume_from_checkpoint
+from hf_lowprec.integrations.transformers import checkpoint_damage, resume_from_checkpoint
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, resolve
 
 RANK = int(os.environ["RANK"])
@@ -38,17 +38,17 @@ def check() -> None:
     PartialState(cpu=True)
     good = str(Path(FOLDER) / "checkpoint-4")
     assert resolve(True, FOLDER) == good
-    read, found = resume_from_checkpoint.read_manifest, checkpoint_structure.damaged_files
+    read, found = resume_from_checkpoint.read_manifest, checkpoint_damage.unreadable_files
     resume_from_checkpoint.read_manifest = failing_on(0, read)
     told = "ValueError: rank 0 cannot read the checkpoints: PermissionError: no permission for this file"
     for act, *arguments in [(resolve, True, FOLDER), (resolve, good, FOLDER), (check_best, Path(good))]:
         assert complaint(act, *arguments) == told, (RANK, act, complaint(act, *arguments))
     resume_from_checkpoint.read_manifest = read
 
-    checkpoint_structure.damaged_files = failing_on(1, found)
+    checkpoint_damage.unreadable_files = failing_on(1, found)
     told = told.replace("rank 0", "rank 1")
     assert complaint(resolve, good, FOLDER) == told
-    checkpoint_structure.damaged_files = found
+    checkpoint_damage.unreadable_files = found
 
     candidates, called = resume_from_checkpoint._candidates, []
     resume_from_checkpoint._candidates = lambda folder: (called.append(folder), candidates(folder))[1]

@@ -1,4 +1,4 @@
-"""Weights that are loaded into a model land in the parameters that it has."""
+"""Lets weights be loaded into the parameters that a model has, so that its optimizer goes on with them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import nn
 
 
 @contextmanager
-def same_parameters(model: nn.Module) -> Iterator[None]:
-    """Whatever inside replaces parameters of `model` has its values moved into those that were there, in their dtypes.
+def load_in_place(model: nn.Module) -> Iterator[None]:
+    """If parameters of `model` are replaced inside, copy the new values to the old parameters, and put those back.
 
-    PEFT's `load_adapter` puts new FP32 parameters in the place of 16-bit adapters, trained or not: an optimizer that
-    was built before would go on with the old ones, which no longer belong to the model. Parameters of another shape
-    are left as they are.
+    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built before would go
+    on with the old ones, which no longer belong to the model. A new parameter of another shape stays.
     """
     before = [(owner, name, p) for owner in model.modules() for name, p in owner._parameters.items() if p is not None]
     yield

@@ -1,10 +1,10 @@
-"""Which checkpoint a training is resumed from: the last good one, or the one that was named, if it is good.
+"""Decides which checkpoint a run is resumed from: the last good one, or the one that the user names, if it is good.
 
-A checkpoint with a manifest is good if its files are those that were written (`checkpoint_manifest.py`), one
-without, of another Trainer, if the files that Trainer loads open (`checkpoint_structure.py`). The times of files say
-nothing: copying changes them.
+A checkpoint is good if saving it was completed and none of its files is damaged (see `checkpoint_damage.py`). The times
+of files play no part, since copying changes them.
 
-Several ranks agree: one process of every machine checks what it sees there, and what is damaged for one is for all.
+All ranks come to the same decision: one process per machine checks the files that it sees, and a checkpoint that is
+damaged for one is damaged for all.
 """
 
 from __future__ import annotations
@@ -22,44 +22,49 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_lowprec.integrations.transformers import checkpoint_structure
-from hf_lowprec.integrations.transformers.checkpoint_manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    changed_files,
-    missing_files,
-    read_json,
-    read_manifest,
-)
+from hf_lowprec.integrations.transformers import checkpoint_damage
+from hf_lowprec.integrations.transformers.checkpoint_manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state, unknown_fields
 from hf_lowprec.reduction.settings import on_every_rank
 
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_OPTIMIZER = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
-_MANY = 5
-"""Damaged files that a message names."""
+_NOT_WEIGHTS = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
+"""Files of a checkpoint that are not loaded with the best weights."""
+_SHOWN = 5
+"""How many damaged files a message names."""
 _DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
 
 _on_every_rank = functools.partial(on_every_rank, purpose="choosing a checkpoint")
 
 
 class Problem(NamedTuple):
-    """Why a checkpoint cannot be resumed from."""
+    """Why a checkpoint cannot be resumed from.
 
-    kind: str  # one of the three above
+    Attributes:
+        kind: `_DAMAGED`, `_UNFINISHED` or `_EARLIER`.
+        reason: the details, for a message.
+    """
+
+    kind: str
     reason: str
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
-    """What Trainer should resume from, given what it was asked to; the same on all ranks.
+    """Return what Trainer should resume from; the same on all ranks. Every rank must call it.
 
-    For `True` it is the last good checkpoint in `output_dir`. Later ones that are not good are skipped, and named
-    in a warning.
+    Args:
+        resume_from_checkpoint: as `Trainer.train` takes it. `True` stands for the last good checkpoint in `output_dir`;
+            later ones that are not good are skipped, and named in a warning.
+        output_dir: where the run saves its checkpoints.
+
+    Returns:
+        A path. Or `resume_from_checkpoint` as it is, where Trainer starts anew or says itself that nothing is there.
 
     Raises:
-        ValueError: a checkpoint was named that is not good, or there are checkpoints and none is; the message names the
-            damaged files. Or ranks ask for different ones, or do not all see it.
+        ValueError: the checkpoint that was named is not good, or there are checkpoints and none is; the message names
+            the damaged files. Or the ranks ask for different ones, or not all of them see it.
     """
     _read_manifest.cache_clear()
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
@@ -70,7 +75,7 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
     if resume_from_checkpoint is True:
         chosen = _last_good(Path(output_dir))
         if chosen is None:
-            return resume_from_checkpoint  # Trainer says that there is none
+            return resume_from_checkpoint  # Trainer raises an error
     else:
         chosen = Path(resume_from_checkpoint)
         if not any(_on_every_rank(chosen.is_dir())):
@@ -83,16 +88,16 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
 
 
 def last_complete(output_dir: Path) -> Path | None:
-    """The good checkpoint of the highest step in `output_dir`, or None."""
+    """The last good checkpoint in `output_dir`, or None."""
     _read_manifest.cache_clear()
     return _search(output_dir)[0]
 
 
 def check_best(checkpoint: Path) -> None:
-    """Check what is loaded of the best checkpoint when training ends; the optimizer's files do not matter.
+    """Check the weights of the best checkpoint, before Trainer loads them at the end of a run.
 
     Raises:
-        ValueError: files are not what was written; the message names them.
+        ValueError: files have changed since they were written; the message names them.
     """
     _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
@@ -103,28 +108,36 @@ def check_best(checkpoint: Path) -> None:
 
 
 def _changed_weights(checkpoint: Path) -> list[str]:
+    """A line for every file that is loaded with the best weights and was changed, as the manifest tells."""
     manifest = _manifest_or_none(checkpoint)
     if manifest is None:
         return []
-    files = {name: record for name, record in manifest.files.items() if not _OPTIMIZER.match(name)}
-    return changed_files(checkpoint, dataclasses.replace(manifest, files=files))
+    files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
+    return checkpoint_damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
 
 
 def manifest_of(resolved: str | bool | None) -> Manifest | None:
-    """The manifest of what `resolve` has returned, None if there is none."""
+    """The manifest of the checkpoint that `resolve` has returned; None without a manifest or a checkpoint."""
     return None if not resolved or resolved is True else _read_manifest(Path(resolved))
 
 
 def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
-    """What `read` returns on the ranks where it runs `here`, in rank order, and None for the others.
+    """Call `read` on some ranks, and exchange the results.
+
+    Args:
+        read: returns an object that pickles.
+        here: whether this rank calls it.
+
+    Returns:
+        The results in rank order, None for ranks that have not called it.
 
     Raises:
-        ValueError: on every rank, if `read` fails on one: the others do not wait for it.
+        ValueError: on every rank, if `read` raises on one: otherwise the others would wait for it.
     """
     error = None
     try:
         value = read() if here else None
-    except Exception as failure:  # whatever it is, the other ranks must hear of it
+    except Exception as failure:  # the other ranks must be told of any exception
         value, error = None, f"{type(failure).__name__}: {failure}"
     answers = _on_every_rank((value, error))
     for rank, (_, error) in enumerate(answers):
@@ -134,7 +147,11 @@ def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
 
 
 def _last_good(folder: Path) -> Path | None:
-    """The last good checkpoint, with a warning for those skipped; None if there are no checkpoints at all."""
+    """The last good checkpoint, with a warning about those that were skipped; None if there are no checkpoints.
+
+    Raises:
+        ValueError: there are checkpoints, and none is good.
+    """
     good, skipped = _search(folder)
     if not skipped:
         return good
@@ -150,6 +167,7 @@ def _last_good(folder: Path) -> Path | None:
 
 
 def _check_named(checkpoint: Path, output_dir: Path) -> None:
+    """Raise ValueError, with what to name instead, if the checkpoint that the user names is not good."""
     problem = _problem(checkpoint)
     if problem is None:
         return
@@ -162,6 +180,7 @@ def _check_named(checkpoint: Path, output_dir: Path) -> None:
 
 
 def _check_seen(checkpoint: Path) -> None:
+    """Raise ValueError if the checkpoint does not exist on every rank's machine."""
     missing_on = [rank for rank, sees in enumerate(_on_every_rank(checkpoint.is_dir())) if not sees]
     if missing_on:
         raise ValueError(
@@ -171,15 +190,16 @@ def _check_seen(checkpoint: Path) -> None:
 
 
 def _warn_of_missing_state(checkpoint: Path) -> None:
-    if not checkpoint_structure.holds_optimizer(checkpoint):
+    """Warn if the checkpoint lacks the optimizer's state, random states or fields of the Trainer's state."""
+    if not checkpoint_damage.holds_optimizer(checkpoint):
         _warn(
             "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
             "moments, without compensation, and the learning rate's schedule begins again",
             checkpoint,
         )
-    elif not checkpoint_structure.holds_random_states(checkpoint):
+    elif not checkpoint_damage.holds_random_states(checkpoint):
         _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
-    unknown = checkpoint_structure.unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
+    unknown = unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
     if unknown:
         _warn(
             "%s of %s is of another version of transformers; left out: %s",
@@ -190,13 +210,14 @@ def _warn_of_missing_state(checkpoint: Path) -> None:
 
 
 def _warn_of_missing_files(checkpoint: Path) -> None:
+    """Warn if files are missing that resuming does not need; missing files that it needs are an error before."""
     manifest = _manifest_or_none(checkpoint) if _is_first() else None
-    if manifest is not None and (gone := [*missing_files(checkpoint, manifest)]):
-        _warn("%s was saved with files that are gone, and are not needed to resume: %s", checkpoint, _listed(gone))
+    if manifest is not None and (missing := [*checkpoint_damage.missing_files(checkpoint, manifest)]):
+        _warn("%s was saved with files that are gone, and are not needed to resume: %s", checkpoint, _listed(missing))
 
 
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
-    """The last good checkpoint in `folder`, and why the later ones are not."""
+    """The last good checkpoint in `folder` (None if there is none), and the problems of later ones by name."""
     skipped: dict[str, Problem] = {}
     for name, problem in _read_on_ranks(lambda: _candidates(folder), _is_first())[0]:
         problem = problem or _problem(folder / name)
@@ -207,25 +228,25 @@ def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
 
 
 def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
-    """The names of the checkpoints, latest first, with a problem for those that the last training did not go through.
+    """The names of the checkpoints, highest step first, each with a problem if it is from an earlier run.
 
-    A training that begins again in the same folder, or from an earlier step, overwrites checkpoints one by one. Those
-    that it has not reached yet are of higher steps, and would be taken for its own.
+    A run that starts again in the same folder, or from an earlier step, overwrites the checkpoints one by one. Those
+    that it has not reached yet have higher steps, and must not be mistaken for its own.
     """
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     names = sorted(filter(_CHECKPOINT.match, names), key=_step, reverse=True)
     manifests = {name: manifest for name in names if (manifest := _manifest_or_none(folder / name)) is not None}
     newest = max(manifests, key=lambda name: manifests[name].saved, default="")
-    found: list[tuple[str, Problem | None]] = [(name, None) for name in names]
-    for at, name in enumerate(names):
+    candidates: list[tuple[str, Problem | None]] = [(name, None) for name in names]
+    for k, name in enumerate(names):
         if name not in manifests:
             continue
         saved = manifests[name].saved
-        overtaken = any(manifests[other].saved > saved for other in names[at + 1 :] if other in manifests)
+        overtaken = any(manifests[other].saved > saved for other in names[k + 1 :] if other in manifests)
         if overtaken or manifests[name].run != manifests[newest].run:
             reason = f"saved at {saved} by a previous training, before {newest}; pass its path to use it"
-            found[at] = (name, Problem(_EARLIER, reason))
-    return found
+            candidates[k] = (name, Problem(_EARLIER, reason))
+    return candidates
 
 
 def _step(name: str) -> int:
@@ -234,7 +255,7 @@ def _step(name: str) -> int:
 
 @functools.cache
 def _read_manifest(checkpoint: Path) -> Manifest | None:
-    """As `read_manifest`, once; the public functions that look for checkpoints begin with an empty cache."""
+    """`read_manifest`, which is called once per checkpoint; the public functions above begin with an empty cache."""
     return read_manifest(checkpoint)
 
 
@@ -246,41 +267,42 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 
 
 def _problem(checkpoint: Path) -> Problem | None:
-    """What is wrong with a checkpoint on any machine."""
-    found = _read_on_ranks(lambda: _problem_here(checkpoint) if checkpoint.is_dir() else None, _checks_here())
-    for rank, problem in enumerate(found):
+    """The first problem that any machine has with a checkpoint; None if all can resume from it."""
+    problems = _read_on_ranks(lambda: _problem_here(checkpoint) if checkpoint.is_dir() else None, _checks_here())
+    for rank, problem in enumerate(problems):
         if problem is not None:
             return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
     return None
 
 
 def _problem_here(checkpoint: Path) -> Problem | None:
+    """The problem that this machine has with a checkpoint, or None."""
     try:
         manifest = _read_manifest(checkpoint)
     except ValueError as error:
         return Problem(_DAMAGED, str(error))
     if manifest is None:
         try:
-            checkpoint_structure.read_trainer_state(checkpoint / TRAINER_STATE_NAME)
+            read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
             return Problem(_UNFINISHED, str(error))
-        damaged = checkpoint_structure.damaged_files(checkpoint)
+        damaged = checkpoint_damage.unreadable_files(checkpoint)
     elif not manifest.complete:
         return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
     else:
-        damaged = changed_files(checkpoint, manifest)
+        damaged = checkpoint_damage.changed_files(checkpoint, manifest)
     if not damaged:
         return None
     return Problem(_DAMAGED, _listed(damaged))
 
 
 def _listed(damaged: list[str]) -> str:
-    more = f" and {len(damaged) - _MANY} more" if len(damaged) > _MANY else ""
-    return ", ".join(damaged[:_MANY]) + more
+    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+    return ", ".join(damaged[:_SHOWN]) + more
 
 
 def _checks_here() -> bool:
-    """Whether this process is the one of its machine that reads files."""
+    """Whether this process checks files; one process per machine does."""
     return not _several_ranks() or PartialState().is_local_main_process
 
 

@@ -11,10 +11,10 @@ from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter, records_of_rank
-from hf_lowprec.integrations.transformers.checkpoint_structure import read_trainer_state
-from hf_lowprec.integrations.transformers.load_in_place import same_parameters
+from hf_lowprec.integrations.transformers.load_in_place import load_in_place
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, manifest_of, resolve
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
 from hf_lowprec.reduction.replicas import unwrapped
 from hf_lowprec.reduction.settings import on_every_rank
 
@@ -81,7 +81,7 @@ def update_manifest_on_save(trainer: Trainer, original: Callable, *args: Any, **
 
 def load_checkpoint(call: TrainerCall) -> None:
     """Trainer's loading of weights, into the parameters that the optimizer holds and FP32 estimates are made of."""
-    with same_parameters(call.trainer.model):
+    with load_in_place(call.trainer.model):
         call.proceed()
 
 

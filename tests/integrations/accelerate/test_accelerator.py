@@ -368,7 +368,7 @@ def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop()
         torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
 
 
-def test_the_seams_are_where_they_were():
+def test_the_private_names_are_where_they_were():
     import accelerate
     import torch.distributed.fsdp as torch_fsdp
 

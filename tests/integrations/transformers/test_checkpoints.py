@@ -19,10 +19,10 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
     ManifestWriter,
-    checksums,
     read_json,
     read_manifest,
 )
+from hf_lowprec.integrations.transformers.file_checksums import checksums
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
 from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
 

@@ -7,14 +7,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
-from hf_lowprec.integrations.transformers.load_in_place import same_parameters
+from hf_lowprec.integrations.transformers.load_in_place import load_in_place
 from tests.integrations.tiny_training import arguments, counting_data, llama, trained
 
 
 def test_values_move_and_parameters_stay():
     model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
     kept, untouched = model[0].weight, model[1].weight
-    with same_parameters(model):
+    with load_in_place(model):
         model[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
         model[0].bias = resized = nn.Parameter(torch.ones(5))
     assert model[0].weight is kept and model[1].weight is untouched
