@@ -1,6 +1,7 @@
 """The names and the words of `--optim` and `--optim_args`: what they reach, and how a wrong one is refused."""
 
 import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.arguments import checked_arguments, optimizer_arguments
+from hf_lowprec.integrations.transformers import arguments as parsing
+from hf_lowprec.integrations.transformers.arguments import (
+    OptimArgs,
+    checked_arguments,
+    optim_args_of,
+    optimizer_arguments,
+)
 from tests.integrations.tiny_training import arguments, llama, optimizer_of, trained
 
 
@@ -41,6 +48,33 @@ def test_optim_args_reach_every_keyword(tmp_path):
     assert trainer.model.lm_head.weight.dtype == torch.float32
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert trainer.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
+def test_optim_args_are_parsed_into_one_object(tmp_path):
+    text = "betas=0.8|0.95,keep_fp32=lm_head|*.mlp,grad_accumulation=kahan,check_replicas_every=5,amsgrad=yes"
+    options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args=text))
+    assert options == OptimArgs({"betas": (0.8, 0.95), "amsgrad": True}, ("lm_head", "*.mlp"), "kahan", 5)
+    assert optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan")) == OptimArgs()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.keep_fp32 = ()
+    with pytest.raises(TypeError):
+        options.optimizer["betas"] = (0.9, 0.9)
+
+
+def test_optim_args_are_parsed_once_for_a_run(tmp_path, monkeypatch):
+    parsed, parse = [], parsing._option_strings
+    monkeypatch.setattr(parsing, "_option_strings", lambda text: (parsed.append(text), parse(text))[1])
+    text = "seed=3,eps=1.0625e-7"  # in no other test, and none has parsed it before
+    trained(tmp_path, optim="adamw_bf16_kahan", optim_args=text, max_steps=1)
+    assert parsed == [text]
+
+
+def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
+    """Trainer's hyperparameter search sets the arguments of a trial on the same object."""
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="eps=1e-7")
+    assert optimizer_arguments(args)[1]["eps"] == 1e-7
+    args.optim_args, args.learning_rate = "eps=1e-6", 3e-4
+    assert {key: optimizer_arguments(args)[1][key] for key in ("eps", "lr")} == {"eps": 1e-6, "lr": 3e-4}
 
 
 @pytest.mark.parametrize("name", hf_lowprec.OPTIMIZER_NAMES)
