@@ -1,6 +1,7 @@
 """Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
 
-Importing the package adds its optimizer names to transformers and lets `Trainer` look for them; nothing else happens.
+Importing the package adds its optimizer names to transformers, and wraps methods of `Trainer` that act on them. All
+other names are imported on first use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ try:
 except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+source"
 
-_HOME = {
+_DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
@@ -53,8 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"hf_lowprec.{_HOME[name]}"), name)
+    if name in _DEFINED_IN:
+        return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
     if name in _algorithms():
         return _algorithms()[name]
     raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
@@ -65,6 +66,7 @@ def __dir__() -> list[str]:
 
 
 def _algorithms() -> dict[str, Any]:
+    """The optimizer classes by name."""
     return import_module("hf_lowprec.optim").ALGORITHMS
 
 
@@ -76,9 +78,10 @@ def register() -> None:
 
 
 def unpickle_optimizer_name(name: str) -> Any:
-    """The value of `TrainingArguments.optim` that `name` stands for.
+    """Return the member of transformers' enum that has the value `name`, as `TrainingArguments.optim` holds it.
 
-    Files such as `training_args.bin` refer to this function, so loading one imports `hf_lowprec`, which adds the names.
+    Files such as `training_args.bin` refer to this function by its path, so loading one imports `hf_lowprec`, which
+    adds the names.
 
     Raises:
         ValueError: this version has no optimizer of that name.
@@ -98,4 +101,4 @@ try:
 except RuntimeError as error:  # the optimizers and cast_model work without the names
     warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
-__all__.extend(_algorithms())  # found by themselves, like their names
+__all__.extend(_algorithms())

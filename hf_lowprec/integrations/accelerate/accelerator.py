@@ -1,6 +1,6 @@
 """`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
 
-It wraps the methods of that one accelerator; `prepare_accelerator` lists them.
+It wraps methods of that one accelerator. Other accelerators, and the class, stay as they are.
 """
 
 from __future__ import annotations
@@ -42,28 +42,33 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> Reduction:
-    """Let `accelerator` reduce gradients with FP32 sums, under DDP, FSDP2 and HSDP; call it before `prepare`.
+    """Let `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP; call it before `prepare`.
 
-    Gradients travel in the parameters' dtype; the mean over ranks is summed in FP32 in rank order and rounded once.
-    Under FSDP2, parameters in FP32 (norms) become a group of their own, because torch wants one dtype per group.
-    `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
-    Models that `cast_model` has cast return FP32 to the loop once they are prepared (see `return_float32`).
-    Mixed precision "bf16" is switched off: it would upcast parameters under FSDP2. With one process only the FP32
-    outputs, mixed precision and `grad_accumulation` are affected. Ranks are compared when a model is prepared, and
-    before an optimizer's first step: where settings, parameters or replicated weights differ, a RuntimeError on every
-    rank names them. Weights that differ before FSDP2 shards them are a warning. Calling it again changes nothing.
+    Calling it again changes nothing. These methods of the accelerator change:
+
+    - `prepare` and `prepare_model`: gradients travel between ranks in the parameters' dtype; their mean is summed in
+      FP32, in rank order, and rounded once. Under FSDP2, FP32 parameters (norms) become a group of their own, because
+      torch wants one dtype per group. A model that `cast_model` has cast returns FP32 (see `return_float32`).
+    - `prepare_optimizer`: the ranks are compared before the optimizer's first step, as they are when a model is
+      prepared. If settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Weights
+      that differ before FSDP2 shards them are a warning.
+    - `clip_grad_norm_`: all parameters of one of our optimizers are clipped inside its step, by an FP32 norm.
+
+    Mixed precision "bf16" is switched off, because it would upcast parameters under FSDP2. With one process, only FP32
+    outputs, clipping, mixed precision and `grad_accumulation` matter.
 
     Args:
         accelerator: not yet used to prepare a model.
-        grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
-            `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
+        grad_accumulation: how the gradients of micro-batches are added up: `"nearest"` (as torch does, in the
+            parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
+            parameter).
 
     Returns:
-        What is done; fills as models are prepared. `print` it to see whether it is active.
+        What is in force, updated as models are prepared; `print` shows it.
 
     Raises:
-        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
-            or FSDP2 has wrapped one of its models already.
+        ValueError: the accelerator has a setting under which gradients would not be summed in FP32, or DDP or FSDP2
+            has wrapped one of its models already.
     """
     check_mode(grad_accumulation)
     earlier: Reduction | None = getattr(accelerator, _REDUCTION, None)
@@ -84,17 +89,20 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     setattr(accelerator, _REDUCTION, reduction)
     prepared_models = PreparedModels()
     comparison = RankComparison(accelerator)
-    # FSDP2 shards in `prepare`, DDP wraps in `prepare_model`: both get FP32 sums.
-    wrap_method(accelerator, "prepare", functools.partial(_prepare, accelerator, reduction, prepared_models))
-    wrap_method(
-        accelerator, "prepare_model", functools.partial(_prepare_model, accelerator, reduction, prepared_models)
-    )
-    # The ranks are compared before the optimizer's first step.
-    wrap_method(accelerator, "prepare_optimizer", functools.partial(_prepare_optimizer, comparison))
-    # DDP over one process needs no synchronization of micro-batches.
-    wrap_method(accelerator, "no_sync", functools.partial(_no_sync, accelerator))
-    # Our optimizers clip inside their step.
-    wrap_method(accelerator, "clip_grad_norm_", functools.partial(_clip_grad_norm_, accelerator, comparison))
+    wrappers: dict[str, Callable] = {
+        # FP32 sums under FSDP2, which shards the model there.
+        "prepare": functools.partial(_prepare, accelerator, reduction, prepared_models),
+        # FP32 sums under DDP, which wraps the model there.
+        "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
+        # Ranks that differ are found before the first step.
+        "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
+        # DDP over one process need not synchronize micro-batches.
+        "no_sync": functools.partial(_no_sync, accelerator),
+        # Our optimizers clip inside their step.
+        "clip_grad_norm_": functools.partial(_clip_grad_norm_, accelerator, comparison),
+    }
+    for name, wrapper in wrappers.items():
+        wrap_method(accelerator, name, wrapper)
     return reduction
 
 
@@ -154,12 +162,12 @@ def _prepare(
         return original(*args, **kwargs)
     _return_float32_if_cast(model)
     _compare_models(accelerator, reduction, model)
-    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # then rank 0's are loaded, and others empty
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
         _warn_of_different_weights(accelerator, model)
     low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
     replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
     if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are reduced, and added up, in FP32
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer

@@ -20,7 +20,7 @@ from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_com
 from tests import nursery
 from tests.integrations.tiny_training import llama, optimizer_of, trained
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
 
 
