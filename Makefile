@@ -5,13 +5,13 @@ ARGS    ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
-CODE  := hf_lowprec tests $(wildcard examples benchmarks)
+CODE  := hf_lowprec tests $(wildcard examples benchmarks tools)
 
 # One thread per worker, so that WORKERS processes use WORKERS cores; and nothing asks a hub for anything.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck bench bench-gpu clean
+.PHONY: help .venv demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,12 @@ format: $(STAMP) ## format, and repair what ruff can repair
 typecheck: $(STAMP) ## mypy on the package
 	@$(BIN)/mypy
 
+docs: $(STAMP) ## the documentation site, in site/; every warning is an error
+	@$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(STAMP) ## the site on http://127.0.0.1:8000, rebuilt when a file changes
+	@$(BIN)/python -m mkdocs serve $(ARGS)
+
 bench: $(STAMP) ## optimizer step time on this machine
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
 
@@ -75,5 +81,5 @@ bench-gpu: ## step time and training on this machine's GPU, beside other optimiz
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_step.py $(ARGS)
 
 clean: ## remove caches and build products; .venv and results stay
-	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	@find hf_lowprec tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	@find hf_lowprec tests $(wildcard examples benchmarks tools) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -116,6 +116,7 @@ def test_everything_the_pinned_environment_needs_is_pinned() -> None:
     """Follow the requirements through the installed packages: each name met on the way has its pin."""
     env = {
         **environment(f"{sys.version_info[0]}.{sys.version_info[1]}", "linux"),
+        "python_full_version": ".".join(map(str, sys.version_info[:3])),
         "sys_platform": sys.platform,
     }
     pinned = pins(CONSTRAINTS, env)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # for editors; at run time every algorithm is here by itself
     from hf_lowprec.optim.algorithms.sgd import SGD as SGD
     from hf_lowprec.optim.algorithms.stableadamw import StableAdamW as StableAdamW
 
-__all__ = ["ALGORITHMS", "LowPrecisionOptimizer", *ALGORITHMS]  # noqa: PLE0604
+__all__ = ["ALGORITHMS", "LowPrecisionOptimizer"]
+__all__.extend(ALGORITHMS)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,112 @@
+"""The recording: what is in it, where it lies, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hf_lowprec
+from tests.golden import casting, checkpoints, steps
+
+FILE = Path(__file__).with_name("recording.json")
+RUNS = [f"{algorithm} {mode}" for algorithm in steps.ALGORITHMS for mode in steps.MODES]
+"""Every algorithm and mode."""
+BACKENDS = ("native", "eager", "triton")
+QUICK = {"native": (50, ()), "eager": (10, ()), "triton": (3, ("mixed dtypes",))}
+"""Of each backend, the last step and the cases (none: all) that `make test` runs."""
+SECTIONS = {
+    "one process": "one process",
+    "DDP, two ranks": "two ranks",
+    "FSDP2, two ranks": "two ranks",
+    "DDP, three ranks": "three ranks",
+    "FSDP2, three ranks": "three ranks",
+    "Trainer": "Trainer",
+}
+"""The section of each kind of training in `processes.py`: DDP and FSDP2 agree bit for bit."""
+
+
+def read() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def write(found: dict[str, Any]) -> None:
+    """As JSON with one line per training or model."""
+    sections = []
+    for section, entries in found.items():
+        if isinstance(entries, dict):
+            lines = (
+                f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in entries.items()
+            )
+            sections.append(f" {json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n }")
+        else:
+            sections.append(f" {json.dumps(section)}: {json.dumps(entries)}")
+    FILE.write_text("{\n" + ",\n".join(sections) + "\n}\n")
+
+
+def in_this_process(run: str, backend: str) -> dict[str, Any]:
+    """What one backend makes of one algorithm and mode: all steps, and the saved state dict."""
+    algorithm, mode = run.split()
+    return {
+        "steps": steps.record(algorithm, mode, backend),
+        "checkpoints": checkpoints.record(algorithm, mode, backend),
+    }
+
+
+def in_other_processes() -> dict[str, Any]:
+    """Trainings with accelerate and Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        command = [sys.executable, "-m", "tests.golden.processes", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        if done.returncode:
+            raise RuntimeError(f"tests.golden.processes failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+        return json.loads(file.read_text())
+
+
+def record() -> dict[str, Any]:
+    """Everything, stepped by the native backend."""
+    runs = {run: in_this_process(run, "native") for run in RUNS}
+    apart = in_other_processes()
+    sections = {section: apart[kind] for kind, section in reversed(SECTIONS.items())}
+    if different := list(differences_apart(sections, apart)):
+        raise RuntimeError("FSDP2 and DDP differ:\n" + "\n".join(different))
+    return {
+        "optimizer names": list(hf_lowprec.OPTIMIZER_NAMES),
+        "steps": {run: runs[run]["steps"] for run in RUNS},
+        "checkpoints": {run: runs[run]["checkpoints"] for run in RUNS},
+        "state dicts": {run: steps.record_layout(*run.split()) for run in RUNS},
+        "cast_model": {name: casting.record(name) for name in casting.MODELS},
+        **{section: sections[section] for section in dict.fromkeys(SECTIONS.values())},
+    }
+
+
+def differences_apart(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """Of what `in_other_processes` has found."""
+    for kind, section in SECTIONS.items():
+        wanted = recorded[section]
+        if kind.startswith("FSDP2"):
+            wanted = {
+                run: {name: entry for name, entry in case.items() if name != "grad_accumulation=kahan"}
+                for run, case in wanted.items()
+            }
+        yield from differences(wanted, found[kind], kind)
+
+
+def differences(recorded: Any, found: Any, where: str = "") -> Iterator[str]:
+    """A line for each entry that differs, or that only one of the two has."""
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        for key in dict.fromkeys([*recorded, *found]):
+            place = f"{where} / {key}" if where else key
+            if key not in found:
+                yield f"{place}: recorded, and not there now"
+            elif key not in recorded:
+                yield f"{place}: new, not in the recording"
+            else:
+                yield from differences(recorded[key], found[key], place)
+    elif recorded != found:
+        yield f"{where}: recorded {recorded!r}, now {found!r}"
