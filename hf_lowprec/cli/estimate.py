@@ -134,7 +134,7 @@ def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, st
     from hf_lowprec import cast_model
     from hf_lowprec.cli.inputs import InputError, input_errors
     from hf_lowprec.insight.memory import expected_memory
-    from hf_lowprec.integrations.transformers.arguments import optim_args_of
+    from hf_lowprec.integrations.transformers.optim_args import optim_args_of
     from hf_lowprec.reduction.micro_batches import check_mode, residual_bytes
 
     with input_errors(f"--optim {name}"):

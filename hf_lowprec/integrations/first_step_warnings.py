@@ -42,7 +42,7 @@ _searches_left = {_UNCAST: _SEARCHES, _SUMS_IN_16_BITS: _SEARCHES}
 logger = logging.getLogger(__name__)
 
 
-def warn_of_misuse(optimizer: LowPrecisionOptimizer) -> None:
+def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     """Warn if the model of `optimizer` trains in FP32, or if its gradients are summed in 16 bits.
 
     One of `LowPrecisionOptimizer.first_step_checks`. There is no warning for FP32 parameters of a model that is cast,

@@ -153,7 +153,7 @@ def test_a_group_that_is_added_goes_on_from_there():
 
 
 def test_an_optimizer_that_only_checks_arguments_is_not_counted(tmp_path):
-    from hf_lowprec.integrations.transformers.arguments import checked_arguments
+    from hf_lowprec.integrations.transformers.training_arguments import checked_arguments
 
     kwargs = checked_arguments(arguments(tmp_path, optim="adamw_bf16_kahan"))
     assert "first_parameter" not in AdamW(parameters(1), **kwargs).param_groups[0]

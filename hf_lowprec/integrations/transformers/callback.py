@@ -16,9 +16,10 @@ from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.insight.layer_probes import broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.insight.report import precision_report
 from hf_lowprec.integrations.accelerate.accelerator import is_evaluation, note_autocast_is_off, prepare_accelerator
-from hf_lowprec.integrations.transformers.arguments import OptimArgs, check_liger, optimizer_name
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
+from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.lost_updates import lost_updates

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.first_step_warnings import warn_of_misuse
+from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
 from hf_lowprec.integrations.transformers import trainer_checkpoints, trainer_setup
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -57,8 +57,8 @@ def register(unpickle: Callable[[str], Any]) -> None:
     Raises:
         RuntimeError: this version of transformers keeps optimizer names elsewhere.
     """
-    if warn_of_misuse not in LowPrecisionOptimizer.first_step_checks:
-        LowPrecisionOptimizer.first_step_checks.append(warn_of_misuse)
+    if warn_before_first_step not in LowPrecisionOptimizer.first_step_checks:
+        LowPrecisionOptimizer.first_step_checks.append(warn_before_first_step)
     private_apis.add_optimizer_names(OPTIMIZER_NAMES, trainer_setup.optimizer_for, unpickle)
     torch.serialization.add_safe_globals([unpickle])
     for name, wrapper in _EVERY_TRAINER.items():
