@@ -25,7 +25,7 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
         raise ValueError(
-            f"distributed_type={kind.value} reduces gradients itself, in 16 bits, and leaves no seam for FP32 sums; "
+            f"distributed_type={kind.value} reduces gradients itself, in 16 bits, and offers no hook for FP32 sums; "
             f"{_ALTERNATIVE}"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
@@ -62,7 +62,7 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
-            "FSDP1 has no seam for FP32 sums; set fsdp_version: 2 in the accelerate configuration, "
+            "FSDP1 offers no hook for FP32 sums; set fsdp_version: 2 in the accelerate configuration, "
             'accelerate launch --fsdp_version 2, or TrainingArguments(fsdp_config={"version": 2})'
         )
     if plugin.mixed_precision_policy is not None and accelerator.mixed_precision == "no":
