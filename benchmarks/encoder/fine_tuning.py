@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
 
-from hf_lowprec.casting.policy import kind_of
+from hf_lowprec.casting.fp32_rules.norms import is_norm
 from hf_lowprec.cli.demo.training import Settings, Way, cast_wholly
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.optim.registry import optimizer_factory
@@ -132,7 +132,7 @@ def _accuracy(prediction: Any) -> dict[str, float]:
 
 def norm_weights(model: nn.Module) -> Tensor:
     """The weights of all norms as they are stored, end to end; biases are left out, they start near 0 and move."""
-    return torch.cat([m.weight.detach().flatten().cpu() for m in model.modules() if kind_of(m) == "norm"])
+    return torch.cat([m.weight.detach().flatten().cpu() for m in model.modules() if is_norm(m)])
 
 
 def norm_moves(before: Tensor, after: Tensor) -> NormMoves:

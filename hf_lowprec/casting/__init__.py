@@ -1,12 +1,13 @@
-"""Cast a model to a 16-bit format in place, keeping what needs FP32 in FP32.
+"""Cast a model to 16 bits in place, keeping in FP32 what needs it.
 
-A kept module gets a boundary (floating inputs to FP32, floating outputs to the 16-bit format), so that its
-neighbours see one format, and the model gets one for its inputs. transformers is not imported: its modules are
-known by class name and attributes.
+`cast_model` makes a plan (`plan.py`: the dtype of every tensor by the rules in `fp32_rules/`, and the hooks that let
+modules of both dtypes work together), carries it out (`apply.py`) and returns a report (`report.py`). transformers is
+not imported: its modules are recognized by class name and attributes.
 """
 
 from hf_lowprec.casting.cast import cast_model, uncast_model
-from hf_lowprec.casting.outputs import return_float32
+from hf_lowprec.casting.fp32_outputs import return_float32
+from hf_lowprec.casting.plan import CastPlan, make_plan
 from hf_lowprec.casting.report import CastReport
 
-__all__ = ["CastReport", "cast_model", "return_float32", "uncast_model"]
+__all__ = ["CastPlan", "CastReport", "cast_model", "make_plan", "return_float32", "uncast_model"]

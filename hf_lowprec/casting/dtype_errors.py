@@ -1,4 +1,4 @@
-"""Errors of torch about mixed dtypes in a cast model: they name the module, and what to keep in FP32."""
+"""Advice on torch's errors about mixed dtypes in a cast model: which module failed, and what to keep in FP32."""
 
 import fnmatch
 import re
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.casting.boundaries import remove_hooks
-from hf_lowprec.casting.inputs import numbers_of
+from hf_lowprec.casting.hooks import remove_hooks
+from hf_lowprec.casting.input_hooks import numbers_of
 
 # Phrases of torch 2.13's messages about products, convolutions, attention, norms, recurrent layers, losses and
 # indexed writes.
@@ -20,23 +20,26 @@ _MISMATCH = re.compile(
     r"|dtypes? .*\bmatch|dtypes must be the same|mixed dtype|to be equal to src\.dtype|Type promoting not supported"
     r"|not implemented for '(BFloat16|Half)'|(Unsupported dtype|dtypes not supported\. Got) (BFloat16|Half)"
 )
+# The same phrases about integers and complex numbers are errors of another kind.
 _INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")
-_TO_FLOAT32 = {"float", "float32", "double", "float64"}
+_TO_FLOAT32 = {"float", "float32", "double", "float64"}  # names in code that converts to FP32
 
 
-def install_advice(module: nn.Module) -> None:
-    """Let errors about mixed dtypes in calls of `module` say which module below failed, and how to avoid them."""
+def install_advice(module: nn.Module) -> bool:
+    """Let errors about mixed dtypes in calls of `module` say which module below failed. Return whether this is new."""
+    is_new = explain_dtype_error not in module._forward_hooks.values()
     for part in module.modules():
         remove_advice(part)  # of an earlier cast of a part, which knows only the end of a name
-    module.register_forward_hook(_advise, always_call=True)
+    module.register_forward_hook(explain_dtype_error, always_call=True)
+    return is_new
 
 
 def remove_advice(module: nn.Module) -> None:
     """Take `install_advice` back."""
-    remove_hooks(module, lambda hook: hook is _advise)
+    remove_hooks(module, lambda hook: hook is explain_dtype_error)
 
 
-def _advise(module: nn.Module, args: Any, output: Any) -> None:
+def explain_dtype_error(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook that torch calls after an error as well: add the advice to the error's text."""
     if output is not None or torch.compiler.is_compiling():
         return
@@ -53,13 +56,14 @@ def _advise(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _advice(model: nn.Module, trace: TracebackType) -> str:
+    """Say which module failed, which one converts to FP32, and which entry of `keep_fp32` avoids the error."""
     names = {id(module): name for name, module in model.named_modules()}
     calls = [(module, code) for module, code in _calls(trace) if id(module) in names]
     failed, converts = calls[-1][0], [m for m, code in calls if not _TO_FLOAT32.isdisjoint(code.co_names)]
-    text = f"hf_lowprec: this failed in {_called(failed, names)}"
+    text = f"hf_lowprec: this failed in {_description(failed, names)}"
     converts = [module for module in converts if not type(module).__module__.startswith("torch.")]
     if converts and converts[-1] is not failed:
-        text += f", called by {_called(converts[-1], names)}, whose code converts to FP32"
+        text += f", called by {_description(converts[-1], names)}, whose code converts to FP32"
     keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
     if keep:
         keep = _pattern(keep, dict(model.named_modules()))
@@ -74,7 +78,7 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
 
 
 def _calls(trace: TracebackType | None) -> Iterator[tuple[nn.Module, CodeType]]:
-    """The methods of modules that were running, outermost first."""
+    """Yield the methods of modules that were running, outermost first: the module, and the method's code."""
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module):
@@ -82,13 +86,14 @@ def _calls(trace: TracebackType | None) -> Iterator[tuple[nn.Module, CodeType]]:
         trace = trace.tb_next
 
 
-def _called(module: nn.Module, names: dict[int, str]) -> str:
+def _description(module: nn.Module, names: dict[int, str]) -> str:
+    """The name and class of a module, for a message."""
     name = names[id(module)]
     return f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
 def _pattern(name: str, modules: dict[str, nn.Module]) -> str:
-    """`name` for all layers at once, where those are of one class: `layers.*.attention`."""
+    """A glob that matches `name` in every layer (`layers.*.attention`), or `name` if those are of different classes."""
     pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
     found = {type(module) for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern)}
     return pattern if len(found) == 1 else name

@@ -1,65 +1,71 @@
-"""Weights in a quantizer's format: codes that are no numbers, and what belongs to them. Only the quantizer may change
-either."""
+"""Quantized data and its scales, which only the quantizer may change: a cast leaves them as they are."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from hf_lowprec.casting.policy import Owners
+from hf_lowprec.casting.module_tree import ModelTensor
 
 # Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage.
-CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
-_COUNTS = (torch.int64, torch.bool)  # indices, counters and masks
-_BIAS = "bias"  # added in the activations' format, after the codes were used
+CASTABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN_CLASSES = (Tensor, nn.Parameter, nn.UninitializedParameter, nn.UninitializedBuffer)
+_INDEX_DTYPES = (torch.int64, torch.bool)  # indices, counters and masks
+_BIAS = "bias"  # added in the activations' dtype, after the quantized weight was used
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether `tensor` holds a quantizer's codes: a subclass of its own, or numbers that are narrower than indices and
-    no 16-bit floats."""
-    if type(tensor) not in _PLAIN or type(tensor.data) is not Tensor:
+    """Whether `tensor` holds quantized data: its class is a quantizer's, or its dtype not one of floats or indices."""
+    if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
         return True
     if type(tensor) is Tensor and tensor.dim() < 2:
-        return False  # an index; codes fill a matrix
-    return tensor.dtype not in (*CASTABLE, *_COUNTS) and not tensor.dtype.is_complex
+        return False  # an index: quantized data fills a matrix
+    return tensor.dtype not in (*CASTABLE_DTYPES, *_INDEX_DTYPES) and not tensor.dtype.is_complex
 
 
-def presents_float32(tensor: Tensor) -> bool:
-    """Whether `tensor` stores codes and takes part in operations as if it were FP32: so must their other inputs."""
+def acts_as_fp32(tensor: Tensor) -> bool:
+    """Whether `tensor` stores quantized data and acts as FP32 in operations, whose other inputs must be FP32 then."""
     return type(tensor.data) is not Tensor and tensor.dtype == torch.float32
 
 
-def holds_codes(module: nn.Module) -> bool:
-    """Whether the weights of `module` are codes: its own parameters, or buffers of a childless module with floating
-    ones (scales) beside them."""
-    buffers = list(module.buffers(recurse=False))
+def holds_quantized_weights(module: nn.Module) -> bool:
+    """Whether the weights of `module` itself are quantized.
+
+    They are parameters with quantized data; or, in a module without children and without a plain `weight`, buffers
+    with quantized data alongside floating ones (scales).
+    """
     if any(map(is_quantized, module.parameters(recurse=False))):
         return True
-    beside = any(buffer.is_floating_point() and not is_quantized(buffer) for buffer in buffers)
-    plain = module._parameters.get("weight") is not None
-    return beside and not plain and not module._modules and any(map(is_quantized, buffers))
+    buffers = list(module.buffers(recurse=False))
+    has_scales = any(buffer.is_floating_point() and not is_quantized(buffer) for buffer in buffers)
+    has_plain_weight = module._parameters.get("weight") is not None
+    return has_scales and not has_plain_weight and not module._modules and any(map(is_quantized, buffers))
 
 
-def untouchable(owners: Owners) -> dict[int, str]:
-    """What a cast must leave as it is: id of the tensor -> what it is.
+def frozen_tensors(tensors: Iterable[ModelTensor]) -> dict[str, str]:
+    """The tensors that a cast must leave as they are, by name: what each one is.
 
-    Tensors that are not plain floats of 16 to 64 bits, and those that lie beside codes in one module, biases aside:
-    they scale and shift the codes, so rounding them would change every weight. A module with a plain `weight` has no
-    codes for one.
+    They are those that are not plain floats of 16 to 64 bits, and everything but biases in modules with quantized data:
+    scales and offsets change every weight if they are rounded. A module with a plain `weight` counts as not quantized.
     """
-    found = {}
-    owned = [owner for group in owners.values() for owner in group]
-    plain = {path for path, name, t in owned if name.rpartition(".")[2] == "weight" and not is_quantized(t)}
-    coded = {path for path, _, tensor in owned if is_quantized(tensor)} - plain
-    for key, group in owners.items():
-        _, name, tensor = group[0]
-        if is_quantized(tensor) or tensor.dtype not in CASTABLE:
+    tensors = list(tensors)
+    plain, quantized = set[str](), set[str]()
+    for found in tensors:
+        for owner in found.owners:
+            if is_quantized(found.tensor):
+                quantized.add(owner.module)
+            elif _attribute(owner.name) == "weight":
+                plain.add(owner.module)
+    frozen = {}
+    for found in tensors:
+        tensor = found.tensor
+        if is_quantized(tensor) or tensor.dtype not in CASTABLE_DTYPES:
             kind = type(tensor if isinstance(tensor, nn.Parameter) else tensor.data)
-            found[key] = f"{(Tensor if kind is nn.Parameter else kind).__name__} of {tensor.dtype}"
-        elif name.rpartition(".")[2] != _BIAS and any(path in coded for path, *_ in group):
-            found[key] = f"{tensor.dtype} beside quantized weights"
-    return found
+            frozen[found.name] = f"{(Tensor if kind is nn.Parameter else kind).__name__} of {tensor.dtype}"
+        elif _attribute(found.name) != _BIAS and any(owner.module in quantized - plain for owner in found.owners):
+            frozen[found.name] = f"{tensor.dtype} alongside quantized weights"
+    return frozen
+
+
+def _attribute(tensor_name: str) -> str:
+    return tensor_name.rpartition(".")[2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
-from hf_lowprec.casting.quantized import holds_codes
+from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.insight.memory import expected_states, stored
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected
@@ -48,7 +48,7 @@ def precision_report(
 def _frozen(model: nn.Module) -> Iterator[Tensor]:
     """Frozen parameters, and the buffers of modules whose weights are quantized into buffers."""
     for module in model.modules():
-        yield from module.buffers(recurse=False) if holds_codes(module) else ()
+        yield from module.buffers(recurse=False) if holds_quantized_weights(module) else ()
     yield from (param for param in model.parameters() if not param.requires_grad)
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.casting.cast import cast_dtypes
-from hf_lowprec.casting.quantized import holds_codes
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
@@ -73,7 +73,7 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
     models = list(_models_of(params))
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
-    quantized = any(holds_codes(module) for model in models for module in model.modules())
+    quantized = any(holds_quantized_weights(module) for model in models for module in model.modules())
     return bool(models) and plain and not quantized and not any(map(cast_dtypes, models))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_lowprec
-from hf_lowprec.casting.float32_code import FLOAT32_CODE
-from hf_lowprec.casting.predictions import widen_predictions
+from hf_lowprec.casting.fp32_exceptions import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.fp32_outputs import upcast_predictions
 from hf_lowprec.insight.layer_probes import Probe
 from tests.casting.broken_layers import broken_layers
 from tests.casting.inspection import BF16, FP32, bits
@@ -96,7 +96,7 @@ def compare(
     wrong += gradient_faults(exact, model)
     try:
         hf_lowprec.AdamW(model.parameters(), lr=1e-3).step()
-        widen_predictions(model, BF16)  # as under Trainer
+        upcast_predictions(model, BF16)  # as under Trainer
         loss_of(model(**batch))[0].backward()
     except Exception as error:
         wrong.append(_brief(error))
@@ -219,7 +219,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_norm_of(parent: nn.Module, norm: nn.Module) -> bool:
-    """Whether a module is a norm by name and has no tensors beside those of the norm inside it."""
+    """Whether a module is a norm by name and has no tensors except those of the norm inside it."""
     same = [id(t) for t in parent.parameters()] == [id(t) for t in norm.parameters()]
     return parent is not norm and same and "norm" in type(parent).__name__.lower()
 
@@ -233,7 +233,7 @@ def dtype_faults(before: dict[str, Tensor], model: nn.Module, kept: tuple[str, .
         loss = type(module).__name__.endswith("Loss") and not any(p.dim() for p in module.parameters())
         if is_norm(module) or any("inv_freq" in leaf for leaf in names) or loss:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf in names}
-        if type(module).__name__ in FLOAT32_CODE:
+        if type(module).__name__ in CLASSES_COMPUTING_IN_FP32:
             wide |= {f"{name}.{leaf}".lstrip(".") for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     search = kept_by_the_model(model)
     found = []
@@ -274,7 +274,7 @@ def norm_outputs(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
     # Inside a module that is kept as a whole everything is FP32.
     kept = kept_by_the_model(model)
     norms = [(n, m) for n, m in model.named_modules() if is_norm(m) and not kept(n)]
-    # A wrapper of a norm and of nothing else, itself a norm by name, has the boundary in its place.
+    # A wrapper of a norm and of nothing else, itself a norm by name, has the hooks in its place.
     parts = dict(model.named_modules())
     norms = [(n, m) for n, m in norms if not is_norm_of(parts[n.rpartition(".")[0]], m)]
     handles = [m.register_forward_hook(watch(n)) for n, m in norms]

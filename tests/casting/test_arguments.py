@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.utils import TransformersKwargs
 
-from hf_lowprec.casting.activations import role_of
+from hf_lowprec.casting.argument_roles import role_of
 from tests.casting import model_support
 from tests.casting.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
 

@@ -3,7 +3,8 @@
 import pytest
 from transformers import HubertForCTC
 
-from hf_lowprec.casting import boundaries, policy
+from hf_lowprec.casting import apply
+from hf_lowprec.casting.fp32_rules import norms
 from tests.broken_kernels import break_function, fill, off_by
 from tests.casting import architecture_check, broken_layers
 from tests.casting.architecture_check import FAILS, TRAINS
@@ -42,11 +43,11 @@ def test_a_gradient_that_is_not_finite_is_seen_too(monkeypatch):
 
 
 def norms_are_cast(monkeypatch) -> None:
-    monkeypatch.setattr(policy, "kind_of", lambda module: "")
+    monkeypatch.setattr(norms, "is_norm", lambda module: False)
 
 
 def norms_do_not_round(monkeypatch) -> None:
-    monkeypatch.setattr(boundaries, "install_rounding", lambda *args: False)
+    monkeypatch.setitem(apply.INSTALL, "downcast outputs", lambda *args: False)
 
 
 @pytest.mark.parametrize("mistake", [norms_are_cast, norms_do_not_round])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.predictions import widen_predictions
+from hf_lowprec.casting.fp32_outputs import upcast_predictions
 from tests.casting.architecture_check import without_chance
 from tests.casting.inspection import BF16, FP32
 from tests.casting.tiny_batches import offers
@@ -86,16 +86,16 @@ def built(name: str) -> tuple[Any, Batch]:
     return model, batch
 
 
-def widened(name: str) -> tuple[Any, Batch]:
+def upcast(name: str) -> tuple[Any, Batch]:
     model, batch = built(name)
     cast_model(model)
-    widen_predictions(model, BF16)
+    upcast_predictions(model, BF16)
     return model, batch
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
 def test_the_loss_and_what_it_compares_are_float32(name: str) -> None:
-    model, batch = widened(name)
+    model, batch = upcast(name)
     outputs = model(**copy.deepcopy(batch))
     found = {key: value for key, value in outputs.items() if isinstance(value, Tensor)}
     compared = [key for key in found if "logits" in key or (key.endswith("_embeds") and name != "FlavaForPreTraining")]
@@ -122,7 +122,7 @@ def paired(logits: Tensor, smoothing: float = 0.0) -> Tensor:
     [("AlignModel", "image"), ("ClvpModelForConditionalGeneration", "speech"), ("XCLIPModel", "video")],
 )
 def test_the_loss_is_that_of_the_formula_in_fp64(name: str, other: str) -> None:
-    model, batch = widened(name)
+    model, batch = upcast(name)
     with torch.no_grad():
         outputs = model(**batch)
         scale = 1 / model.temperature.double() if name == "AlignModel" else model.logit_scale.exp().double()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_dot_product_attention
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.inputs import numbers_of
+from hf_lowprec.casting.input_hooks import numbers_of
 from tests.casting.inspection import BF16, FP16, hook_counts
 
 

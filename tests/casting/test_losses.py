@@ -9,9 +9,11 @@ import torch
 import transformers
 from torch import nn
 
-from hf_lowprec.casting import cast_model
+from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting.loss_hooks import Fp32Loss
 from tests import tiny_models
 from tests.casting.inspection import BF16, FP32, gradient_dtypes
+from tests.integrations.tiny_training import llama
 
 
 class Weighted(nn.Module):
@@ -147,3 +149,44 @@ class TestLossFunctions:
         loss.backward()
         assert loss.dtype == FP32 and loss.isfinite()
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_only_a_model_that_calls_its_loss_function_is_said_to() -> None:
+    """T5 computes its loss in `forward` itself."""
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    assert cast_model(model).losses == ()
+    tokens = torch.arange(1, 9)[None]
+    assert model(input_ids=tokens, labels=tokens).loss.dtype == BF16
+    model = llama()
+    assert cast_model(model).losses == ("",)
+    assert model(input_ids=tokens, labels=tokens).loss.dtype == FP32
+
+
+def test_a_loss_module_that_was_assigned_is_no_obstacle() -> None:
+    """nn.Module files it among its children, and transformers' property goes on to choose by itself."""
+    model = llama()
+    model.loss_function = nn.CrossEntropyLoss()
+    cast_model(model)
+    tokens = torch.arange(1, 9)[None]
+    assert model(input_ids=tokens, labels=tokens).loss.dtype == FP32
+
+
+def summed(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return logits.sum()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_uncast_takes_the_loss_back(own: bool) -> None:
+    model = llama()
+    if own:
+        model.loss_function = summed
+    cast_model(model)
+    assert isinstance(model.loss_function, Fp32Loss)
+    uncast_model(model)
+    assert not isinstance(model.loss_function, Fp32Loss)
+    assert (model.loss_function is summed) == own
+    model.loss_type = "ForSequenceClassification"
+    assert (model.loss_function is summed) == own  # the class chooses again

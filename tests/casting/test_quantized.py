@@ -1,10 +1,10 @@
-"""Quantized weights: a cast leaves codes and their scales alone, in every form in which quantizers store them."""
+"""Quantized weights: a cast leaves quantized data and its scales alone, in every form in which it is stored."""
 
 import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.casting import cast_model
+from hf_lowprec.casting import cast_model, uncast_model
 from tests import tiny_models
 from tests.casting.inspection import BF16, FP32, dtypes, output_dtypes
 from tests.quantized_models import Int8Linear, Int8Weight, StoredLinear, quantize_linears, subclassed
@@ -13,7 +13,7 @@ FORMS = {"buffers": Int8Linear, "parameter_subclass": StoredLinear, "wrapper_sub
 
 
 def stored_bytes(model: nn.Module) -> dict[str, bytes]:
-    """The codes and scales of every quantized module."""
+    """The quantized data and scales of every quantized module."""
     found = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -60,7 +60,7 @@ class TestQuantizedBase:
         assert dtypes(model) == before
 
 
-class TestWhatLiesBeside:
+class TestAlongsideQuantizedData:
     def test_a_bias_is_cast_and_a_scale_is_not(self) -> None:
         model = nn.Sequential(Int8Linear(nn.Linear(8, 8)), nn.Linear(8, 8))
         cast_model(model)
@@ -68,7 +68,7 @@ class TestWhatLiesBeside:
         assert model[0].scales.dtype == FP32
         assert model(torch.ones(1, 8)).dtype == BF16
 
-    def test_counters_and_masks_are_not_codes(self) -> None:
+    def test_counters_and_masks_are_not_quantized(self) -> None:
         model = nn.Linear(8, 8)
         model.register_buffer("index", torch.arange(8))
         model.register_buffer("mask", torch.ones(8, dtype=torch.bool))
@@ -95,3 +95,36 @@ class TestWhatLiesBeside:
         assert report.boundaries == ("0",)
         assert (model[0].bias.dtype, model[1].bias.dtype) == (FP32, BF16)
         assert model(torch.ones(1, 8)).dtype == BF16
+
+
+class Gathers(nn.Module):
+    """An index and a scale, neither of which is a quantizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.arange(4, dtype=torch.int32))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[:, self.index.long()] * self.scale
+
+
+def test_an_index_is_not_quantized_data() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Gathers(), nn.Linear(4, 4))
+    cast_model(model)
+    assert (model[1].index.dtype, model[1].scale.dtype) == (torch.int32, BF16)
+    assert model(torch.ones(2, 4)).dtype == BF16
+
+
+class StoredAsBF16(nn.Parameter):
+    """Quantized data that is stored as if it were BF16 numbers."""
+
+
+def test_uncast_leaves_quantized_data_alone_and_takes_gradients_along() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = StoredAsBF16(torch.ones(4, 4, dtype=BF16), requires_grad=False)
+    cast_model(model)
+    model[0].weight.grad = torch.ones(4, 4, dtype=BF16)
+    uncast_model(model)
+    assert model[1].weight.dtype == BF16
+    assert model[0].weight.dtype == model[0].weight.grad.dtype == FP32

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.cast import cast_dtypes
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported

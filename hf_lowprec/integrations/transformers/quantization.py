@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from hf_lowprec.casting.quantized import holds_codes, is_quantized
+from hf_lowprec.casting.quantized import holds_quantized_weights, is_quantized
 from hf_lowprec.integrations import private_apis
 
 _RECIPES = {
@@ -57,7 +57,7 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
         raise ValueError(
             f"{what} of a model with quantization_config={type(config).__name__} is not supported: {_ADAPTERS}"
         )
-    quantized = next((name for name, module in model.named_modules() if holds_codes(module)), None)
+    quantized = next((name for name, module in model.named_modules() if holds_quantized_weights(module)), None)
     # Who trains adapters, or norms, has frozen the rest.
     if quantized is not None and all(param.requires_grad for param in model.parameters() if not is_quantized(param)):
         raise ValueError(
@@ -78,7 +78,7 @@ def check_trainable(model: nn.Module) -> None:
 def quantization_notes(model: nn.Module) -> list[str]:
     """Lines for the precision report about the quantized weights of `model`."""
     in_fp32 = [name for name, m in model.named_modules() if getattr(m, "compute_dtype", None) == torch.float32]
-    if not any(holds_codes(model.get_submodule(name)) for name in in_fp32):
+    if not any(holds_quantized_weights(model.get_submodule(name)) for name in in_fp32):
         return []
     return [
         f"{len(in_fp32)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "

@@ -241,7 +241,7 @@ def test_caches_stay_and_generation_gives_the_same_tokens():
 
 
 def outputs_hooks(model):
-    names = ("upcast_outputs", "upcast_outputs_without_loss")
+    names = ("upcast_model_outputs", "upcast_model_outputs_without_loss")
     return [hook for hook in model._forward_hooks.values() if getattr(hook, "__name__", "") in names]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_lowprec.casting.cast import cast_dtypes
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from tests.integrations.tiny_training import arguments, assert_pure_bf16, counting_data, llama
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -9,7 +9,11 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.float32_code import FLOAT32_CODE, FLOAT32_INPUTS, FLOAT32_RESULTS
+from hf_lowprec.casting.fp32_exceptions import (
+    CLASSES_CALLED_WITH_FP32,
+    CLASSES_COMPUTING_IN_FP32,
+    CLASSES_RETURNING_FP32,
+)
 from tests.casting.inspection import BF16, FP32
 from tests.casting.tiny_configs import tiny_config
 
@@ -20,7 +24,7 @@ MODELS = (
 )
 
 
-class TestFloat32Code:
+class TestExceptions:
     def test_without_tensors(self) -> None:
         class FNetBasicFourierTransform(nn.Module):
             def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -76,7 +80,7 @@ class TestFloat32Code:
         kept = nn.Sequential(nn.Conv2d(3, 3, 1), HieraPatchEmbeddings())
         assert "1.projection" not in cast_model(kept, keep_fp32="1").inputs
 
-    @pytest.mark.parametrize("name", [*FLOAT32_CODE, *FLOAT32_INPUTS, *FLOAT32_RESULTS])
+    @pytest.mark.parametrize("name", [*CLASSES_COMPUTING_IN_FP32, *CLASSES_CALLED_WITH_FP32, *CLASSES_RETURNING_FP32])
     def test_every_name_is_a_class_of_transformers(self, name: str) -> None:
         name, _, child = name.partition(".")
         models = [m for m in MODELS if name.lower().startswith(m.replace("_", ""))]

@@ -1,4 +1,7 @@
-"""Rounds a model's activations to its dtype at its inputs; everything else passes unchanged."""
+"""The hook that rounds the activations among a model's inputs to 16 bits; all other arguments pass unchanged.
+
+Which arguments are activations is decided in `argument_roles.py`.
+"""
 
 import functools
 import inspect
@@ -8,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.activations import is_time, role_of
-from hf_lowprec.casting.boundaries import converted, install_widening, remove_hooks
-from hf_lowprec.casting.losses import uses_torch_losses
-from hf_lowprec.casting.places import computing_children, narrows, predictions
-from hf_lowprec.casting.policy import Modules, callable_parts
+from hf_lowprec.casting.argument_roles import is_time, role_of
+from hf_lowprec.casting.forward_code import uses_torch_losses
+from hf_lowprec.casting.hooks import convert_floats, install_output_upcast, remove_hooks
+from hf_lowprec.casting.model_parts import called_children, prediction_layers
+from hf_lowprec.casting.module_tree import ModuleTree
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
@@ -32,12 +35,12 @@ def losses_mix_dtypes() -> bool:
 
 
 @dataclass(frozen=True)
-class NarrowInputs:
-    """Forward pre-hook: activations wider than `dtype` go to `dtype` (see `activations.py`).
+class DowncastInputs:
+    """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
 
-    Labels are rounded too where `keeps_labels` is false. Nothing else changes: an argument without an activation
-    stays the same object. Where numbers stay wide, `follow_numbers` prepares the module for what it makes of them; so
-    it does for integer timesteps, which diffusion models turn into FP32 sines, outside of transformers.
+    Labels do too where `keeps_labels` is false. Nothing else changes: an argument without an activation stays the same
+    object. Where FP32 numbers stay, `follow_numbers` prepares the module for what it computes with them. The same
+    holds for integer timesteps outside of transformers, since diffusion models make FP32 sines of them.
     """
 
     dtype: torch.dtype
@@ -46,7 +49,8 @@ class NarrowInputs:
     takes_times: bool  # whether an integer among its arguments may be a timestep: never in transformers' own classes
 
     @classmethod
-    def of(cls, module: nn.Module, dtype: torch.dtype) -> "NarrowInputs":
+    def of(cls, module: nn.Module, dtype: torch.dtype) -> "DowncastInputs":
+        """The hook for a module, with the names of its arguments."""
         try:
             parameters = inspect.signature(module.forward).parameters.values()
         except (TypeError, ValueError):
@@ -59,22 +63,26 @@ class NarrowInputs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
         numbers: list[str] = []
-        narrow = functools.partial(self._narrow, isinstance(module, _LAYERS), numbers)
-        args = tuple([converted(arg, narrow, name) for arg, name in zip(args, names, strict=False)])
-        kwargs = {name: converted(value, narrow, name) for name, value in kwargs.items()}
+        downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
+        args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=False)])
+        kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
         if self.takes_times and not torch.compiler.is_compiling():
-            given = (*zip(names, args, strict=False), *kwargs.items())
-            if times := [name for name, value in given if is_time(name) and _is_integer(value)]:
+            arguments = (*zip(names, args, strict=False), *kwargs.items())
+            if times := [name for name, value in arguments if is_time(name) and _is_integer(value)]:
                 follow_numbers(module, self.dtype, times, _INTEGERS)
         if numbers:
             follow_numbers(module, self.dtype, numbers)
         return args, kwargs
 
-    def _narrow(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
-        """`tensor` in the model's format if it is an activation.
+    def _downcast(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
+        """Round a tensor if it is an activation.
 
-        `numbers` collects the names of tensors that make FP32 what is computed with them. One without dimensions does
-        not, nor do indices, nor labels that are no weights.
+        Args:
+            is_layer: the module multiplies all of its inputs with its weights, so each is an activation.
+            numbers: the name is appended if the tensor stays in FP32 and makes FP32 of what is computed with it. A
+                tensor without dimensions does not, nor do indices, nor labels that are not weights.
+            tensor: a floating tensor among the arguments.
+            name: the name it came under.
         """
         if tensor.dtype.itemsize <= self.dtype.itemsize:
             return tensor
@@ -94,35 +102,35 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
-def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], mark: str = _NUMBERS) -> None:
+def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memory: str = _NUMBERS) -> None:
     """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
 
-    What it computes with them is FP32, so its children narrow their inputs. A child that receives the numbers keeps
+    What it computes with them is FP32, so its children downcast their inputs. A child that receives the numbers keeps
     them in FP32 and prepares its own children, so that only modules on their path get a hook. torch takes no FP32
     weights of classes for 16-bit predictions, so a module that computes a loss and is given weights gets FP32 copies of
-    what makes its predictions.
+    its predictions.
 
     Args:
         module: what is called.
-        dtype: the format that it computes in.
-        names: of its FP32 arguments that are numbers, or of integers that become such.
-        mark: the attribute of the module that remembers them.
+        dtype: the 16-bit dtype that it computes in.
+        names: of its arguments that are FP32 numbers, or integers that become such.
+        memory: the attribute of the module that remembers for which names this was done.
     """
-    followed: tuple[str, ...] = getattr(module, mark, ())
+    followed: tuple[str, ...] = getattr(module, memory, ())
     new = tuple([name for name in names if name not in followed])
     if new:
         _follow_numbers(module, dtype, weights=any("weight" in name.lower() for name in new))
-        setattr(module, mark, followed + new)
+        setattr(module, memory, followed + new)
 
 
 def forget_numbers(module: nn.Module) -> None:
     """Let `follow_numbers` prepare a module again."""
-    for mark in (_NUMBERS, _INTEGERS):
-        vars(module).pop(mark, None)
+    for memory in (_NUMBERS, _INTEGERS):
+        vars(module).pop(memory, None)
 
 
 def numbers_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the FP32 numbers that `module` has been called with so far."""
+    """The names of the FP32 numbers that `module` has been called with so far."""
     return tuple(vars(module).get(_NUMBERS, ()))
 
 
@@ -131,33 +139,35 @@ def numbers_of(module: nn.Module) -> tuple[str, ...]:
     "call the model once before compiling it with fullgraph=True"
 )
 def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for name in _called_children("", modules):
-        if narrows(name, modules, dtype):
-            install_narrowing(modules[name], dtype)
+    tree = ModuleTree.of(module)
+    for name in _parts_taking_numbers(tree, ""):
+        if tree.computes_in(name, dtype):
+            install_input_downcast(tree.modules[name], dtype)
     if weights and uses_torch_losses(module):
-        for name in predictions("", modules):
-            if narrows(name, modules, dtype):
-                install_widening(modules[name])
+        for name in prediction_layers(tree, ""):
+            if tree.computes_in(name, dtype):
+                install_output_upcast(tree.modules[name])
 
 
-def _called_children(name: str, modules: Modules) -> list[str]:
-    """Children that compute; those of a container or of `nn.Sequential`, whose parts may take numbers, in its place."""
-    parts = [part for child in computing_children(name, modules) for part in callable_parts(child, modules)]
-    split = [_called_children(p, modules) if isinstance(modules[p], nn.Sequential) else [p] for p in parts]
+def _parts_taking_numbers(tree: ModuleTree, name: str) -> list[str]:
+    """The children of a module that compute; for an `nn.Sequential` the modules in it, which may take numbers."""
+    parts = called_children(tree, name)
+    split = [
+        _parts_taking_numbers(tree, part) if isinstance(tree.modules[part], nn.Sequential) else [part] for part in parts
+    ]
     return [part for parts in split for part in parts]
 
 
-def install_narrowing(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Let a module narrow its inputs; whether it did not yet."""
+def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let a module round the activations among its inputs to `dtype`. Return whether the hook is new."""
     forget_numbers(module)  # it may have grown
-    if any(isinstance(hook, NarrowInputs) for hook in module._forward_pre_hooks.values()):
+    if any(isinstance(hook, DowncastInputs) for hook in module._forward_pre_hooks.values()):
         return False
-    module.register_forward_pre_hook(NarrowInputs.of(module, dtype), with_kwargs=True)
+    module.register_forward_pre_hook(DowncastInputs.of(module, dtype), with_kwargs=True)
     return True
 
 
-def remove_narrowing(module: nn.Module) -> None:
-    """Take `install_narrowing`, and what followed from it, back."""
-    remove_hooks(module, lambda hook: isinstance(hook, NarrowInputs))
+def remove_input_downcast(module: nn.Module) -> None:
+    """Take `install_input_downcast`, and what followed from it, back."""
+    remove_hooks(module, lambda hook: isinstance(hook, DowncastInputs))
     forget_numbers(module)

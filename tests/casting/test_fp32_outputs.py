@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.predictions import computes_loss_itself, widen_predictions
+from hf_lowprec.casting.fp32_outputs import computes_loss_itself, upcast_predictions
 from tests import tiny_models
 from tests.casting.inspection import BF16, FP32
 
@@ -23,9 +23,9 @@ TOKENS = torch.arange(3, 35).view(4, 8)
 CLASSES = torch.tensor([0, 1, 2, 0])
 
 
-def widened(model: nn.Module) -> Any:
+def upcast(model: nn.Module) -> Any:
     cast_model(model)
-    widen_predictions(model, BF16)
+    upcast_predictions(model, BF16)
     return model
 
 
@@ -74,7 +74,7 @@ CASES = {
 def test_the_loss_is_that_of_fp32_on_16_bit_predictions(build, labels, loss):
     plain, model = build(), build()
     cast_model(plain)
-    widened(model)
+    upcast(model)
     outputs, rounded = model(input_ids=TOKENS, labels=labels), plain(input_ids=TOKENS, labels=labels)
     assert outputs.logits.dtype == outputs.loss.dtype == FP32
     assert torch.equal(outputs.logits, rounded.logits.float())  # exact copies
@@ -96,7 +96,7 @@ def test_only_what_makes_the_predictions_returns_fp32():
 
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=1, n_heads=2, hidden_dim=32, num_labels=3)
-    model = widened(transformers.DistilBertForSequenceClassification(config))
+    model = upcast(transformers.DistilBertForSequenceClassification(config))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(note(name))
@@ -108,7 +108,7 @@ def test_only_what_makes_the_predictions_returns_fp32():
 def test_two_losses_of_two_heads():
     torch.manual_seed(0)
     config = transformers.AlbertConfig(**SIZES, embedding_size=16, num_labels=2)
-    model = widened(transformers.AlbertForPreTraining(config))
+    model = upcast(transformers.AlbertForPreTraining(config))
     outputs = model(input_ids=TOKENS, labels=TOKENS, sentence_order_label=CLASSES % 2)
     assert outputs.prediction_logits.dtype == outputs.sop_logits.dtype == FP32
     expected = by_class(outputs.prediction_logits, TOKENS) + by_class(outputs.sop_logits, CLASSES % 2)
@@ -117,7 +117,7 @@ def test_two_losses_of_two_heads():
 
 def test_a_loss_of_other_references_than_labels():
     torch.manual_seed(0)
-    model = widened(transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, num_labels=2)))
+    model = upcast(transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, num_labels=2)))
     outputs = model(input_ids=TOKENS, start_positions=CLASSES, end_positions=CLASSES + 1)
     expected = cross_entropy(outputs.start_logits, CLASSES) + cross_entropy(outputs.end_logits, CLASSES + 1)
     assert torch.equal(outputs.loss, expected / 2)
@@ -131,7 +131,7 @@ def test_auxiliary_predictions_belong_to_them(auxiliary):
         neck_hidden_sizes=[8, 8, 8, 8], backbone_out_indices=[0, 1, 2, 3], use_auxiliary_head=auxiliary,
         semantic_classifier_dropout=0.0,
     )  # fmt: skip
-    model = widened(transformers.DPTForSemanticSegmentation(config)).eval()
+    model = upcast(transformers.DPTForSemanticSegmentation(config)).eval()
     seen: dict[str, torch.dtype] = {}
     for name in ("head", "auxiliary_head"):
         if (module := getattr(model, name)) is not None:
@@ -156,7 +156,7 @@ class Swapped(transformers.BertPreTrainedModel):
 
 def test_another_order_of_calls_costs_no_crash(monkeypatch):
     monkeypatch.setattr(Swapped, "__module__", "transformers.models.swapped")
-    model = widened(Swapped(transformers.BertConfig(**SIZES)))
+    model = upcast(Swapped(transformers.BertConfig(**SIZES)))
     loss = model(TOKENS, CLASSES)
     loss.backward()
     assert len(model.transform._forward_hooks) == 1
@@ -177,7 +177,7 @@ class Prototypes(transformers.BertPreTrainedModel):
 
 
 def test_classes_of_others_are_left_alone():
-    model = widened(Prototypes(transformers.BertConfig(**SIZES)))
+    model = upcast(Prototypes(transformers.BertConfig(**SIZES)))
     assert not computes_loss_itself(model)
     loss = model(TOKENS, CLASSES)
     loss.backward()
@@ -189,7 +189,7 @@ def test_a_model_inside_is_looked_into():
     decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)
     config.decoder_start_token_id, config.pad_token_id = 1, 0
-    model = widened(transformers.EncoderDecoderModel(config))
+    model = upcast(transformers.EncoderDecoderModel(config))
     outputs = model(input_ids=TOKENS, labels=TOKENS, output_hidden_states=True)
     assert outputs.loss.dtype == FP32
     assert torch.equal(outputs.loss, by_class(outputs.logits.float(), TOKENS))
@@ -199,7 +199,7 @@ def test_a_model_inside_is_looked_into():
 def test_models_with_a_loss_function_are_left_alone():
     model, batch = tiny_models.llama()
     assert not computes_loss_itself(model)
-    assert widened(model)(**batch).logits.dtype == BF16
+    assert upcast(model)(**batch).logits.dtype == BF16
     base = transformers.BertModel(transformers.BertConfig(**SIZES))
     assert not computes_loss_itself(base)
 
@@ -208,15 +208,15 @@ def test_a_head_that_is_kept_returns_fp32_by_itself():
     model = bert("SequenceClassification")
     cast_model(model, keep_fp32="classifier")
     hooks = len(model.classifier._forward_hooks)
-    widen_predictions(model, BF16)
+    upcast_predictions(model, BF16)
     assert len(model.classifier._forward_hooks) == hooks
     assert model(input_ids=TOKENS, labels=CLASSES).loss.dtype == FP32
 
 
 def test_once_copied_and_taken_back():
-    model = widened(bert("SequenceClassification"))
+    model = upcast(bert("SequenceClassification"))
     hooks = len(model.classifier._forward_hooks)
-    widen_predictions(model, BF16)
+    upcast_predictions(model, BF16)
     assert len(model.classifier._forward_hooks) == hooks == 1
     assert not cast_model(model).changed
     expected = model(input_ids=TOKENS, labels=CLASSES).loss

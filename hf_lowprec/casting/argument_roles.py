@@ -1,4 +1,4 @@
-"""Which floating arguments of a `forward` are activations: those alone may be rounded.
+"""The role of each argument of a `forward`, by its name and shape: only activations and masks are rounded to 16 bits.
 
 Rounding changes numbers: in BF16, 257 tokens are 256, timestep 999 is 1000, column 1001 is 1000.
 """
@@ -23,7 +23,7 @@ NUMBERS = {
     "past future": "observations in a unit of their own, which a series model scales, reads and predicts",
     "reward rewards return returns advantage advantages": "what actions earn, which weighs them in a loss",
 }
-"""Words of an argument's name that make it numbers, whatever its shape, and what they stand for."""
+"""Words in an argument's name that make it a number of whatever shape, and what they stand for."""
 
 COMPUTED = {
     "embed embeds emb embedding embeddings encoding encodings bias": "made of numbers: `time_embeds`, `position_bias`",
@@ -41,16 +41,16 @@ Role = Literal["activation", "mask", "number", "reference"]
 
 @torch.compiler.assume_constant_result
 def role_of(name: str, dims: int) -> Role:
-    """Classify a floating argument of `forward`.
+    """Classify a floating argument of `forward`. The first of these that holds:
 
-    - a *reference*, by "label" or "target" in its name: a loss is measured against it, so rounding it moves the goal;
-    - a *number* without dimensions or with one, since activations have one for the batch and one for the features;
-    - a *mask*, by its name: it is added to scores or multiplied with activations, and so has their format;
-    - a *number* by a word of its name (`NUMBERS`);
-    - an *activation* otherwise.
+    - a *reference* has "label" or "target" in its name: a loss compares with it, so it must not be rounded;
+    - a *number* has no dimensions or one, since activations have one for the batch and one for the features;
+    - a *mask* has "mask" in its name: it is added to scores or multiplied with activations, so it gets their dtype;
+    - a *number* has a word in its name that says so (`NUMBERS`);
+    - everything else is an *activation*.
 
     Args:
-        name: the argument's; at any depth of tuples, lists and dicts, a path with the dicts' keys, joined by dots.
+        name: the argument's; for a tensor in a dict, the argument's name and the keys, joined by dots.
         dims: how many dimensions the tensor has.
     """
     role = _role_by_name(name)
@@ -71,11 +71,12 @@ def _role_by_name(name: str) -> Role:
 
 @functools.lru_cache(maxsize=4096)
 def is_time(name: str) -> bool:
-    """Whether a name is that of points in time (`timesteps`, `t`), and not of what goes with them (`time_ids`)."""
+    """Whether an argument holds points in time (`timesteps`, `t`), by the last word of its name (not `time_ids`)."""
     return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
 
 
 def _names_numbers(words: list[str]) -> bool:
+    """Whether the words of a name are those of a number, and not of what is computed from one."""
     if _NUMBERS.isdisjoint(words):
         return False
     if _COMPUTED.isdisjoint(words) or {"time", "features"} <= set(words):  # `past_time_features`: times of a series

@@ -185,7 +185,7 @@ class TestLastChild:
     def test_no_longer_the_last(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         assert cast_model(model, keep_fp32="1").heads == ("1",)
-        # Cast before, so that the missing half of a boundary is all there is to do.
+        # Cast before, so that one missing hook is all there is to do.
         cast_model(tail := nn.Linear(4, 4))
         report = cast_model(model.append(tail))
         assert not report.heads and report.changed and hook_counts(model[1]) == [(1, 1)]

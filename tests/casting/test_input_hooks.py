@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.inputs import losses_mix_dtypes
+from hf_lowprec.casting.input_hooks import losses_mix_dtypes
 from tests.casting.float_input_models import MODELS
 from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
 

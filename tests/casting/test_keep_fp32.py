@@ -76,7 +76,7 @@ class TestKeepPatterns:
         assert set(report.boundaries) == set(report.heads) == {"1.proj"}
         assert model(torch.randn(2, 4, dtype=BF16)).dtype == FP32
 
-    def test_container_has_its_boundary_on_top(self) -> None:
+    def test_container_has_its_hooks_on_top(self) -> None:
         model, batch = tiny_models.llama()
         report = cast_model(model, keep_fp32="layers.1")
         inside = [name for name in dict(model.named_modules()) if name.startswith("model.layers.1.")]
@@ -86,7 +86,7 @@ class TestKeepPatterns:
         assert seen["model.layers.1.input_layernorm"] == seen["model.layers.1.mlp"] == {FP32}
         assert seen["model.layers.0.input_layernorm"] == {BF16}
 
-    def test_list_of_modules_has_boundaries_on_its_items(self) -> None:
+    def test_list_of_modules_has_hooks_on_its_items(self) -> None:
         report = cast_model(tiny_models.llama()[0], keep_fp32="layers")
         assert {"model.layers.0", "model.layers.1"} <= set(report.boundaries)
         assert "model.layers" not in report.boundaries

@@ -1,0 +1,110 @@
+"""Carries out the plan of a cast: converts tensors and installs hooks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
+from hf_lowprec.casting.earlier_casts import remove_mark
+from hf_lowprec.casting.fp32_rules.rotary import is_rotary
+from hf_lowprec.casting.hook_placement import HookKind
+from hf_lowprec.casting.hooks import (
+    install_input_upcast,
+    install_output_downcast,
+    install_output_upcast,
+    remove_conversion_hooks,
+    remove_model_output_upcast,
+)
+from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
+from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
+from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.plan import CastPlan
+from hf_lowprec.casting.quantized import frozen_tensors
+from hf_lowprec.casting.rotary_tables import Restoration, restore_table
+from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
+    "upcast inputs": lambda module, dtype: install_input_upcast(module),
+    "downcast outputs": install_output_downcast,
+    "upcast outputs": lambda module, dtype: install_output_upcast(module),
+    "downcast inputs": install_input_downcast,
+    "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
+    "explain dtype errors": lambda module, dtype: install_advice(module),
+}
+"""How each kind of hook is installed; returns whether it is new."""
+
+
+@dataclass(frozen=True)
+class ConvertedTensors:
+    """What the conversion of a model's tensors has done."""
+
+    cast: tuple[str, ...]  # tensors that were converted to 16 bits
+    upcast: dict[str, torch.dtype]  # tensors that were converted to FP32 -> the dtype they came in
+    restored: tuple[str, ...]  # rotary tables that were recomputed
+    warnings: tuple[str, ...]
+
+
+def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
+    """Give every tensor its planned dtype, and recompute rotary tables that had been rounded."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
+    for planned in plan.tensors:
+        if planned.action != "leave":
+            convert_in_place(planned.target.tensor, planned.dtype)
+    converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
+
+    restorations, weights = dict[str, Restoration](), list[KeptTensor]()
+    for planned in plan.tensors:
+        owner, name = modules[planned.target.owners[0].module], planned.name
+        if planned.action == "keep" and is_rotary(owner):
+            restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
+        elif planned.action == "keep":
+            weights.append(KeptTensor(name, planned.target.tensor, dtypes_before[name]))
+    lost = [name for name, outcome in restorations.items() if outcome == "lost"]
+    return ConvertedTensors(
+        cast=tuple(planned.name for planned in converted if planned.action == "cast"),
+        upcast={planned.name: dtypes_before[planned.name] for planned in converted if planned.action == "keep"},
+        restored=tuple(name for name, outcome in restorations.items() if outcome == "recomputed"),
+        warnings=(
+            *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
+            *rounded_weight_warnings(modules.values(), weights),
+        ),
+    )
+
+
+def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Convert a tensor and its gradient. The tensor object stays, since optimizers and tied modules hold it."""
+    tensor.data = tensor.data.to(dtype)
+    if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(dtype)
+
+
+def install_hooks(model: nn.Module, plan: CastPlan) -> bool:
+    """Install the planned hooks that are not there yet. Return whether any was missing.
+
+    Upcasts of outputs of what has become a part of a larger model are removed: the rest of that model takes 16 bits.
+    """
+    tree = ModuleTree.of(model)
+    removed = [remove_model_output_upcast(module) for module in tree.modules.values() if module is not tree.root]
+    for module in tree.modules.values() if any(removed) else ():
+        forget_numbers(module)
+    new = [INSTALL[hook.kind](tree.modules[hook.module], plan.dtype) for hook in plan.hooks]
+    return any(removed) or any(new)
+
+
+def remove_cast(model: nn.Module) -> None:
+    """Remove all hooks and marks of casts, and convert 16-bit tensors to FP32, except for quantized data."""
+    for module in model.modules():
+        remove_conversion_hooks(module)
+        remove_input_downcast(module)
+        remove_advice(module)
+        remove_fp32_loss(module)
+        remove_mark(module)
+    tensors = ModuleTree.of(model).tensors
+    frozen = frozen_tensors(tensors)
+    for found in tensors:
+        if found.name not in frozen and found.tensor.dtype in LOW_PRECISION_DTYPES:
+            convert_in_place(found.tensor, torch.float32)

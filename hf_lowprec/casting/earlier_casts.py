@@ -1,0 +1,48 @@
+"""The mark that a cast leaves on every module: a later call recognizes it, also on a part without the whole."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.fp32_rules.keep_fp32_entries import Entry
+
+_ATTRIBUTE = "_low_precision_cast"
+
+
+@dataclass(frozen=True)
+class CastMark:
+    """What a cast has done to a module."""
+
+    dtype: torch.dtype
+    keep_fp32: tuple[Entry, ...] = ()  # on the module that `cast_model` was called with, else empty
+
+
+def marks_in(model: nn.Module) -> list[CastMark]:
+    """The marks in a model; empty if neither it nor a part of it was cast."""
+    return [mark for module in model.modules() if (mark := vars(module).get(_ATTRIBUTE)) is not None]
+
+
+def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes to which `cast_model` has cast the model or parts of it; empty if it was not cast."""
+    return {mark.dtype for mark in marks_in(model)}
+
+
+def earlier_entries(model: nn.Module) -> tuple[Entry, ...]:
+    """The entries of `keep_fp32` in earlier casts of the model and of its parts: they hold on."""
+    return tuple(dict.fromkeys(entry for mark in marks_in(model) for entry in mark.keep_fp32))
+
+
+def set_marks(model: nn.Module, dtype: torch.dtype, keep_fp32: Iterable[Entry]) -> None:
+    """Mark every module of a model as cast, and the model itself with its entries of `keep_fp32`."""
+    entries = tuple(dict.fromkeys((*earlier_entries(model), *keep_fp32)))
+    for module in model.modules():
+        if _ATTRIBUTE not in vars(module):
+            setattr(module, _ATTRIBUTE, CastMark(dtype))
+    setattr(model, _ATTRIBUTE, CastMark(dtype, entries))
+
+
+def remove_mark(module: nn.Module) -> None:
+    """Remove the mark of one module."""
+    vars(module).pop(_ATTRIBUTE, None)

@@ -1,0 +1,30 @@
+"""What the code of a module's `forward` shows: its arguments, the names it uses, whether it computes a loss."""
+
+import inspect
+from types import CodeType
+
+from torch import nn
+
+TORCH_LOSSES = {*nn.modules.loss.__all__, *(n for n in dir(nn.functional) if n.endswith(("_loss", "cross_entropy")))}
+"""Names of torch's loss modules and functions."""
+
+
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """The global names and attributes that the code of a module's `forward` uses."""
+    code = _code(module)
+    return frozenset() if code is None else frozenset(code.co_names)
+
+
+def arguments_of_forward(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's `forward`."""
+    code = _code(module)
+    return () if code is None else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def uses_torch_losses(module: nn.Module) -> bool:
+    """Whether a module's `forward` uses one of torch's losses."""
+    return not TORCH_LOSSES.isdisjoint(names_in_forward(module))
+
+
+def _code(module: nn.Module) -> CodeType | None:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -1,0 +1,115 @@
+"""FP32 outputs of a cast model: logits and other predictions as exact FP32 copies, so that losses of them are FP32.
+
+A loss outside of the model gets the copies that the model returns (`return_float32`). A model that computes its loss in
+its own `forward` gets FP32 copies from the layers that make its predictions (`upcast_predictions`).
+"""
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.forward_code import arguments_of_forward, names_in_forward, uses_torch_losses
+from hf_lowprec.casting.hooks import install_model_output_upcast, install_output_upcast
+from hf_lowprec.casting.input_hooks import install_input_downcast
+from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
+from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
+
+
+def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
+    """Let calls of a cast model return 16-bit tensors as exact FP32 copies, as accelerate's mixed precision does.
+
+    Tensors in tuples, lists and dicts (a `ModelOutput`) are copied; caches are not. The loss is FP32 as well: see
+    `cast_model` for models with a `loss_function`; models that compute it in `forward` get FP32 predictions for it.
+
+    Trainer (with one of our `optim=` names) and `prepare_accelerator` do so by themselves. A second call changes
+    nothing.
+
+    Args:
+        model: a model that `cast_model` has cast, or that contains one, or a part of one, which then returns FP32 to
+            the rest of the model as well; in place.
+        next_to_loss: copy the outputs of a call that returns a loss while gradients are recorded, too: 4 bytes per
+            logit. Trainer does not where its own `compute_loss` takes the loss alone.
+
+    Raises:
+        ValueError: neither the model nor anything in it was cast.
+    """
+    dtypes = cast_dtypes(model)
+    if not dtypes:
+        raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
+    for dtype in sorted(dtypes, key=str):
+        upcast_predictions(model, dtype)
+    install_model_output_upcast(compiled_module(model), next_to_loss)
+
+
+def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
+    """Upcast the predictions of models that compute their loss in `forward`: the loss is FP32 then.
+
+    The children of such a model, and of the modules around it, downcast their inputs, so that a 16-bit module that is
+    given a copy does not fail.
+
+    Args:
+        model: a cast model, or one with cast models inside.
+        dtype: the 16-bit dtype that it was cast to.
+    """
+    tree = ModuleTree.of(model)
+    models = [name for name, module in tree.modules.items() if module is tree.root or is_model(module)]
+    for name in models:
+        layers = contrastive_layers(tree, name)
+        if not layers and computes_loss_itself(tree.modules[name]):
+            layers = prediction_layers(tree, name)
+        upcast = [layer for layer in layers if tree.computes_in(layer, dtype)]
+        for layer in upcast:
+            install_output_upcast(tree.modules[layer])
+        for part in _parts_given_copies(tree, name, upcast):
+            if tree.computes_in(part, dtype):
+                install_input_downcast(tree.modules[part], dtype)
+
+
+def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list[str]:
+    """The modules that an FP32 prediction may be handed to: children of the model and of the modules around it."""
+    if not upcast:
+        return []
+    names = model.split(".") if model else []
+    around = [".".join(names[:depth]) for depth in range(len(names) + 1)]
+    around += [parent for layer in upcast if (parent := layer.rpartition(".")[0]) not in around]
+    return [part for module in around for part in called_children(tree, module)]
+
+
+def computes_loss_itself(model: nn.Module) -> bool:
+    """Whether a model's `forward` uses torch's losses and no `loss_function`.
+
+    Classes outside of transformers count only if their `forward` does not multiply with weights itself, as far as can
+    be seen: it could go on computing with an FP32 prediction and 16-bit weights.
+    """
+    names = names_in_forward(model)
+    if "loss_function" in names or not uses_torch_losses(model):
+        return False
+    if type(model).__module__.startswith("transformers."):
+        return is_model(model)
+    return "weight" not in names and not _has_matrices(model)
+
+
+def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
+    """The layers whose results a contrastive loss of transformers compares (CLIP, SigLIP, FLAVA); empty without one.
+
+    A model computes such a loss if its `forward` takes `return_loss`. Heads and projections are compared; where there
+    are fewer than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside
+    (FLAVA's `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
+    """
+    module = tree.modules[model]
+    if not type(module).__module__.startswith("transformers.") or "return_loss" not in arguments_of_forward(module):
+        return []
+    names = names_in_forward(module)
+    children = computing_children(tree, model)
+    inside = [part for child in children if is_model(tree.modules[child]) for part in computing_children(tree, child)]
+    called = children + [part for part in inside if part.rpartition(".")[2] in names]
+    parts = [part for child in called for part in tree.callable_parts(child)]
+    heads = [part for part in parts if not is_model(tree.modules[part])]
+    if len(heads) > 1:
+        return heads
+    return [] if computes_loss_itself(module) else parts
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a module owns parameters that can be multiplied with a prediction of another dtype."""
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))

@@ -1,0 +1,86 @@
+"""Modules and tensors that the caller names in `keep_fp32` stay in FP32."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
+from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.quantized import is_quantized
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+Entry = str | type[nn.Module]
+KeepFp32 = Entry | Iterable[Entry]
+
+
+def named_by_caller(tree: ModuleTree, entry: Entry) -> Fp32Parts:
+    """Keep what one entry of `keep_fp32` names: a class, or a glob for the end of a qualified name.
+
+    A tensor is kept with the module that owns it if that has no children, else alone.
+    """
+    if isinstance(entry, type):
+        reason = Reason("keep_fp32", f"keep_fp32 {entry.__name__!r}")
+        return Fp32Parts({name: reason for name, module in tree.modules.items() if isinstance(module, entry)})
+    reason, match = Reason("keep_fp32", f"keep_fp32 {entry!r}"), re.compile(fnmatch.translate(f"*.{entry}")).match
+    parts = Fp32Parts({name: reason for name in tree.modules if name and match(f".{name}")})
+    for tensor in tree.tensors:
+        for owner in tensor.owners:
+            if not match(f".{owner.name}"):
+                continue
+            if tree.modules[owner.module]._modules:
+                parts.tensors[tensor.name] = reason
+            else:
+                parts.modules[owner.module] = reason
+    return parts
+
+
+def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
+    """The entries of `keep_fp32`. Raise TypeError for one that is neither a name nor a class of modules."""
+    entries = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise TypeError(f"keep_fp32 takes names (str) and torch.nn.Module classes, not {entry!r}")
+    return entries
+
+
+def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
+    """Raise ValueError for an entry that names nothing in the model, with the names that come near."""
+    for entry in entries:
+        found = named_by_caller(tree, entry)
+        if found.modules or found.tensors:
+            continue
+        name = entry if isinstance(entry, str) else entry.__name__
+        names = {*tree.modules, *(owner.name for tensor in tree.tensors for owner in tensor.owners)}
+        names |= {path.rpartition(".")[2] for path in names} | {type(m).__name__ for m in tree.modules.values()}
+        near = difflib.get_close_matches(name.strip("*."), sorted(names), n=5, cutoff=0.4)
+        raise ValueError(f"keep_fp32 {name!r} matches no module or tensor; near: {', '.join(near) or 'nothing'}")
+
+
+def check_no_quantized_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
+    """Raise ValueError if `keep_fp32` covers a quantized weight, which has no FP32 form."""
+    for tensor in tree.tensors:
+        if tensor.name not in parts.tensors or not is_quantized(tensor.tensor):
+            continue
+        module = parts.outermost(tensor.owners[0].module)
+        reason = parts.tensors[tensor.name] if module is None else parts.modules[module]
+        if reason.rule == "keep_fp32":
+            raise ValueError(
+                f"{reason.text} covers {tensor.name}, which is quantized and has no FP32 form; "
+                "name modules without quantized weights"
+            )
+
+
+def check_not_rounded(tree: ModuleTree, parts: Fp32Parts, parts_before: Fp32Parts) -> None:
+    """Raise ValueError if a tensor is to be kept that an earlier cast has rounded.
+
+    Args:
+        tree: the model.
+        parts: what is to stay in FP32.
+        parts_before: what stays in FP32 without the entries that are new in this call.
+    """
+    late = [t for t in tree.tensors if t.name in parts.tensors and t.name not in parts_before.tensors]
+    if rounded := [tensor.name for tensor in late if tensor.tensor.dtype in LOW_PRECISION_DTYPES]:
+        raise ValueError(f"keep_fp32 comes too late for {min(rounded)}: an earlier cast has rounded it")

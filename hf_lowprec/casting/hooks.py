@@ -1,0 +1,171 @@
+"""Hooks that convert the floating tensors among a module's inputs and outputs between FP32 and 16 bits.
+
+Every hook of a cast is a plain function or a frozen dataclass: pickle finds it by name, `deepcopy` keeps it, and a
+later cast recognizes it. The hook that rounds a model's inputs is in `input_hooks.py`, that of loss functions in
+`loss_hooks.py`.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+Convert = Callable[[Tensor, str], Tensor]  # tensor, name of the argument or dict key it came under -> tensor
+
+
+def upcast_inputs(module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Forward pre-hook: floating arguments go to FP32."""
+    if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
+        return args, kwargs  # it computes with the tensors of those modules, in their dtypes (PEFT's DoRA)
+    return convert_floats(args, _to_fp32), convert_floats(kwargs, _to_fp32)
+
+
+# Not to the dtype of the input: T5 itself converts the input of `wo` to FP32, and that FP32 would leak.
+def downcast_outputs_to_bfloat16(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: floating outputs go to BF16."""
+    return convert_floats(output, _to_bfloat16)
+
+
+def downcast_outputs_to_float16(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: floating outputs go to FP16."""
+    return convert_floats(output, _to_float16)
+
+
+def upcast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: floating outputs go to FP32."""
+    return convert_floats(output, _to_fp32)
+
+
+def upcast_model_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a whole model: 16-bit outputs go to FP32 for the code that called it."""
+    return convert_floats(output, _16_bit_to_fp32)
+
+
+def upcast_model_outputs_without_loss(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a whole model: as `upcast_model_outputs`, except for outputs with a loss to be differentiated."""
+    if torch.is_grad_enabled() and isinstance(output, dict) and output.get("loss") is not None:
+        return output
+    return upcast_model_outputs(module, args, output)
+
+
+_MODEL_OUTPUT_UPCASTS = (upcast_model_outputs, upcast_model_outputs_without_loss)
+_OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
+
+
+def install_input_upcast(module: nn.Module) -> bool:
+    """Let a module get its floating inputs in FP32. Return whether the hook is new."""
+    if upcast_inputs in module._forward_pre_hooks.values():
+        return False
+    module.register_forward_pre_hook(upcast_inputs, with_kwargs=True)
+    return True
+
+
+def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let a module return its floating outputs in `dtype`. Return whether the hook is new."""
+    hook = downcast_outputs_to_bfloat16 if dtype == torch.bfloat16 else downcast_outputs_to_float16
+    return _install_output_hook(module, hook)
+
+
+def install_output_upcast(module: nn.Module) -> bool:
+    """Let a module return exact FP32 copies of its floating outputs. Return whether the hook is new."""
+    is_new = _install_output_hook(module, upcast_outputs)
+    # Hooks that round outputs stay first: copies that were rounded after all would be 16-bit.
+    for key in [key for key, hook in module._forward_hooks.items() if hook in _OUTPUT_DOWNCASTS]:
+        module._forward_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+    return is_new
+
+
+def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
+    """Let a model return FP32 to the code that calls it; with `next_to_loss` also where it returns a loss."""
+    if any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values()):
+        return
+    # Last, after the hooks that round outputs.
+    model.register_forward_hook(upcast_model_outputs if next_to_loss else upcast_model_outputs_without_loss)
+
+
+def remove_model_output_upcast(module: nn.Module) -> bool:
+    """Take `install_model_output_upcast`, and upcasts of outputs below, back. Return whether it was installed."""
+    installed = any(hook in _MODEL_OUTPUT_UPCASTS for hook in module._forward_hooks.values())
+    for part in module.modules() if installed else ():
+        remove_hooks(part, lambda hook: hook in (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
+    return installed
+
+
+def remove_conversion_hooks(module: nn.Module) -> None:
+    """Remove every hook of this file from a module."""
+    all_hooks = (upcast_inputs, upcast_outputs, *_OUTPUT_DOWNCASTS, *_MODEL_OUTPUT_UPCASTS)
+    remove_hooks(module, lambda hook: hook in all_hooks)
+
+
+def remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    """Remove the forward hooks and pre-hooks of a module for which `is_ours` is true."""
+    for tables in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        hooks: dict[int, Any] = tables[0]
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            for table in tables:
+                table.pop(key, None)  # type: ignore[attr-defined]
+
+
+def _install_output_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    if hook in module._forward_hooks.values():
+        return False
+    # First, so that the forward hooks of others see the output that the next module gets.
+    module.register_forward_hook(hook, prepend=True)
+    return True
+
+
+def _to_fp32(tensor: Tensor, name: str) -> Tensor:
+    return tensor.to(torch.float32)
+
+
+def _16_bit_to_fp32(tensor: Tensor, name: str) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype in LOW_PRECISION_DTYPES else tensor
+
+
+def _to_bfloat16(tensor: Tensor, name: str) -> Tensor:
+    return tensor.to(torch.bfloat16)
+
+
+def _to_float16(tensor: Tensor, name: str) -> Tensor:
+    return tensor.to(torch.float16)
+
+
+def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:
+    """Convert the floating tensors in a value, at any depth of tuples, lists and dicts.
+
+    Args:
+        value: anything; other objects are returned as they are.
+        convert: takes a tensor and the name it came under, and returns the converted tensor.
+        name: the name of `value`; the keys of dicts are appended, separated by dots.
+
+    Returns:
+        A value of the same type; the same object if no tensor in it changes.
+    """
+    if isinstance(value, Tensor):
+        return convert(value, name) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        items = [convert_floats(item, convert, name) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        entries = {key: convert_floats(item, convert, f"{name}.{key}") for key, item in value.items()}
+        if all(entries[key] is item for key, item in value.items()):
+            return value
+        if is_dataclass(value):
+            return type(value)(**entries)
+        if type(value) in (dict, OrderedDict):
+            return type(value)(entries)
+        converted = copy.copy(value)  # not every dict is built from its entries: defaultdict
+        converted.update(entries)
+        return converted
+    return value

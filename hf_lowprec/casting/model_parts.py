@@ -1,0 +1,55 @@
+"""The parts of a model that matter to a cast: models inside it, children that compute, and what makes predictions."""
+
+from torch import nn
+
+from hf_lowprec.casting.fp32_rules.fp32_parts import outermost
+from hf_lowprec.casting.fp32_rules.losses import is_loss
+from hf_lowprec.casting.module_tree import ModuleTree
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is a model by transformers' convention: its class has a `main_input_name`.
+
+    Code outside calls such a model directly: `generate` calls the encoder inside a model.
+    """
+    return hasattr(type(module), "main_input_name") or "main_input_name" in vars(module)
+
+
+def computing_children(tree: ModuleTree, name: str) -> list[str]:
+    """The children of a module that hold floating tensors and are not losses, in the order in which they were assigned.
+
+    A module calls its children in this order by convention only.
+    """
+    children = tree.children(name)
+    return [child for child in children if tree.floating_dtypes(child) and not is_loss(tree.modules[child])]
+
+
+def called_children(tree: ModuleTree, name: str) -> list[str]:
+    """`computing_children`, with the modules inside a container that is never called (ModuleList) in its place."""
+    return [part for child in computing_children(tree, name) for part in tree.callable_parts(child)]
+
+
+def output_embeddings(module: nn.Module) -> nn.Module | None:
+    """The layer that turns hidden states into logits, as the model's `get_output_embeddings` returns it.
+
+    Not an `nn.Embedding`, which a few models return because it is tied.
+    """
+    try:
+        found = module.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return found if isinstance(found, nn.Module) and not isinstance(found, nn.Embedding) else None
+
+
+def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
+    """The layers that make a model's predictions: its output embeddings, and its last child that is not itself a model.
+
+    Children named "auxiliary" that follow the last child belong to it.
+    """
+    heads = [name for name in computing_children(tree, model) if not is_model(tree.modules[name])]
+    main = [index for index, name in enumerate(heads) if "auxiliary" not in name.rpartition(".")[2]]
+    found = [part for name in heads[main[-1] if main else 0 :] for part in tree.callable_parts(name)]
+    embeddings = output_embeddings(tree.modules[model])
+    return found + [
+        name for name, module in tree.modules.items() if module is embeddings and outermost(name, found) is None
+    ]

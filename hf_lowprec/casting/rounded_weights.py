@@ -1,0 +1,94 @@
+"""Warnings about tensors kept in FP32 that had already been rounded to 16 bits when they were loaded.
+
+`save_pretrained` writes each tensor in its own dtype, and `from_pretrained` gives all of them the one dtype of the
+config, which is that of the first parameter: FP32 norms of a saved BF16 model come back in BF16.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
+
+_STORED_16_BIT = ("BF16", "F16")  # as safetensors spells them
+_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTensor:
+    """A tensor that a cast keeps in FP32."""
+
+    name: str
+    tensor: Tensor
+    loaded_dtype: torch.dtype  # before the cast
+
+
+def rounded_weight_warnings(modules: Iterable[nn.Module], kept: Iterable[KeptTensor]) -> Iterator[str]:
+    """Yield one line about tensors that may have lost digits when they were loaded, if there are any.
+
+    Tensors that the model's checkpoint itself has in 16 bits lost nothing in loading. Where no checkpoint is at hand,
+    tensors of zeros and ones are taken for initial values, which fit 16 bits.
+
+    Args:
+        modules: every module of the model; those of transformers say which checkpoint they were loaded from.
+        kept: the tensors kept in FP32, rotary tables excluded.
+    """
+    candidates = [found for found in kept if found.loaded_dtype in LOW_PRECISION_DTYPES]
+    stored = dict(_stored_dtypes(modules)) if candidates else {}
+    stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
+    rounded = []
+    for found in candidates:
+        dtype = _stored_dtype_of(found.name, stored)
+        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(found.tensor)):
+            rounded.append(found)
+    if rounded:
+        yield (
+            f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) arrived in "
+            f"{dtype_name(rounded[0].loaded_dtype)}. If their checkpoint has them in FP32, as one that is saved after "
+            "training here does, from_pretrained(…, dtype=torch.float32) loads them without rounding; hf_lowprec casts "
+            "the rest"
+        )
+
+
+def _is_initial(tensor: Tensor) -> bool:
+    """Whether a tensor has the values that norms begin with."""
+    return tensor.is_meta or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _stored_dtype_of(name: str, stored: Mapping[str, str]) -> str | None:
+    """The dtype stored under `name` or, because wrappers add prefixes, under its longest ending that is stored."""
+    parts = name.split(".")
+    endings = (".".join(parts[k:]) for k in range(max(len(parts) - 1, 1)))
+    return next((stored[ending] for ending in endings if ending in stored), None)
+
+
+def _stored_dtypes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield name and dtype of each tensor in the model's safetensors checkpoint, if that is on this machine."""
+    names = (vars(module).get("name_or_path") for module in modules)
+    name = next((name for name in names if isinstance(name, str) and name), None)
+    folder = None if name is None else _folder(name)
+    for file in sorted(folder.glob("model*.safetensors")) if folder is not None else ():
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size)) if size <= _LONGEST_HEADER else {}
+            yield from ((key, value["dtype"]) for key, value in header.items() if key != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not a readable checkpoint: skip it
+            continue
+
+
+def _folder(name_or_path: str) -> Path | None:
+    """The folder of a checkpoint; for a name on the hub, its folder in the cache. The network is not used."""
+    try:
+        if Path(name_or_path).is_dir():
+            return Path(name_or_path)
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name_or_path, "config.json")
+    except (ImportError, OSError, ValueError):  # ValueError: no name on the hub looks like this
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
