@@ -1,15 +1,13 @@
 """Two warnings before an optimizer's first step: the model was never cast, or DDP sums its gradients in 16 bits.
 
 Each is given once per process. An optimizer is given parameters and not their model, which is therefore searched for
-among the live objects of Python's garbage collector.
+among all live modules.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 
@@ -97,10 +96,3 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     for module in modules:
         if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
             yield module
-
-
-def live_modules() -> list[Any]:
-    """Every `nn.Module` of the process whose constructor has run; the search takes a tenth of a second."""
-    # Not isinstance, which a proxy answers for the object behind it.
-    modules = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
-    return [module for module in modules if "_modules" in vars(module)]

@@ -24,7 +24,7 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
-from hf_lowprec.integrations.first_step_warnings import live_modules
+from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.ddp import reduce_in_fp32
