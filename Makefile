@@ -5,13 +5,13 @@ ARGS    ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
-CODE  := hf_lowprec tests $(wildcard examples benchmarks tools)
+CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
 
 # One thread per worker, so that WORKERS processes use WORKERS cores; and nothing asks a hub for anything.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu clean
+.PHONY: help .venv drawings demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## what pure BF16 loses and what this package gives back, in a few minutes on a CPU
 	@$(BIN)/hf-lowprec demo $(ARGS)
+
+drawings: $(STAMP) ## the drawings of the documentation, into docs/images
+	$(TEST_ENV) PYTHONPATH=. $(BIN)/python docs/drawings $(ARGS)
 
 test: lint format-check typecheck pytest ## everything CI checks
 

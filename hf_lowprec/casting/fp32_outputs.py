@@ -16,19 +16,19 @@ from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 
 
 def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
-    """Let calls of a cast model return 16-bit tensors as exact FP32 copies, as accelerate's mixed precision does.
+    """Let a cast model return FP32 to the code that calls it, as accelerate's mixed precision does.
 
-    Tensors in tuples, lists and dicts (a `ModelOutput`) are copied; caches are not. The loss is FP32 as well: see
-    `cast_model` for models with a `loss_function`; models that compute it in `forward` get FP32 predictions for it.
+    16-bit tensors among the outputs, in tuples, lists and dicts (a `ModelOutput`), are replaced by exact FP32 copies;
+    caches are not. The loss is FP32 as well, also in models that compute it in `forward`.
 
-    Trainer (with one of our `optim=` names) and `prepare_accelerator` do so by themselves. A second call changes
+    Trainer (with one of our `optim=` names) and `prepare_accelerator` call this by themselves. A second call changes
     nothing.
 
     Args:
-        model: a model that `cast_model` has cast, or that contains one, or a part of one, which then returns FP32 to
-            the rest of the model as well; in place.
-        next_to_loss: copy the outputs of a call that returns a loss while gradients are recorded, too: 4 bytes per
-            logit. Trainer does not where its own `compute_loss` takes the loss alone.
+        model: a model that `cast_model` has cast, or that contains one; in place. A part of a model returns FP32 to the
+            rest of the model as well.
+        next_to_loss: copy outputs also in a call that returns a loss while gradients are recorded, for 4 bytes per
+            logit. Trainer does not where its own `compute_loss` uses the loss alone.
 
     Raises:
         ValueError: neither the model nor anything in it was cast.

@@ -36,25 +36,45 @@ def dtype_totals(tensors: Iterable[ModelTensor]) -> dict[torch.dtype, DtypeTotal
 
 @dataclass(frozen=True)
 class CastReport:
-    """What one call of `cast_model` found and did; `str()` of it is for people. Names are qualified."""
+    """What one call of `cast_model` found and did. `print` shows it as text; names are qualified.
+
+    Attributes:
+        dtype: the dtype of the cast.
+        cast: tensors that this call converted to `dtype`.
+        kept: modules (the topmost of each kept subtree) and single tensors in FP32, and why.
+        boundaries: FP32 modules that get FP32 inputs and, except for `heads`, round their outputs.
+        inputs: modules that round activations among their arguments to `dtype`.
+        heads: FP32 modules that end the model and return FP32.
+        losses: loss modules, and models with a loss function, which compute it in FP32.
+        results: 16-bit modules whose code returns FP32, which is rounded for the next module, and why.
+        predictions: 16-bit modules that return FP32 copies, for a loss or distribution computed from them, and why.
+        upcast: kept tensors that arrived in 16 bits, and in which dtype; what was rounded stays rounded.
+        restored: rotary buffers that had been rounded and were computed again.
+        untouched: tensors other than plain 16 to 64-bit floating-point ones, and what they are.
+        warnings: messages about what may not be as intended.
+        before: parameters, buffer elements and bytes by dtype, before the call.
+        after: the same after it.
+        already_cast: whether an earlier call had cast this model or a part of it.
+        changed: whether this call changed anything.
+    """
 
     dtype: torch.dtype
-    cast: tuple[str, ...]  # tensors this call converted to `dtype`
-    kept: dict[str, str]  # FP32 module (the outermost one) or single tensor -> why
-    boundaries: tuple[str, ...]  # FP32 modules whose inputs are upcast and, except for `heads`, outputs downcast
-    inputs: tuple[str, ...]  # modules that round wider activations among their arguments to `dtype`
-    heads: tuple[str, ...]  # FP32 modules that end the model, whose output stays in FP32
-    losses: tuple[str, ...]  # loss modules and models with a loss function: they compute it in FP32
-    results: dict[str, str]  # 16-bit modules that return FP32, which is rounded for the next module -> why
-    predictions: dict[str, str]  # 16-bit modules that return FP32 copies, for what is computed outside of them -> why
-    upcast: dict[str, torch.dtype]  # kept tensor -> the dtype it came in; its lost bits stay lost
-    restored: tuple[str, ...]  # rotary buffers that had been rounded and were recomputed
-    untouched: dict[str, str]  # tensor that is not a plain 16 to 64-bit float -> what it is
+    cast: tuple[str, ...]
+    kept: dict[str, str]
+    boundaries: tuple[str, ...]
+    inputs: tuple[str, ...]
+    heads: tuple[str, ...]
+    losses: tuple[str, ...]
+    results: dict[str, str]
+    predictions: dict[str, str]
+    upcast: dict[str, torch.dtype]
+    restored: tuple[str, ...]
+    untouched: dict[str, str]
     warnings: tuple[str, ...]
     before: dict[torch.dtype, DtypeTotal]
     after: dict[torch.dtype, DtypeTotal]
-    already_cast: bool  # an earlier call had cast this model or a part of it
-    changed: bool  # this call changed a tensor or a hook
+    already_cast: bool
+    changed: bool
 
     def __str__(self) -> str:
         lines = [f"{'already ' * self.already_cast}cast to {self.dtype}: "]

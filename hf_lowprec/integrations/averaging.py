@@ -15,14 +15,13 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """`torch.optim.swa_utils.AveragedModel` that averages FP32 estimates of the weights, in FP32.
+    """`torch.optim.swa_utils.AveragedModel` (EMA, SWA) in FP32, for a model that trains in BF16.
 
-    Torch's own keeps the average in the model's dtype. In BF16 that average stops moving: with a decay of 0.999, a
-    thousandth of the distance between weight and average would have to reach half of the average's spacing, which is
-    2^-9 of it. This one holds an FP32 copy of the model, four bytes per parameter, and averages
-    `weight + compensation` (see `fp32_state_dict`).
+    torch's class keeps the average in the model's dtype. In BF16 that average stands still: at a decay of 0.999 it
+    should move by a thousandth of its distance to the weight, which is less than half of its spacing. This class holds
+    an FP32 copy of the model, 4 bytes per parameter, and averages `weight + compensation`, as `fp32_state_dict` does.
 
-    `ema.module` is an FP32 model, to evaluate or to save; `ema.state_dict()` is what a checkpoint needs::
+    `ema.module` is an FP32 model, to evaluate or to save. `ema.state_dict()` is what a checkpoint needs.
 
         ema = hf_lowprec.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
         ...
@@ -31,10 +30,10 @@ class AveragedModel(swa_utils.AveragedModel):
 
     Args:
         model: the model in training, cast or not; it is copied.
-        device: where the average is kept.
-        avg_fn: as torch's; without it and `multi_avg_fn`, all updates have the same weight (SWA).
-        multi_avg_fn: as torch's, for example `get_ema_multi_avg_fn(decay)`; called with one tensor at a time.
-        use_buffers: average floating-point buffers as well; other tensors are copied.
+        device: the device of the average; None is that of the model.
+        avg_fn: as for torch's class. Without it and `multi_avg_fn` the average is the arithmetic mean (SWA).
+        multi_avg_fn: as for torch's class, such as `get_ema_multi_avg_fn(decay)`; called with one tensor at a time.
+        use_buffers: average floating-point buffers too. Other buffers are copied.
 
     Raises:
         ValueError: the model is sharded (FSDP).
@@ -58,15 +57,15 @@ class AveragedModel(swa_utils.AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Update the average with the model's weights; the first time they become the average.
+        """Update the average with the model's weights. The first call copies them.
 
         The first call warns of 16-bit parameters in training that `optimizer` does not hold, or that an optimizer of
         another library trains: they are averaged as they are stored.
 
         Args:
             model: the model in training.
-            optimizer: the model's optimizer, or accelerate's wrapper of it, after its step. A model in FP32 does not
-                need it, as in torch's own signature.
+            optimizer: its optimizer, or accelerate's wrapper of it, after its step. A model in FP32 needs none, as with
+                torch's class.
 
         Raises:
             TypeError: no `optimizer`, and parameters in 16 bits.

@@ -19,9 +19,9 @@ _NAMED = 3
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The best FP32 estimate of every tensor of `model.state_dict()`.
 
-    A weight trained with Kahan summation is `weight + compensation`, which holds about twice the digits of the weight
-    alone; every other floating-point tensor is converted as it is. A warning names 16-bit parameters in training that
-    `optimizer` does not hold, or that an optimizer of another library trains.
+    For a weight that trains with Kahan summation it is `weight + compensation`, which has about twice as many
+    significant bits as the weight. Every other floating-point tensor is converted as it is. A warning names 16-bit
+    parameters in training that `optimizer` does not hold, or that an optimizer of another library trains.
 
     Args:
         model: the trained model.

@@ -13,11 +13,17 @@ from hf_lowprec.optim.algorithm import ParamGroup
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices inside `model`, without its embeddings and heads.
+    """The matrices inside `model`, without its embeddings and heads: what `Muon(matrices=…)` takes.
 
-    These are the weights of linear layers (of `nn.Linear` and its subclasses, and of `Conv1D` as GPT-2 has it), and
-    stacks of them: three-dimensional parameters named `…_proj`, as experts have in transformers. Left out are what the
-    model ties to an embedding, its `get_output_embeddings()`, and what a transformers model has beside its base model.
+    These are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of them:
+    three-dimensional parameters named `…_proj`, as transformers' experts have. Embeddings, weights tied to them, the
+    output embeddings and everything outside of a transformers model's base model are left out.
+
+    Args:
+        model: the model, before it is wrapped.
+
+    Returns:
+        The parameters themselves, each once.
     """
     outside = {
         id(param) for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()

@@ -119,7 +119,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, as a whole: Ctrl-C and other signals are handled before it or after it.
+        """Take one optimizer step. Ctrl-C and other signals are handled before it or after it, never in between.
 
         Args:
             closure: re-evaluates the model and returns the loss.
@@ -157,13 +157,16 @@ class LowPrecisionOptimizer(Algorithm):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps `skip_nonfinite` has left out; asks the device, so read it only now and then."""
+        """The number of steps that `skip_nonfinite` has left out. Reading it waits for the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def global_grad_norm(self) -> Tensor:
-        """The norm that the coming step clips by: FP32 scalar on the gradients' device, not waited for.
+        """The global norm of the gradients, before clipping.
 
-        The step does not compute it again, as long as it finds the same gradients.
+        The next step does not compute it again, as long as it finds the same gradients.
+
+        Returns:
+            An FP32 scalar on the gradients' device. The device is not waited for.
 
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
@@ -173,15 +176,18 @@ class LowPrecisionOptimizer(Algorithm):
         return pending.norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients that are there, in the steps that take them, by their global norm.
+        """Clip the gradients by their global norm, in the step that uses them; they are not rewritten.
 
-        `max_norm` wins over `max_grad_norm`; infinity does not clip. Clipping twice clips what the first time leaves.
-        Clipping ends with the gradients: new ones are not clipped, and what is left of them is. They may be zeroed in
-        place. Neither a step nor this method takes gradients that were written to otherwise, or again by a backward,
-        since `torch.nn.utils.clip_grad_norm_` would have scaled what was there before.
+        Call it last before `step()`. It applies to the gradients of now: new ones, as after `zero_grad()`, are not
+        clipped. Gradients that are written to in between are an error, unless they were zeroed in place, because
+        `torch.nn.utils.clip_grad_norm_` would have scaled what was there before. A second call clips what the first one
+        leaves.
+
+        Args:
+            max_norm: wins over the optimizer's `max_grad_norm`; infinity does not clip.
 
         Returns:
-            The norm before, FP32 scalar on the gradients' device, not waited for.
+            The norm before clipping, an FP32 scalar on the gradients' device. The device is not waited for.
 
         Raises:
             RuntimeError: gradients were changed or added after an earlier call.

@@ -14,17 +14,20 @@ _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
 SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)
-"""The registered names, `<algorithm>_bf16_<mode>`."""
+"""Every registered `optim=` string: `<algorithm>_bf16_kahan` and `<algorithm>_bf16_sr` for each algorithm."""
 
 
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
-    """The optimizer class and keyword arguments behind an `optim=` string.
+    """The optimizer class and keyword arguments behind an `optim=` string, for `Trainer(optimizer_cls_and_kwargs=…)`.
 
-    The pair is what `Trainer(optimizer_cls_and_kwargs=…)` takes; Trainer then adds nothing, so give `lr` here.
+    Trainer adds nothing to them, so give `lr` here.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
         overrides: keyword arguments of the class.
+
+    Returns:
+        `(cls, kwargs)`.
 
     Raises:
         ValueError: the name, or a keyword, is unknown.

@@ -166,7 +166,13 @@ class FP32MeanDDP(DistributedDataParallel):
 
 
 def reduce_in_fp32(model: DistributedDataParallel) -> BucketMeans:
-    """Let `model` average its gradients in FP32; its class becomes `FP32MeanDDP`, unless it is one of the user's.
+    """Let a model under DDP average its gradients in FP32, by a communication hook.
+
+    Args:
+        model: the wrapped model; in place.
+
+    Returns:
+        The state of the hook.
 
     Raises:
         RuntimeError: the model has a communication hook already.

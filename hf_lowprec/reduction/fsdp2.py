@@ -67,14 +67,14 @@ class FP32ReduceScatter:
 
 
 def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
-    """Let every FSDP2 module in `model` sum its gradients in FP32.
+    """Let every FSDP2 module in `model` sum its gradients in FP32; call it after the last `fully_shard`.
 
     Args:
-        model: a model to which `fully_shard` was applied. Where there are replicas of shards, or FP16 parameters, with
-            `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)`.
+        model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
+            `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` there.
 
     Returns:
-        The memory it receives in, as large as the largest group of modules.
+        The scratch memory, as large as the largest group of modules.
     """
     scratch = Scratch()
     for module in model.modules():
@@ -91,17 +91,17 @@ def reduce_scatter_in_fp32(model: nn.Module) -> Scratch:
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
-    """Shard the FP32 modules of a model in 16 bits as one group, before anything around them is sharded.
+    """Shard the FP32 modules of a 16-bit model as one group; call it before the first `fully_shard`.
 
     Args:
-        model: a model none of whose FP32 modules, nor anything above them, is sharded yet.
-        options: what `fully_shard` takes.
+        model: a model without sharded modules.
+        options: the keyword arguments of your `fully_shard` calls, such as `mesh`.
 
     Returns:
         The names of the modules; empty if all trainable parameters have one dtype.
 
     Raises:
-        ValueError: as `fp32_modules`.
+        ValueError: a module itself holds trainable FP32 parameters, and others in 16 bits, itself or below.
     """
     found = fp32_modules(model)
     shard_together(found.values(), **options)

@@ -22,8 +22,8 @@ _ODD = 0x1E3779B97F4A7C15
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Compare weights and optimizer states between the ranks that should hold the same; every rank must call it.
 
-    Of sharded tensors (FSDP2) those parts are compared that HSDP replicates; without replicas there is nothing to do.
-    Parameters that DDP or FSDP2 is told to ignore are each rank's own, and left out.
+    Under HSDP the replicas of each shard are compared. FSDP2 without replicas has nothing to compare. Parameters that
+    DDP or FSDP2 is told to ignore are left out.
 
     Args:
         model: the model, wrapped or not.

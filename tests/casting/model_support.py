@@ -30,26 +30,37 @@ MAIN = (
 )
 TITLES = {"Trains": TRAINS, "Does not train": FAILS, "Not compared": NO_REFERENCE}
 HEAD = """\
-# Models of transformers
+# Model support
 
-Written by `{command}`, with transformers {transformers} and torch {torch} on a CPU.
+**{trains} of {compared} classes of transformers' models train in BF16 after `cast_model` ({percent}%)**, and
+{types} of {all_types} model types with all their classes. Look for your model's type, `model.config.model_type`, in
+the [first table](#trains). A model that is not listed, or of your own, is cast by the same rules
+([casting](concepts/casting.md)); if one of its layers fails, the error names the layer and the `keep_fp32=` that
+helps.
 
-Each class of transformers' model mappings was made tiny, trained for a step in FP32, cast with `cast_model`, and
-trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager attention where it has both. It *trains*
-if nothing fails, the loss is that of FP32 but for rounding (a bound from the FP32 gradients and BF16's unit roundoff,
-2⁻⁸), norms and rotary tables are FP32 and as they were, all else is BF16, norms return BF16, ties hold, and every
-parameter with a gradient in FP32 has a finite one in its own format.
+{rest} further classes are [not compared](#not-compared): with a tiny config and an invented batch they do not train
+in FP32 either, for the reason given with each. The cast is not that reason.
 
-- **{trains} of {compared} classes that train in FP32 train in BF16: {percent}%**; {types} of {all_types} model types
-  with all their classes.
-- {rest} further classes are not compared: with a tiny config and an invented batch they do not train in FP32 either,
-  for the reason beside them. The cast is not that reason.
+## What was tested
 
-Activations among the inputs are rounded to BF16; labels, numbers, weights and positions arrive as they are, by the
-[rule for inputs](arithmetic.md#what-enters-a-model).
+Every class in transformers' model mappings was built with a tiny config, trained for one step in FP32, cast with
+`cast_model`, and trained for the same step with `hf_lowprec.AdamW`, with SDPA and with eager attention where it has
+both. It *trains* if
 
-Notes: *text alone*, the model also takes images or sound, which the batch has not; *without labels*, the loss is the
-mean square of what the model returns.
+- nothing fails,
+- the loss is FP32's up to rounding, by a bound from the FP32 gradients and BF16's unit roundoff, 2⁻⁸,
+- norms and rotary tables are FP32 and unchanged, everything else is BF16, and norms return BF16,
+- tied weights are still tied,
+- every parameter that has a gradient in FP32 has a finite one in its own dtype.
+
+Activations among the inputs are rounded to BF16. Labels, numbers, weights and positions arrive as they are, by the
+[rule for inputs](concepts/casting.md#what-enters-a-model). One step of a tiny model says that training works, not
+how accurate a long one is; for that see [performance and evidence](performance.md).
+
+Notes in the tables: *text alone*, the model also takes images or sound, which the batch lacks; *without labels*,
+the loss is the mean square of what the model returns.
+
+This page is written by `{command}`, here with transformers {transformers} and torch {torch} on a CPU.
 """
 
 
@@ -170,7 +181,7 @@ def read(text: str) -> dict[tuple[str, str], str]:
     found, kind = {}, ""
     for line in text.splitlines():
         if line.startswith("## "):
-            kind = TITLES[line[3:]]
+            kind = TITLES.get(line[3:], "")
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) == 5 and kind and cells[1] not in ("model type", "---"):
             start, colon, rest = cells[2].rpartition(": ")

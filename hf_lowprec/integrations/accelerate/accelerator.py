@@ -42,33 +42,31 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> Reduction:
-    """Let `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP; call it before `prepare`.
+    """Let `accelerator` sum gradients in FP32, under DDP, FSDP2 and HSDP; call it before `accelerator.prepare`.
 
-    Calling it again changes nothing. These methods of the accelerator change:
+    - Gradients travel in the parameters' dtype. The mean over ranks is summed in FP32, in rank order, and rounded once.
+      Under FSDP2, FP32 parameters (norms) become a group of their own, because torch wants one dtype per group.
+    - `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
+    - Models that `cast_model` has cast return FP32 to the loop once they are prepared, as by `return_float32`.
+    - Mixed precision "bf16" is switched off: under FSDP2 it would make parameters FP32.
+    - Ranks are compared when a model is prepared and before an optimizer's first step. Settings, parameters or
+      replicated weights that differ are a `RuntimeError` on every rank that names them; weights that differ before
+      FSDP2 shards them are a warning.
 
-    - `prepare` and `prepare_model`: gradients travel between ranks in the parameters' dtype; their mean is summed in
-      FP32, in rank order, and rounded once. Under FSDP2, FP32 parameters (norms) become a group of their own, because
-      torch wants one dtype per group. A model that `cast_model` has cast returns FP32 (see `return_float32`).
-    - `prepare_optimizer`: the ranks are compared before the optimizer's first step, as they are when a model is
-      prepared. If settings, parameters or replicated weights differ, a RuntimeError on every rank names them. Weights
-      that differ before FSDP2 shards them are a warning.
-    - `clip_grad_norm_`: all parameters of one of our optimizers are clipped inside its step, by an FP32 norm.
-
-    Mixed precision "bf16" is switched off, because it would upcast parameters under FSDP2. With one process, only FP32
-    outputs, clipping, mixed precision and `grad_accumulation` matter.
+    With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. A second call
+    changes nothing.
 
     Args:
-        accelerator: not yet used to prepare a model.
-        grad_accumulation: how the gradients of micro-batches are added up: `"nearest"` (as torch does, in the
-            parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
-            parameter).
+        accelerator: an Accelerator that has not prepared a model yet.
+        grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
+            `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
 
     Returns:
-        What is in force, updated as models are prepared; `print` shows it.
+        What is done, filled as models are prepared. `print` it to see whether it is active.
 
     Raises:
-        ValueError: the accelerator has a setting under which gradients would not be summed in FP32, or DDP or FSDP2
-            has wrapped one of its models already.
+        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
+            or FSDP2 has wrapped one of its models already.
     """
     check_mode(grad_accumulation)
     earlier: Reduction | None = getattr(accelerator, _REDUCTION, None)

@@ -42,26 +42,30 @@ logger = logging.getLogger(__name__)
 
 
 class LowPrecisionCallback(TrainerCallback):
-    """Trains a model in pure BF16 under `transformers.Trainer`.
+    """Trains a model in pure BF16 under `transformers.Trainer`: casts it, sums gradients in FP32, reports and logs.
 
-    Our `optim=` names add it by themselves. Pass one as `Trainer(callbacks=[…])` to choose its arguments, or to train
-    in BF16 with another optimizer. The model is cast while the Trainer is built, before it moves to the device.
+    With one of our `optim=` names Trainer has one by itself. Pass one as `Trainer(callbacks=[…])` to choose its
+    arguments, or to train a BF16 model with another optimizer. The model is cast while the Trainer is built, before it
+    moves to the device.
 
-    Two values are added to every training log. `lost_updates`, if 16-bit weights are trained, is the share of the
-    intended weight changes of that step that rounding did not store: 0 is none, 1 is all (see
-    `optim.lost_updates`). `skipped_steps`, with `skip_nonfinite`, is how many steps were left out so far.
+    Every training log gets `lost_updates`, if 16-bit weights train: the share of that step's weight changes that
+    rounding did not store, from 0 (none) to 1 (all). With `skip_nonfinite` it also gets `skipped_steps`, the number of
+    steps left out so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
-        keep_fp32: patterns of modules to keep in FP32, in addition to norms and rotary embeddings (see `cast_model`).
+        keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
         report: print the precision report when training begins.
         log_lost_updates: measure and log `lost_updates`.
-        grad_accumulation: how the gradients of micro-batches are added up (see `prepare_accelerator`).
-        check_replicas_every: compare the weights and states of replicas every so many steps (see `check_replicas`);
-            0 does not.
+        grad_accumulation: how micro-batches are added up, as for `prepare_accelerator`.
+        check_replicas_every: compare the weights and states of replicas every so many steps; 0 does not.
 
-    `keep_fp32`, `grad_accumulation` and `check_replicas_every` can be given in `optim_args` as well. Patterns of both
-    apply; of the other two, `optim_args` wins.
+    `keep_fp32`, `grad_accumulation` and `check_replicas_every` may be given in `optim_args` instead, which wins; the
+    patterns of both `keep_fp32` count.
+
+    Raises:
+        ValueError: when the Trainer is built: an argument or the model is not supported.
+        RuntimeError: when training begins: the callback was not there when the Trainer was built.
     """
 
     def __init__(

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Adam(TwoMoments):
-    """`torch.optim.Adam` for weights stored in BF16; to let weights decay, `AdamW` is the usual choice.
+    """`torch.optim.Adam` for weights stored in BF16. Its `weight_decay` is an L2 penalty; `AdamW` decouples it.
 
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`;
-    an FP32 parameter 16, or 20.
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`.
+    FP32 parameters take 16, with `amsgrad` 20.
 
     Args:
         params: parameters or groups.
@@ -31,9 +31,10 @@ class Adam(TwoMoments):
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         amsgrad: keep the maximum of the second moment.
         maximize: ascend instead of descend.
-        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+        decoupled_weight_decay: decay as AdamW does instead of by the penalty.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(

@@ -17,24 +17,27 @@ if TYPE_CHECKING:
 
 
 class Adan(LowPrecisionOptimizer):
-    """Adan for weights stored in BF16: Nesterov momentum from the difference of successive gradients.
+    """Adan for weights stored in BF16: Nesterov momentum estimated from differences of successive gradients.
 
     States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
-    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. BF16 holds a BF16 gradient exactly, unless
-    it was clipped inside the step.
+    `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. A BF16
+    `previous_grad` holds a BF16 gradient exactly, unless it was clipped inside the step.
 
-    Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes; an FP32 parameter 24.
+    Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes. FP32 parameters take
+    24.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the gradient, of its difference and of the square, each in [0, 1); one minus the paper's.
+        betas: decay rates of the moments of the gradient, of its difference and of the square, each in [0, 1); the
+            paper's are one minus these.
         eps: added to the root of the bias-corrected second moment.
-        weight_decay: decoupled decay, per unit of learning rate.
+        weight_decay: decoupled decay, by `1 / (1 + lr·weight_decay)` after the step.
         maximize: ascend instead of descend.
-        no_prox: decay as AdamW does, by `1 - lr·wd` before the step, instead of by `1 / (1 + lr·wd)` after it.
+        no_prox: decay as AdamW does, by `1 - lr·weight_decay` before the step.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(

@@ -18,23 +18,27 @@ if TYPE_CHECKING:
 
 
 class Lion(LowPrecisionOptimizer):
-    """Lion for weights stored in BF16: every weight moves by the learning rate, and only one moment is kept.
+    """Lion for weights stored in BF16: the sign of an interpolated momentum, and one moment instead of two.
+
+    Every weight moves by the learning rate in each step.
 
     The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a decay that many times larger.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
     `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes; an FP32 parameter 12.
+    Bytes per parameter, gradient included: 8 with Kahan summation, 6 with the other modes. FP32 parameters take
+    12.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: share of the momentum in the direction of a step, and decay rate of the momentum, each in [0, 1).
-        weight_decay: decoupled decay, per unit of learning rate.
+        betas: share of the momentum in the update, and decay rate of the momentum, each in [0, 1).
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(

@@ -27,30 +27,31 @@ _RATIOS = {
 
 
 class Muon(TwoMoments):
-    """`torch.optim.Muon` for weights stored in BF16, and AdamW for what is no hidden matrix, in one optimizer.
+    """`torch.optim.Muon` for hidden matrices stored in BF16, and AdamW for all other parameters, in one optimizer.
 
-    Other than there, `adjust_lr_fn` is `"match_rms_adamw"` by default and `eps` is AdamW's (Newton–Schulz has
-    `ns_eps`).
-    A group with matrices and others becomes two, so there may be more groups than were given.
+    Unlike there, `adjust_lr_fn` is `"match_rms_adamw"` by default and `eps` is AdamW's (Newton–Schulz has `ns_eps`). A
+    group that holds both kinds of parameters becomes two groups.
 
-    A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16; under
-    FSDP2 every rank gathers the momentum of a matrix, in BF16, and makes the full direction.
+    A parameter of three dimensions is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16.
+    Under FSDP2 every rank gathers the momentum of a whole matrix, in BF16, and orthogonalizes it.
 
     States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
-    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. Bytes per element of a matrix: 8 with
-    Kahan summation, 6 without, and 2 during the step for its direction.
+    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
+
+    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, and 2 more during
+    the step.
 
     Args:
         params: parameters or groups. A group may say `use_muon=True` or `False`.
         lr: learning rate, a number or a one-element tensor.
-        weight_decay: decoupled decay, per unit of learning rate.
+        weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
         momentum: decay rate of the momentum, in [0, 1). Under `OneCycleLR` and `CyclicLR`, which cycle it, matrices
             take `betas[0]` of their group, since that is what these write to. They go on taking it after such a
             scheduler has ended, until 'base_momentum' is deleted from the group.
-        nesterov: look ahead by the momentum.
-        ns_coefficients: of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
-        ns_steps: how often it is applied.
-        ns_eps: least norm by which a matrix is divided first.
+        nesterov: Nesterov momentum.
+        ns_coefficients: `(a, b, c)` of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
+        ns_steps: number of Newton–Schulz iterations.
+        ns_eps: lower bound of the norm by which a matrix is divided first.
         adjust_lr_fn: `"match_rms_adamw"` steps by `lr·0.2·√max(rows, columns)`, so that one learning rate serves
             matrices and the rest (Liu et al., eq. 4); `"original"` by `lr·√max(1, rows/columns)`.
         betas: of AdamW.
@@ -59,7 +60,8 @@ class Muon(TwoMoments):
             parameters of groups that do not say.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
 
     Raises:
         ValueError: a matrix does not have two or three dimensions, or none of `matrices` is a parameter here.

@@ -18,7 +18,7 @@ _SHORTEST = 5.0
 
 
 class RAdam(TwoMoments):
-    """`torch.optim.RAdam` for weights stored in BF16: Adam that warms up by itself.
+    """`torch.optim.RAdam` for weights stored in BF16: Adam with a built-in warm-up.
 
     The first steps (five of them at β2 = 0.999) follow the first moment alone; from there on Adam's step grows to its
     full size.
@@ -26,7 +26,8 @@ class RAdam(TwoMoments):
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes; an FP32 parameter 16.
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes. FP32 parameters take
+    16.
 
     Args:
         params: parameters or groups.
@@ -34,10 +35,11 @@ class RAdam(TwoMoments):
         betas: decay rates of the two moments, each in [0, 1); up to β2 = 2/3 the second is never used.
         eps: added to the root of the second moment, before its bias is corrected.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
-        decoupled_weight_decay: decay as AdamW does, per unit of learning rate, instead of by the penalty.
+        decoupled_weight_decay: decay as AdamW does instead of by the penalty.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(

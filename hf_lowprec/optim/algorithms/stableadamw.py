@@ -18,20 +18,26 @@ if TYPE_CHECKING:
 
 
 class StableAdamW(LowPrecisionOptimizer):
-    """AdamW that steps less where gradients outgrow their second moment, tensor by tensor; needs no gradient clipping.
+    """AdamW with update clipping per tensor: smaller steps where gradients outgrow their second moment.
+
+    It needs no gradient clipping.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`; `step`, an int64 scalar. Bytes per parameter as AdamW: 10 with Kahan summation, 8 without.
+    `rounding="kahan"`; `step`, an int64 scalar.
+
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes. FP32 parameters take
+    16.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the root of the second moment, and its least value where gradients are compared with it.
-        weight_decay: decoupled decay, per unit of learning rate; it shrinks with the step.
+        weight_decay: decoupled decay, per unit of learning rate; where the step is clipped, so is the decay.
         maximize: ascend instead of descend.
 
-    The other arguments, and the errors raised, are those of `LowPrecisionOptimizer`.
+    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
+    those of `LowPrecisionOptimizer`.
     """
 
     def __init__(

@@ -1,0 +1,77 @@
+"""Every message that the troubleshooting page quotes is one that a user can meet."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+
+
+def quoted() -> list[str]:
+    """The messages among the headings, with `…` for what varies."""
+    return re.findall(r"^### `([^`]+)`", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """The strings in a module, docstrings excluded, with `…` for what varies."""
+    found, parts = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts.update(map(id, node.values))
+            found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            parts.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(re.sub(r"%[sr]", "…", node.value))
+    return found
+
+
+def pattern(message: str) -> re.Pattern[str]:
+    """A regular expression for a quoted message: `…` stands for any text."""
+    return re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+
+
+def of_libraries() -> dict[str, str]:
+    """Messages of torch and transformers that the page quotes, as they are in the versions installed."""
+    raised = {}
+
+    def provoke(quoted: str, call: Callable[[], object]) -> None:
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            call()
+        raised[quoted] = str(caught.value)
+
+    linear = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    provoke("mat1 and mat2 must have the same dtype", lambda: linear(torch.zeros(2, 2)))
+    provoke("expected m1 and m2 to have the same dtype", lambda: torch.zeros(2, 2) @ linear.weight)
+    provoke("Got unsupported ScalarType BFloat16", lambda: linear.weight.detach().numpy())
+    provoke("… is not a valid OptimizerNames", lambda: TrainingArguments(optim="adamw_bf16_khan"))
+    return raised
+
+
+def test_every_message_exists():
+    ours = [text for path in (ROOT / "hf_lowprec").rglob("*.py") for text in texts(ast.parse(path.read_text("utf-8")))]
+    theirs = of_libraries()
+    messages = quoted()
+    assert len(messages) > 40
+    for message in messages:
+        among = [theirs[message]] if message in theirs else ours
+        assert any(map(pattern(message).search, among)), f"no message of the package reads {message!r}"
+
+
+def test_a_message_that_has_gone_is_found():
+    tree = ast.parse('raise ValueError(f"the old {name} is no " "more")')
+    assert pattern("the old … is no more").search(texts(tree)[0])
+    assert not pattern("the new … is no more").search(texts(tree)[0])
+
+
+def test_every_message_of_a_library_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(message in page for message in of_libraries())
