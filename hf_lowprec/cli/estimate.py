@@ -134,16 +134,16 @@ def _ours(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, st
     from hf_lowprec import cast_model
     from hf_lowprec.cli.inputs import InputError, input_errors
     from hf_lowprec.insight.memory import expected_memory
-    from hf_lowprec.integrations.arguments import callback_arguments
+    from hf_lowprec.integrations.transformers.optim_args import optim_args_of
     from hf_lowprec.reduction.micro_batches import check_mode, residual_bytes
 
     with input_errors(f"--optim {name}"):
         args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
-        asked = callback_arguments(args)
-        accumulation = check_mode(asked.get("grad_accumulation", "nearest"))
+        options = optim_args_of(args)
+        accumulation = check_mode("nearest" if options.grad_accumulation is None else options.grad_accumulation)
         if gpus > 1 and accumulation == "kahan":
             raise InputError("grad_accumulation='kahan' does not go with FSDP2; give fp32 or nearest, or one GPU")
-        cast_model(model, keep_fp32=asked.get("keep_fp32", ()))
+        cast_model(model, keep_fp32=options.keep_fp32)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
     kept = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)

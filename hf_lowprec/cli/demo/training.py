@@ -23,7 +23,7 @@ from transformers import (
 from hf_lowprec.cli.demo.lost_updates import LostUpdates
 from hf_lowprec.cli.demo.text import Blocks
 from hf_lowprec.insight.memory import memory_use
-from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.reduction.replicas import unwrapped
 
 EVALUATIONS = 10

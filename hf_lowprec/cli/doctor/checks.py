@@ -16,7 +16,7 @@ from transformers import Trainer
 from hf_lowprec.cli.doctor.layers import probes
 from hf_lowprec.cli.doctor.training import STEPS, arguments, trained
 from hf_lowprec.insight.layer_probes import workarounds
-from hf_lowprec.integrations.callback import LOST_UPDATES
+from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c_compiler import CompilerError
 from hf_lowprec.optim.backends.triton import TritonError
