@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hf_lowprec.integrations import manifest
+from hf_lowprec.integrations.transformers.checkpoint_damage import changed_files
+from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter, read_manifest
+from hf_lowprec.integrations.transformers.file_checksums import CHUNK_BYTES
 
 HASHES = {
     "crc32": zlib.crc32,
@@ -38,14 +40,14 @@ def seconds(action: Callable[..., object], *arguments: object) -> torch.Tensor:
 
 
 def hash_all(paths: list[Path], function: Callable[[bytes], object], threads: int) -> None:
-    """Hash every chunk of every file, as `manifest.checksums` does it."""
+    """Hash every chunk of every file, as `file_checksums.checksums` does it."""
 
     def of_chunk(place: tuple[Path, int]) -> object:
         with place[0].open("rb", buffering=0) as file:
             file.seek(place[1])
-            return function(file.read(manifest.CHUNK))
+            return function(file.read(CHUNK_BYTES))
 
-    chunks = [(path, start) for path in paths for start in range(0, path.stat().st_size, manifest.CHUNK)]
+    chunks = [(path, start) for path in paths for start in range(0, path.stat().st_size, CHUNK_BYTES)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(of_chunk, chunks))
 
@@ -70,13 +72,13 @@ def main() -> None:
             torch.save({"state": {0: states}}, files[1])
 
         for _ in range(options.rounds):
-            writer = manifest.ManifestWriter()
+            writer = ManifestWriter()
             begun = seconds(writer.begin, checkpoint, 1, None)
             times.setdefault("writing the files", []).append(seconds(save))
             times.setdefault("the manifest", []).append(begun + seconds(writer.complete))
-            written = manifest.read_manifest(checkpoint)
-            assert written is not None and manifest.changed_files(checkpoint, written) == []
-            check = seconds(manifest.changed_files, checkpoint, written)
+            written = read_manifest(checkpoint)
+            assert written is not None and changed_files(checkpoint, written) == []
+            check = seconds(changed_files, checkpoint, written)
             times.setdefault("its check when resuming", []).append(check)
             for name, function in HASHES.items():
                 for threads in (1, 2):

@@ -1,6 +1,7 @@
 """Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
 
-Importing the package adds its optimizer names to transformers and lets `Trainer` look for them; nothing else happens.
+Importing the package adds its optimizer names to transformers, and wraps methods of `Trainer` that act on them. All
+other names are imported on first use.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model, return_float32
-    from hf_lowprec.integrations.accelerator import prepare_accelerator
+    from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
-    from hf_lowprec.integrations.callback import LowPrecisionCallback
+    from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
@@ -24,14 +25,14 @@ try:
 except metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+source"
 
-_HOME = {
+_DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
     "fp32_state_dict": "optim.fp32_weights",
     "hidden_matrices": "optim.hidden_matrices",
-    "LowPrecisionCallback": "integrations.callback",
-    "prepare_accelerator": "integrations.accelerator",
+    "LowPrecisionCallback": "integrations.transformers.callback",
+    "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
@@ -53,8 +54,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"hf_lowprec.{_HOME[name]}"), name)
+    if name in _DEFINED_IN:
+        return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
     if name in _algorithms():
         return _algorithms()[name]
     raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
@@ -65,25 +66,27 @@ def __dir__() -> list[str]:
 
 
 def _algorithms() -> dict[str, Any]:
+    """The optimizer classes by name."""
     return import_module("hf_lowprec.optim").ALGORITHMS
 
 
 def register() -> None:
     """Add the names of `OPTIMIZER_NAMES` to transformers; runs on import, and calling it again changes nothing."""
-    from hf_lowprec.integrations.trainer import register as register_with_trainer
+    from hf_lowprec.integrations.transformers.trainer import register as register_with_trainer
 
     register_with_trainer(unpickle_optimizer_name)
 
 
 def unpickle_optimizer_name(name: str) -> Any:
-    """The value of `TrainingArguments.optim` that `name` stands for.
+    """Return the member of transformers' enum that has the value `name`, as `TrainingArguments.optim` holds it.
 
-    Files such as `training_args.bin` refer to this function, so loading one imports `hf_lowprec`, which adds the names.
+    Files such as `training_args.bin` refer to this function by its path, so loading one imports `hf_lowprec`, which
+    adds the names.
 
     Raises:
         ValueError: this version has no optimizer of that name.
     """
-    from hf_lowprec.integrations.seams import optimizer_member
+    from hf_lowprec.integrations.private_apis import optimizer_member
 
     try:
         return optimizer_member(name)
@@ -98,4 +101,4 @@ try:
 except RuntimeError as error:  # the optimizers and cast_model work without the names
     warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
-__all__.extend(_algorithms())  # found by themselves, like their names
+__all__.extend(_algorithms())

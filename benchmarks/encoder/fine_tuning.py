@@ -14,7 +14,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, default_da
 from hf_lowprec.casting.fp32_rules.norms import is_norm
 from hf_lowprec.demo.training import Settings, cast_whole_model
 from hf_lowprec.demo.variants import Variant
-from hf_lowprec.integrations.callback import LowPrecisionCallback
+from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.optim.registry import optimizer_factory
 
 

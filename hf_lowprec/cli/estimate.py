@@ -135,17 +135,17 @@ def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus
 
     from hf_lowprec import cast_model
     from hf_lowprec.diagnostics.memory import expected_memory
-    from hf_lowprec.integrations.arguments import callback_arguments
+    from hf_lowprec.integrations.transformers.optim_args import optim_args_of
     from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
     from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
     with explain_input_errors(f"--optim {name}"):
         args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
-        options = callback_arguments(args)
-        mode = check_grad_accumulation(options.get("grad_accumulation", "nearest"))
+        options = optim_args_of(args)
+        mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
         if gpus > 1 and mode == "kahan":
             raise InputError("grad_accumulation='kahan' does not go with FSDP2; give fp32 or nearest, or one GPU")
-        cast_model(model, keep_fp32=options.get("keep_fp32", ()))
+        cast_model(model, keep_fp32=options.keep_fp32)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
     fp32_parameters = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)

@@ -16,7 +16,7 @@ from transformers import Trainer
 from hf_lowprec.diagnostics.broken_convolutions import workarounds
 from hf_lowprec.doctor.layers import probe_layers
 from hf_lowprec.doctor.tiny_training import STEPS, train, training_arguments
-from hf_lowprec.integrations.callback import LOST_UPDATES
+from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c_compiler import CompilerError
 from hf_lowprec.optim.backends.triton import TritonError

@@ -1,4 +1,4 @@
-"""Averages of weights (EMA, SWA) that move although the model is BF16."""
+"""`AveragedModel`: averages of weights (EMA, SWA), in FP32 although the model is in BF16."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """
 
     _checked = False
-    """Whether the optimizer of the first update was looked at."""
+    """Whether the first update's optimizer was checked."""
 
     def __init__(
         self,

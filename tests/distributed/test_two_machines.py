@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lowprec.integrations.checkpoints import last_complete
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete
 from tests.distributed.machines import CABLE, LOOPBACK, Machine, two_machines
 from tests.distributed.processes import Process, Processes
 from tests.ranks import SCRIPTS

@@ -152,7 +152,7 @@ def test_an_added_group_continues_the_numbering():
 
 
 def test_an_optimizer_that_only_checks_arguments_is_not_counted(tmp_path):
-    from hf_lowprec.integrations.arguments import checked_arguments
+    from hf_lowprec.integrations.transformers.training_arguments import checked_arguments
 
     kwargs = checked_arguments(arguments(tmp_path, optim="adamw_bf16_kahan"))
     assert "first_parameter" not in AdamW(parameters(1), **kwargs).param_groups[0]

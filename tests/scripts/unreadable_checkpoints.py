@@ -9,8 +9,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from hf_lowprec.integrations import checkpoints, structure
-from hf_lowprec.integrations.checkpoints import check_best, resolve
+from hf_lowprec.integrations.transformers import checkpoint_damage, resume_from_checkpoint
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, resolve
 
 RANK = int(os.environ["RANK"])
 FOLDER = sys.argv[1]
@@ -38,20 +38,20 @@ def check() -> None:
     PartialState(cpu=True)
     good = str(Path(FOLDER) / "checkpoint-4")
     assert resolve(True, FOLDER) == good
-    read, found = checkpoints.read_manifest, structure.damaged_files
-    checkpoints.read_manifest = failing_on(0, read)
+    read, found = resume_from_checkpoint.read_manifest, checkpoint_damage.unreadable_files
+    resume_from_checkpoint.read_manifest = failing_on(0, read)
     told = "ValueError: rank 0 cannot read the checkpoints: PermissionError: no permission for this file"
     for act, *arguments in [(resolve, True, FOLDER), (resolve, good, FOLDER), (check_best, Path(good))]:
         assert complaint(act, *arguments) == told, (RANK, act, complaint(act, *arguments))
-    checkpoints.read_manifest = read
+    resume_from_checkpoint.read_manifest = read
 
-    structure.damaged_files = failing_on(1, found)
+    checkpoint_damage.unreadable_files = failing_on(1, found)
     told = told.replace("rank 0", "rank 1")
     assert complaint(resolve, good, FOLDER) == told
-    structure.damaged_files = found
+    checkpoint_damage.unreadable_files = found
 
-    candidates, called = checkpoints._candidates, []
-    checkpoints._candidates = lambda folder: (called.append(folder), candidates(folder))[1]
+    candidates, called = resume_from_checkpoint._candidates, []
+    resume_from_checkpoint._candidates = lambda folder: (called.append(folder), candidates(folder))[1]
     assert resolve(True, FOLDER) == good
     assert len(called) == (RANK == 0), "one rank reads every manifest"
 

@@ -1,0 +1,1 @@
+"""What `prepare_accelerator` changes on an `accelerate.Accelerator`."""

@@ -1,0 +1,295 @@
+"""`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
+
+It wraps methods of that one accelerator. Other accelerators, and the class, stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.casting import return_float32
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
+from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.ddp import reduce_in_fp32
+from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
+from hf_lowprec.reduction.grad_accumulation import GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.replicas import find_replica_difference, synchronized_parameters
+from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
+from hf_lowprec.reduction.status import ReducedModel, ReductionStatus
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+
+_REDUCTION = "_hf_lowprec"
+"""Where an accelerator keeps what `prepare_accelerator` has returned for it."""
+AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
+    """Let `accelerator` sum gradients in FP32, under DDP, FSDP2 and HSDP; call it before `accelerator.prepare`.
+
+    - Gradients travel in the parameters' dtype. The mean over ranks is summed in FP32, in rank order, and rounded once.
+      Under FSDP2, FP32 parameters (norms) become a group of their own, because torch wants one dtype per group.
+    - `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
+    - Models that `cast_model` has cast return FP32 to the loop once they are prepared, as by `return_float32`.
+    - Mixed precision "bf16" is switched off: under FSDP2 it would make parameters FP32.
+    - Ranks are compared when a model is prepared and before an optimizer's first step. Settings, parameters or
+      replicated weights that differ are a `RuntimeError` on every rank that names them; weights that differ before
+      FSDP2 shards them are a warning.
+
+    With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. A second call
+    changes nothing.
+
+    Args:
+        accelerator: an Accelerator that has not prepared a model yet.
+        grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
+            `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
+
+    Returns:
+        What is done, filled as models are prepared. `print` it to see whether it is active.
+
+    Raises:
+        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
+            or FSDP2 has wrapped one of its models already.
+    """
+    check_grad_accumulation(grad_accumulation)
+    earlier: ReductionStatus | None = getattr(accelerator, _REDUCTION, None)
+    if earlier is not None:
+        if earlier.grad_accumulation != grad_accumulation:
+            raise ValueError(f"the accelerator was prepared with grad_accumulation={earlier.grad_accumulation!r}")
+        return earlier
+    check_supported(accelerator, grad_accumulation)
+    models = private_apis.prepared_models(accelerator)
+    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
+        raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
+    for model in models:  # not wrapped, so it is early enough for them
+        _return_float32_if_cast(model)
+    reduction = ReductionStatus(grad_accumulation)
+    if private_apis.switch_autocast_off(accelerator):
+        note_autocast_is_off(reduction)
+    _warn_of_separate_processes(accelerator, reduction)
+    setattr(accelerator, _REDUCTION, reduction)
+    prepared_models = PreparedModels()
+    comparison = RankComparison(accelerator)
+    wrappers: dict[str, Callable] = {
+        # FP32 sums under FSDP2, which shards the model there.
+        "prepare": functools.partial(_prepare, accelerator, reduction, prepared_models),
+        # FP32 sums under DDP, which wraps the model there.
+        "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
+        # Ranks that differ are found before the first step.
+        "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
+        # DDP over one process need not synchronize micro-batches.
+        "no_sync": functools.partial(_no_sync, accelerator),
+        # Our optimizers clip inside their step.
+        "clip_grad_norm_": functools.partial(_clip_grad_norm_, accelerator, comparison),
+    }
+    for name, wrapper in wrappers.items():
+        wrap_method(accelerator, name, wrapper)
+    return reduction
+
+
+def is_evaluation(*args: Any, **kwargs: Any) -> bool:
+    """Whether these arguments of `Accelerator.prepare_model`, those after the model, say that it is only evaluated."""
+    return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
+
+
+def note_autocast_is_off(reduction: ReductionStatus) -> None:
+    """Note that mixed precision was asked for and is off, and log it."""
+    reduction.notes.append(AUTOCAST_OFF)
+    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
+
+
+def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionStatus) -> None:
+    """Warn if more processes were started than accelerate trains with."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > accelerator.num_processes:
+        reduction.notes.append(
+            f"{started} processes were started (WORLD_SIZE), and accelerate trains with {accelerator.num_processes}: "
+            "each trains alone. Without GPUs start the script with --use_cpu, or Accelerator(cpu=True)"
+        )
+        logger.warning("hf_lowprec: %s", reduction.notes[-1])
+
+
+def _any_in_ddp(models: list[nn.Module]) -> bool:
+    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, and not their wrappers."""
+    if not models:  # searching takes a tenth of a second
+        return False
+    wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
+    return any(getattr(wrapper, "module", None) is model for wrapper in wrappers for model in models)
+
+
+class PreparedModels(weakref.WeakSet):
+    """The models of an accelerator whose gradients are summed in FP32 already; a plain WeakSet does not pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self),)
+
+
+def _prepare(
+    accelerator: Accelerator,
+    reduction: ReductionStatus,
+    prepared_models: PreparedModels,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`Accelerator.prepare`, which is where FSDP2 shards a model.
+
+    Raises:
+        ValueError: the model cannot be sharded in groups of one dtype.
+        RuntimeError: the ranks' models or settings differ.
+    """
+    model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
+    if not accelerator.is_fsdp2 or model is None or model in prepared_models:
+        return original(*args, **kwargs)
+    _return_float32_if_cast(model)
+    _compare_models(accelerator, reduction, model)
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # with it, only rank 0 has weights yet
+        _warn_of_different_weights(accelerator, model)
+    low_precision = {param.dtype for param in model.parameters() if param.requires_grad} - {torch.float32}
+    replicated = bool(accelerator.parallelism_config and accelerator.parallelism_config.dp_replicate_enabled)
+    if replicated or torch.float16 in low_precision or reduction.grad_accumulation == "fp32":
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are reduced, and added up, in FP32
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+    in_fp32 = fp32_modules(model)  # raises before accelerate takes the parameters from the optimizer
+
+    def shard_fp32_modules(options: dict[str, Any]) -> set[nn.Module]:
+        shard_together(in_fp32.values(), **options)
+        return {child for module in in_fp32.values() for child in module.modules()}
+
+    with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
+        prepared = original(*args, **kwargs)
+    reduction.fp32_modules.extend(in_fp32)
+    scratch = reduce_scatter_in_fp32(private_apis.prepared_models(accelerator)[-1])
+    prepared_models.add(model)
+    reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
+    return prepared
+
+
+def _prepare_model(
+    accelerator: Accelerator,
+    reduction: ReductionStatus,
+    prepared_models: PreparedModels,
+    original: Callable,
+    model: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`Accelerator.prepare_model`, which is where DDP wraps a model.
+
+    Raises:
+        RuntimeError: the ranks' models or settings differ.
+    """
+    if model in prepared_models:
+        return original(model, *args, **kwargs)
+    _return_float32_if_cast(model)
+    if is_evaluation(*args, **kwargs):
+        with private_apis.prepared_again_later(model):
+            return original(model, *args, **kwargs)
+    _compare_models(accelerator, reduction, model)
+    accumulator = None
+    if reduction.grad_accumulation != "nearest":
+        accumulator = GradientAccumulator(model, reduction.grad_accumulation)
+        reduction.accumulators.append(accumulator)
+    wrapped = {id(module) for module in model.modules()}
+    prepared = original(model, *args, **kwargs)
+    for module in prepared.modules():
+        if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
+            averager = reduce_in_fp32(module)
+            averager.on_last_bucket = None if accumulator is None else accumulator.restart
+            reduction.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
+    prepared_models.update((model, prepared))
+    return prepared
+
+
+def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
+    """Compare the ranks' models before they are wrapped; collectives of models that differ would wait forever.
+
+    Raises:
+        RuntimeError: the ranks' models or settings differ.
+    """
+    if accelerator.num_processes > 1 and any(param.requires_grad for param in model.parameters()):
+        check_same_settings({"grad_accumulation": reduction.grad_accumulation, **model_settings(model)})
+
+
+def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Warn if the ranks' weights differ before sharding.
+
+    FSDP2 keeps each rank's own shard, unlike DDP, which broadcasts rank 0's weights.
+    """
+    if accelerator.num_processes == 1 or any(gather_objects(any(param.is_meta for param in model.parameters()))):
+        return  # weights of a model on the meta device are loaded after sharding
+    ignored = private_apis.ignored_by_fsdp2(accelerator, model)
+    difference = find_replica_difference(
+        (name, param) for name, param in synchronized_parameters(model) if param not in ignored
+    )
+    if difference is not None and accelerator.is_main_process:
+        logger.warning(
+            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
+            "before the model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from "
+            "rank 0's",
+            difference,
+        )
+
+
+def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`: compare the ranks before the first step."""
+    prepared = original(*args, **kwargs)
+    comparison.watch(unwrap_optimizer(prepared))
+    return prepared
+
+
+def _return_float32_if_cast(model: nn.Module) -> None:
+    """Let a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
+    if cast_dtypes(model):
+        return_float32(model)
+
+
+def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
+    """`Accelerator.no_sync`; accelerate's own lets DDP over a single process synchronize every micro-batch."""
+    if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return original(model)
+
+
+def _clip_grad_norm_(
+    accelerator: Accelerator,
+    comparison: RankComparison,
+    original: Callable,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Any:
+    """`Accelerator.clip_grad_norm_`: all parameters of one of our optimizers are clipped inside its next step.
+
+    Accelerate's own runs for a part of the parameters, for other norms and optimizers, and before the last micro-batch.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    clipped = {id(param) for param in parameters if param.grad is not None}
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        groups = optimizer.param_groups
+        if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
+            comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
+            # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
+            if isinstance(optimizer, LowPrecisionOptimizer) and norm_type == 2 and accelerator.sync_gradients:
+                return optimizer.clip_grad_norm_(max_norm)
+    return original(parameters, max_norm, norm_type)

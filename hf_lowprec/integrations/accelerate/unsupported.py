@@ -1,0 +1,77 @@
+"""Setups of an accelerator that are unsupported, because gradients would not be summed in FP32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+
+_SUPPORTED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.FSDP,
+}
+_ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
+
+
+def check_supported(accelerator: Any, grad_accumulation: str) -> None:
+    """Check the setup of `accelerator` for `grad_accumulation`.
+
+    Raises:
+        ValueError: it is not supported; the message names the setting and what to change.
+    """
+    kind = accelerator.distributed_type
+    if kind not in _SUPPORTED:
+        raise ValueError(
+            f"distributed_type={kind.value} reduces gradients itself, in 16 bits, and offers no hook for FP32 sums; "
+            f"{_ALTERNATIVE}"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision!r} does not go with pure BF16 training, which replaces "
+            "autocast and scaling; use mixed_precision='no'"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"DistributedDataParallelKwargs(comm_hook={str(getattr(handler.comm_hook, 'value', handler.comm_hook))!r}) "
+            "takes the place of the FP32 sums; remove it"
+        )
+    if grad_accumulation != "nearest" and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        raise ValueError(
+            f"GradientAccumulationPlugin(sync_each_batch=True) rounds micro-batches at each synchronization, which "
+            f"grad_accumulation={grad_accumulation!r} would prevent; remove one of the two"
+        )
+    _check_parallelism(accelerator.parallelism_config)
+    if kind == DistributedType.FSDP:
+        _check_fsdp(accelerator, grad_accumulation)
+
+
+def _check_parallelism(config: Any) -> None:
+    for size, name in (("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence")):
+        if config is not None and getattr(config, size, 1) > 1:
+            raise ValueError(
+                f"ParallelismConfig({size}={getattr(config, size)}): {name} parallelism is not supported with FP32 "
+                f"sums; use dp_shard_size and dp_replicate_size, with {size}=1"
+            )
+
+
+def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            "FSDP1 offers no hook for FP32 sums; set fsdp_version: 2 in the accelerate configuration, "
+            'accelerate launch --fsdp_version 2, or TrainingArguments(fsdp_config={"version": 2})'
+        )
+    if plugin.mixed_precision_policy is not None and accelerator.mixed_precision == "no":
+        raise ValueError(
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=…) would cast parameters or gradients again; "
+            "remove it"
+        )
+    if grad_accumulation == "kahan":
+        raise ValueError(
+            "grad_accumulation='kahan' does not go with FSDP2, which adds up micro-batches itself; use 'fp32' or "
+            "'nearest'"
+        )

@@ -1,0 +1,258 @@
+"""The only module that uses private names of transformers and accelerate, or replaces names in other libraries.
+
+Each has a test in `tests/integrations/test_private_apis.py` that fails when a new version of the library removes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+import transformers
+from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import OptimizerNames
+
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+
+SAVE_RANDOM_STATE = "_save_rng_state"
+"""Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
+
+RUN_EPOCH = "_run_epoch"
+"""Trainer's method that trains for an epoch, or the rest of one; it compares steps with `max_steps` after a step."""
+
+SAVE_CHECKPOINT = "_save_checkpoint"
+"""Trainer's method that writes a checkpoint, then pushes it to the hub, and then deletes older ones."""
+
+LOAD_CHECKPOINT = "_load_from_checkpoint"
+"""Trainer's method that loads a checkpoint's weights when a run is resumed; its last argument is the model."""
+
+LOAD_BEST = "_load_best_model"
+"""Trainer's method that loads the best weights at the end of a run."""
+
+_PREPARED = "_is_accelerate_prepared"
+"""The attribute by which accelerate marks a model that it has prepared."""
+
+OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickle: Callable[[str], Any]) -> None:
+    """Add `names` to `OptimizerNames` and to Trainer's dispatch table; a name that exists already is left alone.
+
+    `TrainingArguments` accepts only members of this enum, and there is no public way to extend it.
+
+    Args:
+        names: the values of the new members.
+        handler: the function that the dispatch table gets for them.
+        unpickle: the function that a pickled member calls with its value. Unpickling imports its module, which adds the
+            members. Pickled by default, a member would refer only to the enum, which may not have it yet.
+
+    Raises:
+        RuntimeError: this version of transformers keeps optimizer names elsewhere.
+    """
+    try:
+        handlers = trainer_optimizer._OPTIMIZER_HANDLERS
+        for name in names:
+            if name not in OptimizerNames._value2member_map_:
+                _add_member(name, unpickle)
+            handlers[OptimizerNames(name)] = handler
+    except AttributeError as error:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has changed where optimizer names live ({error}), so `optim=` "
+            "names of hf_lowprec cannot be registered; use Trainer(optimizer_cls_and_kwargs="
+            "hf_lowprec.optimizer_factory(…), callbacks=[hf_lowprec.LowPrecisionCallback()]) or another version of "
+            "transformers"
+        ) from error
+
+
+def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
+    member = str.__new__(OptimizerNames, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__ = OptimizerNames
+    member.__reduce_ex__ = lambda protocol: (unpickle, (name,))
+    member._sort_order_ = len(OptimizerNames._member_names_)
+    OptimizerNames._member_names_.append(member._name_)
+    OptimizerNames._member_map_[member._name_] = member
+    OptimizerNames._value2member_map_[name] = member
+    type.__setattr__(OptimizerNames, member._name_, member)
+
+
+def optimizer_member(name: str) -> OptimizerNames:
+    """The member of transformers' enum that has the value `name`."""
+    return OptimizerNames(name)
+
+
+@contextmanager
+def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
+    """Call `first` just before the first `fully_shard` inside, with the options of that call.
+
+    Accelerate chooses the options and the moment, after which it may have moved the model to the meta device. It looks
+    `fully_shard` up in `torch.distributed.fsdp` when it shards a model, so the function is replaced there.
+
+    Args:
+        first: shards some modules by itself, and returns them. They are left out of accelerate's calls, which were
+            planned before and would shard them again.
+
+    Raises:
+        RuntimeError: no `fully_shard` ran inside.
+    """
+    original = torch.distributed.fsdp.fully_shard
+    sharded: Collection[nn.Module] | None = None
+
+    def fully_shard(module: Any, **options: Any) -> Any:
+        nonlocal sharded
+        if sharded is None:
+            sharded = first(options)
+        if isinstance(module, nn.Module):
+            return module if module in sharded else original(module, **options)
+        unsharded = [one for one in module if one not in sharded]
+        if unsharded:
+            original(unsharded, **options)
+        return module
+
+    torch.distributed.fsdp.fully_shard = fully_shard
+    try:
+        yield
+    finally:
+        torch.distributed.fsdp.fully_shard = original
+    if sharded is None:
+        raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether FSDP2 has sharded `model` as a whole; accelerate returns such a model as it is."""
+    return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
+
+
+def switch_autocast_off(accelerator: Any) -> bool:
+    """Set the mixed precision of `accelerator` to "no"; returns whether it was another."""
+    if accelerator.mixed_precision == "no":
+        return False
+    accelerator.state._mixed_precision = "no"
+    accelerator.native_amp = False
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.mixed_precision_policy = None
+    return True
+
+
+def prepared_models(accelerator: Any) -> list[Any]:
+    """The models that `accelerator` was given to prepare, also those for evaluation only.
+
+    A model that DDP wraps is listed without its wrapper. FSDP2 shards in place.
+    """
+    return list(accelerator._models)
+
+
+def prepared_optimizers(accelerator: Any) -> list[Any]:
+    """The optimizers that `accelerator` has prepared, without its wrappers."""
+    return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+
+
+def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parameter]:
+    """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules
+    return get_parameters_from_modules(ignored, model, accelerator.device)
+
+
+def has_communication_hook(model: DistributedDataParallel) -> bool:
+    """Whether something was registered by `DistributedDataParallel.register_comm_hook`."""
+    return bool(model._comm_hooks)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a transformers model was given adapters by its own `add_adapter` or `load_adapter`."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def prepared_again_later(model: Any) -> Iterator[None]:
+    """Let `Accelerator.prepare_model`, called inside for evaluation, prepare `model` again later, for training.
+
+    Accelerate marks a model that it has prepared, also for evaluation only, and returns a marked model as it is. After
+    `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.
+    """
+    marked_before = getattr(model, _PREPARED, False)
+    try:
+        yield
+    finally:
+        if not marked_before:
+            vars(model).pop(_PREPARED, None)
+
+
+def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+    """The folder to which `trainer` saves the checkpoint of its current step.
+
+    Args:
+        trainer: in training.
+        trial: that of a hyperparameter search, or None.
+    """
+    return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+
+@contextmanager
+def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
+    """Call `written` each time a `trainer_state.json` has been written inside.
+
+    It is the last file of a checkpoint. Trainer then pushes the checkpoint to the hub and deletes older ones.
+    """
+    original = vars(TrainerState)["save_to_json"]
+
+    @functools.wraps(original)
+    def save_to_json(self: TrainerState, json_path: str) -> None:
+        original(self, json_path)
+        written()
+
+    with _replaced(TrainerState, "save_to_json", save_to_json):
+        yield
+
+
+@contextmanager
+def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
+    """Let Trainer read a `trainer_state.json` by `read(path, cls)`, where `cls` is the class that it asks for."""
+
+    def load_from_json(cls: type[TrainerState], json_path: str) -> TrainerState:
+        return read(Path(json_path), cls)
+
+    with _replaced(TrainerState, "load_from_json", classmethod(load_from_json)):
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def read_checkpoints_in_float32(trainer: Trainer) -> None:
+    """Let a trainer that reads checkpoints by `from_pretrained`, as sentence-transformers does, read them in FP32.
+
+    By default, `from_pretrained` gives every weight the one dtype of the saved config, which would round FP32 norms.
+    """
+    if getattr(type(trainer), LOAD_CHECKPOINT) is not getattr(Trainer, LOAD_CHECKPOINT):
+        setattr(trainer, LOAD_CHECKPOINT, functools.partial(_in_float32, getattr(trainer, LOAD_CHECKPOINT)))
+
+
+def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call `load` while `from_pretrained`, called without a `dtype`, loads FP32."""
+    original = vars(PreTrainedModel)["from_pretrained"]
+
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        default = {} if {"dtype", "torch_dtype"} & kwargs.keys() else {"dtype": torch.float32}
+        return original.__func__(cls, *args, **default, **kwargs)
+
+    with _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        return load(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""What `TrainingArguments(optim=…)` starts: the Trainer's additions, its callback, its checkpoints."""

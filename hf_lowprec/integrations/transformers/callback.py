@@ -1,0 +1,270 @@
+"""The Trainer callback: casts the model, reports the precision of everything once, logs what rounding did."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_lowprec.casting import CastReport, cast_model, return_float32
+from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
+from hf_lowprec.diagnostics.precision_report import precision_report
+from hf_lowprec.integrations.accelerate.accelerator import is_evaluation, note_autocast_is_off, prepare_accelerator
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
+from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
+from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
+from hf_lowprec.integrations.transformers.training_arguments import check_liger
+from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.lost_updates import lost_updates
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.reduction import check_replicas
+from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
+from hf_lowprec.reduction.status import ReductionStatus
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.rounding import dtype_name
+
+LOST_UPDATES = "lost_updates"
+SKIPPED_STEPS = "skipped_steps"
+MANY_MICRO_BATCHES = 128
+"""From here on rounding at each of them costs percents of the gradient (`benchmarks/micro_batches.py`)."""
+_MEASURE_EVERY = 64
+"""Steps between measurements where the step that will be logged is not known in advance."""
+
+logger = logging.getLogger(__name__)
+
+
+class LowPrecisionCallback(TrainerCallback):
+    """Trains a model in pure BF16 under `transformers.Trainer`: casts it, sums gradients in FP32, reports and logs.
+
+    With one of our `optim=` names Trainer has one by itself. Pass one as `Trainer(callbacks=[…])` to choose its
+    arguments, or to train a BF16 model with another optimizer. The model is cast while the Trainer is built, before it
+    moves to the device.
+
+    Every training log gets `lost_updates`, if 16-bit weights train: the share of that step's weight changes that
+    rounding did not store, from 0 (none) to 1 (all). With `skip_nonfinite` it also gets `skipped_steps`, the number of
+    steps left out so far.
+
+    Args:
+        dtype: `torch.bfloat16` or `torch.float16`.
+        keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
+        report: print the precision report when training begins.
+        log_lost_updates: measure and log `lost_updates`.
+        grad_accumulation: how micro-batches are added up, as for `prepare_accelerator`.
+        check_replicas_every: compare the weights and states of replicas every so many steps; 0 does not.
+
+    `keep_fp32`, `grad_accumulation` and `check_replicas_every` may be given in `optim_args` instead, which wins; the
+    patterns of both `keep_fp32` count.
+
+    Raises:
+        ValueError: when the Trainer is built: an argument or the model is not supported.
+        RuntimeError: when training begins: the callback was not there when the Trainer was built.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        keep_fp32: Sequence[str | type[nn.Module]] = (),
+        report: bool = True,
+        log_lost_updates: bool = True,
+        grad_accumulation: str = "nearest",
+        check_replicas_every: int = 0,
+    ) -> None:
+        self.dtype = dtype
+        self.keep_fp32 = keep_fp32
+        self.report = report
+        self.log_lost_updates = log_lost_updates
+        self.grad_accumulation = grad_accumulation
+        self.check_replicas_every = check_replicas_every
+        self.begin()
+
+    def begin(self, optim_args: OptimArgs | None = None) -> None:
+        """Start over for a Trainer that is being built.
+
+        Args:
+            optim_args: what its `optim_args` say: patterns to add to the callback's own, and values that replace its
+                other arguments.
+
+        Raises:
+            ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
+        """
+        options = optim_args or OptimArgs()
+        patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
+        accumulation, check_every = options.grad_accumulation, options.check_replicas_every
+        self._patterns = (*patterns, *options.keep_fp32)
+        self._accumulation = check_grad_accumulation(self.grad_accumulation if accumulation is None else accumulation)
+        self._check_every = self.check_replicas_every if check_every is None else check_every
+        if self._check_every < 0:
+            raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
+        self.reduction: ReductionStatus | None = None
+        self.cast_report: CastReport | None = None
+        self._trained: nn.Module | None = None
+        self._lost_updates: float | None = None
+
+    def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
+        """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
+
+        Args:
+            model: what is trained.
+            outputs_next_to_loss: see `return_float32`.
+        """
+        check_quantized_weights_are_frozen(model)
+        self.cast_report = cast_model(model, self.dtype, self._patterns)
+        self._trained = model
+        return_float32(model, outputs_next_to_loss)
+        logger.info("hf_lowprec: %s", self.cast_report)
+        return model
+
+    def prepare(self, accelerator: Accelerator, autocast_off: bool = False) -> None:
+        """Let `accelerator` sum gradients in FP32; called by the Trainer's constructor.
+
+        Models that it prepares for evaluation only (references, teachers, judges) are cast like the trained one.
+
+        Args:
+            accelerator: as `prepare_accelerator` takes it.
+            autocast_off: the user asked for mixed precision, and the Trainer left it out.
+        """
+        self.reduction = prepare_accelerator(accelerator, self._accumulation)
+        if autocast_off:
+            note_autocast_is_off(self.reduction)
+        wrap_method(accelerator, "prepare_model", self._prepare_model)
+
+    def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`: cast a model first that is only evaluated."""
+        if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
+            patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
+            report = cast_like_trained(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
+            if report.changed:
+                self.reduction.notes.append(
+                    f"{type(model).__name__} is only evaluated; it was cast like the trained model"
+                )
+        return original(model, *args, **kwargs)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Print the precision report, and warn of convolutions that torch computes wrongly on this device.
+
+        Raises:
+            RuntimeError: the callback was added after the Trainer was built.
+            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
+        """
+        if self.cast_report is None:
+            raise RuntimeError(
+                "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]), so "
+                "that the model is cast before it is moved and wrapped"
+            )
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        check_liger(args, self.cast_report.heads)
+        if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
+            raise ValueError(
+                f"optim={optimizer_name(args)!r} was asked for, and {type(optimizer).__name__} of optimizers= or "
+                "create_optimizer would round its updates of 16-bit weights away. Build it there as one of hf_lowprec "
+                "or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch', and "
+                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 all the same"
+            )
+        if state.is_local_process_zero:
+            self._warn_of_broken_layers(args.device)
+        self._lost_updates = None
+        if self.report and state.is_world_process_zero:
+            lines = self.reduction.lines() if self.reduction else []
+            lines += quantization_notes(kwargs["model"])
+            if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
+                lines.append(
+                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds as often; "
+                    "grad_accumulation='kahan' does not, for 2 bytes per parameter"
+                )
+            print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
+
+    def _warn_of_broken_layers(self, device: torch.device) -> None:
+        """Warn of convolutions that this device computes wrongly in 16 bits. A failure here does not stop training."""
+        model = self._trained
+        try:
+            broken = [] if model is None else find_broken_convolutions(model)
+        except Exception as error:  # for example, from code that has replaced torch's own
+            logger.info("hf_lowprec: layers could not be probed: %r", error)
+            return
+        if model is None or not broken:
+            return
+        named = [pattern for pattern in self._patterns if isinstance(pattern, str)]
+        named += keep_fp32_patterns(model, [name for probe in broken for name in probe.names])
+        logger.warning(
+            "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. Workarounds: %s",
+            dtype_name(self.dtype),
+            device,
+            "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
+            workarounds(device, dict.fromkeys(named)),
+        )
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure how much of the coming step rounding will lose, if the step will be logged."""
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
+            return
+        step = state.global_step + 1
+        if args.logging_strategy == IntervalStrategy.STEPS:
+            due = step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
+        else:
+            due = step % _MEASURE_EVERY == 0 or self._lost_updates is None
+        in_16_bits = any(p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"])
+        if due and in_16_bits:  # FP32 adapters are not rounded
+            self._lost_updates = lost_updates(optimizer)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the replicas every `check_replicas_every` steps."""
+        if self._check_every and (state.global_step + 1) % self._check_every == 0:
+            check_replicas(kwargs["model"], kwargs["optimizer"])
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add `lost_updates` and `skipped_steps` to the logs and to the state's history."""
+        if logs is None or "loss" not in logs:
+            return
+        additions: dict[str, float] = {}
+        if self._lost_updates is not None:
+            additions[LOST_UPDATES] = self._lost_updates
+            self._lost_updates = None
+        optimizer = unwrap_optimizer(kwargs.get("optimizer"))
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
+            additions[SKIPPED_STEPS] = optimizer.skipped_steps
+        logs |= additions
+        state.log_history[-1] |= additions
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """If the best weights were loaded, cast adapters again and reset compensations.
+
+        PEFT loads adapters in FP32, and the compensations belong to the last weights.
+        """
+        if not args.load_best_model_at_end:
+            return
+        if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included
+            cast_model(kwargs["model"], self.dtype, self._patterns)
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            for values in optimizer.state.values():
+                if isinstance(values, dict) and "compensation" in values:
+                    values["compensation"].zero_()
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first of several names, and how many follow."""
+    return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")

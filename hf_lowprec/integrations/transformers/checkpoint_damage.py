@@ -1,0 +1,152 @@
+"""Finds the files of a checkpoint that are damaged or missing.
+
+With a manifest, the files must have the sizes and checksums that it lists. Without one, as in checkpoints of a stock
+Trainer, the files that Trainer loads must exist and open. That finds empty, missing and truncated files, and no flipped
+bits.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+
+from hf_lowprec.integrations.transformers.checkpoint_manifest import Manifest, read_json
+from hf_lowprec.integrations.transformers.file_checksums import checksums
+
+_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
+"""Files that no Trainer needs to resume. That of sentence-transformers needs `config.json` and the tokenizer's."""
+_OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
+_SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
+"""Folders that torch.distributed.checkpoint writes."""
+_WEIGHTS = ("**/*.safetensors", "**/pytorch_model*.bin", "**/adapter_model.bin", "pytorch_model_fsdp_[0-9]*")
+
+
+def changed_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Compare the files of a checkpoint with its complete manifest.
+
+    Returns:
+        A line for every listed file that was changed, or that is missing and needed to resume.
+    """
+    problems, same_size = [], []
+    missing = missing_files(folder, manifest)
+    try:
+        for name, (size, _) in manifest.files.items():
+            if name in missing:
+                problems += [f"{name} is missing"] if missing[name] else []
+            elif (size_now := (folder / name).stat().st_size) != size:
+                problems.append(f"{name} has {size_now} bytes, {size} were written")
+            else:
+                same_size.append(name)
+        checksums_now = checksums(folder / name for name in same_size)
+    except OSError as error:
+        return [*problems, f"{error.filename} cannot be read: {error.strerror}"]
+    changed = [name for name in same_size if checksums_now[folder / name] != manifest.files[name].checksum]
+    return [*problems, *(f"{name} does not match its checksum" for name in changed)]
+
+
+def missing_files(folder: Path, manifest: Manifest) -> dict[str, bool]:
+    """The files of a complete manifest that are missing -> whether each is needed to resume."""
+    missing = (name for name in manifest.files if not (folder / name).is_file())
+    return {name: name.rpartition("/")[2] not in _NEVER_LOADED for name in missing}
+
+
+def unreadable_files(checkpoint: Path) -> list[str]:
+    """Open the files of a checkpoint that Trainer loads, except `trainer_state.json`.
+
+    Returns:
+        A line for every file that is missing or does not open.
+    """
+    problems = []
+    for pattern, check in _CHECKS.items():
+        for path in sorted(checkpoint.glob(pattern)):
+            name = path.relative_to(checkpoint).as_posix()
+            try:
+                problems += [f"{name}{problem}" for problem in check(path)]
+            except Exception as error:  # readers raise many kinds, zipfile even NotImplementedError
+                problems.append(f"{name} does not open: {error}")
+    if not _holds(checkpoint, *_WEIGHTS):
+        problems.append("model.safetensors is missing, and so are all other weights")
+    if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
+        problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
+    return problems
+
+
+def holds_optimizer(checkpoint: Path) -> bool:
+    """Whether the checkpoint has an optimizer's state; `save_only_model=True` writes none."""
+    return _holds(checkpoint, *_OPTIMIZER)
+
+
+def holds_random_states(checkpoint: Path) -> bool:
+    """Whether the checkpoint has random states, of any number of ranks."""
+    return _holds(checkpoint, "rng_state*.pth")
+
+
+def _holds(checkpoint: Path, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in checkpoint.glob(pattern))
+
+
+def _check_json(path: Path) -> list[str]:
+    read_json(path)
+    return []
+
+
+def _check_index(path: Path) -> list[str]:
+    """Check the index of weights in several files."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        return [" has no weight_map"]
+    missing = sorted({str(name) for name in weight_map.values() if not (path.parent / str(name)).is_file()})
+    return [f" lists {name}, which is missing" for name in missing]
+
+
+def _check_safetensors(path: Path) -> list[str]:
+    with safe_open(path, framework="pt"):  # it compares the header with the file's size
+        return []
+
+
+def _check_torch_file(path: Path) -> list[str]:
+    if not path.stat().st_size:
+        return [" is empty"]
+    with zipfile.ZipFile(path):  # the directory is at the end of the file
+        return []
+
+
+def _check_shards(folder: Path) -> list[str]:
+    """Check a folder of torch.distributed.checkpoint: its metadata, and the sizes of the files that hold the shards."""
+    if not folder.is_dir():
+        return []
+    if not (folder / ".metadata").is_file():
+        return ["/.metadata is missing"]
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data
+        ends: dict[str, int] = {}
+        for part in (stored or {}).values():
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    except Exception as error:  # unpickling can raise anything
+        return [f"/.metadata does not open: {type(error).__name__}: {error}"]
+    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in ends}
+    return [
+        f"/{name} is missing" if size is None else f"/{name} has {size} bytes, {ends[name]} were written"
+        for name, size in sizes.items()
+        if size is None or size < ends[name]
+    ]
+
+
+_CHECKS: dict[str, Callable[[Path], list[str]]] = {
+    "**/*.safetensors": _check_safetensors,
+    "**/*.index.json": _check_index,
+    "**/config.json": _check_json,
+    "**/adapter_config.json": _check_json,
+    **dict.fromkeys(
+        ("**/pytorch_model*.bin", "**/adapter_model.bin", "optimizer.pt", "optimizer*.bin", "scheduler.pt",
+         "scaler.pt", "rng_state*.pth"),
+        _check_torch_file,
+    ),
+    **dict.fromkeys(_SHARDS, _check_shards),
+}  # fmt: skip
+"""Pattern of file names -> what checks such a file, returning the ends of the lines about it."""

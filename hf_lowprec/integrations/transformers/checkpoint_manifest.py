@@ -1,0 +1,229 @@
+"""Writes and reads the manifest of a checkpoint: its files with their checksums, the run that saved it, and whether
+saving was completed.
+
+Saving begins with an incomplete manifest, which replaces that of an earlier checkpoint of the same name before anything
+else is written. The complete manifest, with the size and the checksum of every file, is written last. Resuming can
+therefore recognize a checkpoint that a process left half-written, and one whose files were changed or mixed up later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_lowprec.integrations.transformers.file_checksums import checksums
+
+MANIFEST_NAME = "hf_lowprec_manifest.json"
+FORMAT = 1
+_BEING_SAVED = "checkpoint-is-incomplete.txt"
+"""A file that transformers' JITCheckpointCallback keeps in a checkpoint while it saves it."""
+_LOADED_IF_PRESENT = (
+    TRAINER_STATE_NAME,
+    "optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
+)  # fmt: skip
+"""Files and folders that Trainer loads if they exist, even those of an earlier checkpoint in the same folder."""
+
+
+class FileRecord(NamedTuple):
+    """What a file had when it was written: its size in bytes, and its checksum (see `file_checksums.py`)."""
+
+    size: int
+    checksum: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        run: identifies the run that saved the checkpoint. A run that is resumed keeps it; two runs that save to one
+            folder have different ones.
+        saved: when saving began, in UTC. It orders the checkpoints of several runs; the files' times do not, since
+            copying changes them.
+        global_step: Trainer's step.
+        optimizer: the optimizer's class.
+        rounding: the rounding modes of its groups; empty for an optimizer of another library.
+        complete: whether every file was written.
+        files: every file in the folder by its relative path, once the manifest is complete.
+    """
+
+    run: str
+    saved: str
+    global_step: int
+    optimizer: str
+    rounding: list[str]
+    complete: bool = False
+    files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
+
+
+class ManifestWriter:
+    """Writes the manifests of one run's checkpoints; the Trainer keeps one writer per run.
+
+    Args:
+        resumed: the manifest of the checkpoint that the run is resumed from; None for a new run.
+    """
+
+    def __init__(self, resumed: Manifest | None = None) -> None:
+        self._run = resumed.run if resumed else uuid.uuid4().hex
+        self._last_saved = resumed.saved if resumed else ""
+        self._folder: Path | None = None
+        self._manifest: Manifest | None = None
+        self._stats: dict[str, tuple[int, ...]] = {}
+        self._records_of_ranks: dict[str, FileRecord] = {}
+
+    def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
+        """Write an incomplete manifest to `folder`, then remove what Trainer would load of an earlier checkpoint."""
+        groups = getattr(optimizer, "param_groups", [])
+        if self._folder is None:
+            self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
+        self._last_saved = _time_after(self._last_saved)
+        self._folder, self._stats, self._records_of_ranks = folder, {}, {}
+        self._manifest = Manifest(
+            run=self._run,
+            saved=self._last_saved,
+            global_step=global_step,
+            optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            rounding=sorted({group["rounding"] for group in groups if "rounding" in group}),
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, self._manifest)
+        for pattern in _LOADED_IF_PRESENT:
+            for path in folder.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def add(self, records: dict[str, FileRecord]) -> None:
+        """Take over the checksums that other ranks have computed, on machines that still have their files in memory."""
+        self._records_of_ranks.update(records)
+
+    def complete(self) -> None:
+        """Write the complete manifest. Called again, it updates the manifest for files that have changed since."""
+        if self._folder is None or self._manifest is None or not self._folder.is_dir():
+            return
+        stats = {name: _stat(self._folder / name) for name in _files(self._folder)}
+        changed = {name for name, stat in stats.items() if self._stats.get(name) != stat}
+        if self._manifest.complete and not changed and stats.keys() == self._stats.keys():
+            return
+        ready = {name: self._records_of_ranks.pop(name) for name in changed if name in self._records_of_ranks}
+        ready = {name: record for name, record in ready.items() if record.size == stats[name][0]}
+        records = {**self._manifest.files, **_records(self._folder, changed - ready.keys()), **ready}
+        files = {name: records[name] for name in stats}
+        self._manifest = dataclasses.replace(self._manifest, complete=True, files=files)
+        self._stats = stats
+        _write(self._folder, self._manifest)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest of a checkpoint; None if it has none.
+
+    Raises:
+        ValueError: the manifest is damaged, or has the format of a later version.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return None
+    fields = read_json(path)
+    if fields.pop("checksum", None) != _checksum_of_json(fields):
+        raise ValueError(f"{MANIFEST_NAME} does not match its checksum")
+    saved_format = fields.pop("format", None)
+    if saved_format != FORMAT:
+        raise ValueError(f"{MANIFEST_NAME} has format {saved_format}, this version of hf_lowprec reads {FORMAT}")
+    try:
+        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        return Manifest(**fields, files=files)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
+
+
+def records_of_rank(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """The sizes and checksums of the files that only `rank` has written, recognized by their names."""
+    # Shards, random states, unsharded optimizers.
+    by_rank = re.compile(rf"(^|/)(__|rng_state_|\w+_rank){rank}[_.]")
+    return _records(folder, [name for name in _files(folder) if by_rank.search(name)])
+
+
+def _records(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    return {
+        path.relative_to(folder).as_posix(): FileRecord(path.stat().st_size, checksum)
+        for path, checksum in checksums(folder / name for name in names).items()
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no JSON object")
+    return content
+
+
+def _times_of_saving(folder: Path) -> list[str]:
+    """When the checkpoints in `folder` were saved, according to their manifests; damaged ones are left out."""
+    times = []
+    for path in folder.glob(f"*/{MANIFEST_NAME}"):
+        with contextlib.suppress(OSError, ValueError):
+            manifest = read_manifest(path.parent)
+            times += [] if manifest is None else [manifest.saved]
+    return times
+
+
+def _time_after(earlier: str) -> str:
+    """The time in UTC, or just after `earlier`, which may come from a machine whose clock is ahead; "" is no time."""
+    now = datetime.now(timezone.utc)
+    if earlier:
+        now = max(now, datetime.fromisoformat(earlier) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def _checksum_of_json(fields: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
+
+
+def _write(folder: Path, manifest: Manifest) -> None:
+    """Replace the manifest atomically: a reader finds either the old one or the new one."""
+    fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    fields["files"] = {name: record._asdict() for name, record in manifest.files.items()}
+    content = json.dumps({**fields, "checksum": _checksum_of_json(fields)}, indent=1)
+    temporary = folder / f"{MANIFEST_NAME}.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(content + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST_NAME)
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _files(folder: Path) -> list[str]:
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in names if not name.startswith(MANIFEST_NAME) and name != _BEING_SAVED]
+
+
+def _stat(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino

@@ -1,0 +1,157 @@
+"""Parses `optim_args` once, into one `OptimArgs` that everything reads.
+
+transformers hands it over as one string of pairs, `"key=value,key=value"`, so every option is a string as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import check_keywords, optimizer_factory
+from hf_lowprec.optim.validation import keywords
+
+_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+_TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimArgs:
+    """What `optim_args` says, parsed. What it does not mention is empty or None.
+
+    Attributes:
+        optimizer: keyword arguments of the optimizer's class.
+        keep_fp32: patterns of modules to keep in FP32, for `cast_model`.
+        grad_accumulation: how micro-batches are added up, for `prepare_accelerator`.
+        check_replicas_every: steps between comparisons of replicas, for `LowPrecisionCallback`.
+    """
+
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keep_fp32: tuple[str, ...] = ()
+    grad_accumulation: str | None = None
+    check_replicas_every: int | None = None
+
+
+def optim_args_of(args: Any) -> OptimArgs:
+    """The `optim_args` of a `TrainingArguments` with one of our `optim` names.
+
+    Raises:
+        ValueError: a part is not of the form `key=value`, a key is unknown or comes twice, or a value does not parse.
+    """
+    if not isinstance(args.optim_args, str | None):
+        raise ValueError(f"optim_args must be text, as 'key=value,key=value'; got {type(args.optim_args).__name__}")
+    return _parsed_optim_args(optimizer_name(args), args.optim_args or "")
+
+
+@functools.lru_cache(maxsize=16)  # Trainer and the dispatch table of transformers ask one after the other
+def _parsed_optim_args(name: str, text: str) -> OptimArgs:
+    cls, _ = optimizer_factory(name)
+    options = _option_strings(text)
+    check_keywords(options, [*_text_keywords(cls), *_CALLBACK_PARSERS], f"optim_args for optim={name!r}")
+    optimizer, callback = {}, {}
+    for key, value in options.items():
+        if key in _CALLBACK_PARSERS:
+            callback[key] = _parsed(_CALLBACK_PARSERS[key], key, value)
+        else:
+            optimizer[key] = _optimizer_option(cls, key, value)
+    return OptimArgs(MappingProxyType(optimizer), **callback)
+
+
+def optimizer_name(args: Any) -> str:
+    """The `optim` of `TrainingArguments` as text."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _option_strings(text: str) -> dict[str, str]:
+    """`"key=value,key=value"` as a dictionary of strings."""
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not (key and separator and value) or "=" in value:
+            raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
+        if key in options:
+            raise ValueError(f"optim_args names {key!r} twice")
+        options[key] = value
+    return options
+
+
+def _text_keywords(cls: type[LowPrecisionOptimizer]) -> list[str]:
+    """The keyword arguments of `cls` that text can express; a list of parameters, for example, it cannot."""
+    return [key for key, default in keywords(cls).items() if default is not None or key in _PARSERS]
+
+
+def _optimizer_option(cls: type[LowPrecisionOptimizer], key: str, text: str) -> Any:
+    """The value of one of the optimizer's options; its default tells the type, unless it is None."""
+    default = keywords(cls)[key]
+    if isinstance(default, tuple):
+        return _numbers(key, text, default)
+    return _parsed(_PARSERS.get(key) or _PARSERS_BY_TYPE[type(default)], key, text)
+
+
+def _parsed(parse: Callable[[str], Any], key: str, text: str) -> Any:
+    try:
+        return parse(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"optim_args: {key}={text!r} does not parse; {_EXPECTED[parse]}") from None
+
+
+def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, text.split("|")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != len(default):
+        expected = f"give {len(default)} numbers as {joined(default)}"
+        raise ValueError(f"optim_args: {key}={text!r} does not parse; {expected}")
+    return numbers
+
+
+def joined(numbers: tuple[float, ...]) -> str:
+    """Several numbers as the text of one option."""
+    return "|".join(map(str, numbers))
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    return tuple(pattern for pattern in text.split("|") if pattern)
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError(text)
+    return text.lower() in _TRUE
+
+
+def _dtype(text: str) -> torch.dtype:
+    return _DTYPES[text.lower().removeprefix("torch.")]
+
+
+def _dtypes(text: str) -> torch.dtype | Mapping[str, torch.dtype]:
+    """One dtype, or one per state as `exp_avg:bfloat16|exp_avg_sq:float32`."""
+    if ":" not in text:
+        return _dtype(text)
+    pairs = (pair.split(":") for pair in text.split("|"))
+    return {name: _dtype(dtype) for name, dtype in pairs}
+
+
+_CALLBACK_PARSERS: dict[str, Callable[[str], Any]] = {
+    "keep_fp32": _patterns,
+    "grad_accumulation": str,
+    "check_replicas_every": int,
+}
+"""Options that are not the optimizer's, but `LowPrecisionCallback`'s."""
+_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float, "first_parameter": int}
+"""Options of the optimizer whose default is None."""
+_PARSERS_BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    _bool: "give True or False",
+    int: "give an integer",
+    float: "give a number",
+    _dtypes: "give bfloat16, float32, or a dtype per state as exp_avg:bfloat16|exp_avg_sq:float32",
+}
+"""The end of the message when a parser fails."""

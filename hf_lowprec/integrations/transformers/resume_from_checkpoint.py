@@ -1,0 +1,319 @@
+"""Decides which checkpoint a run is resumed from: the last good one, or the one that the user names, if it is good.
+
+A checkpoint is good if saving it was completed and none of its files is damaged (see `checkpoint_damage.py`). The times
+of files play no part, since copying changes them.
+
+All ranks come to the same decision: one process per machine checks the files that it sees, and a checkpoint that is
+damaged for one is damaged for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from accelerate import PartialState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_lowprec.integrations.transformers import checkpoint_damage
+from hf_lowprec.integrations.transformers.checkpoint_manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state, unknown_fields
+from hf_lowprec.reduction.object_gather import gather_objects
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+_NOT_WEIGHTS = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
+"""Files of a checkpoint that are not loaded with the best weights."""
+_SHOWN = 5
+"""How many damaged files a message names."""
+_DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
+
+_on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoint")
+
+
+class Problem(NamedTuple):
+    """Why a checkpoint cannot be resumed from.
+
+    Attributes:
+        kind: `_DAMAGED`, `_UNFINISHED` or `_EARLIER`.
+        reason: the details, for a message.
+    """
+
+    kind: str
+    reason: str
+
+
+def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
+    """Return what Trainer should resume from; the same on all ranks. Every rank must call it.
+
+    Args:
+        resume_from_checkpoint: as `Trainer.train` takes it. `True` stands for the last good checkpoint in `output_dir`;
+            later ones that are not good are skipped, and named in a warning.
+        output_dir: where the run saves its checkpoints.
+
+    Returns:
+        A path. Or `resume_from_checkpoint` as it is, where Trainer starts anew or says itself that nothing is there.
+
+    Raises:
+        ValueError: the checkpoint that was named is not good, or there are checkpoints and none is; the message names
+            the damaged files. Or the ranks ask for different ones, or not all of them see it.
+    """
+    _read_manifest.cache_clear()
+    asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
+    if any(other != asked[0] for other in asked):
+        raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
+    if not resume_from_checkpoint:
+        return resume_from_checkpoint
+    if resume_from_checkpoint is True:
+        chosen = _last_good(Path(output_dir))
+        if chosen is None:
+            return resume_from_checkpoint  # Trainer raises an error
+    else:
+        chosen = Path(resume_from_checkpoint)
+        if not any(_on_every_rank(chosen.is_dir())):
+            return resume_from_checkpoint  # as above
+        _check_named(chosen, Path(output_dir))
+    _check_seen(chosen)
+    _warn_of_missing_state(chosen)
+    _warn_of_missing_files(chosen)
+    return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
+
+
+def last_complete(output_dir: Path) -> Path | None:
+    """The last good checkpoint in `output_dir`, or None."""
+    _read_manifest.cache_clear()
+    return _search(output_dir)[0]
+
+
+def check_best(checkpoint: Path) -> None:
+    """Check the weights of the best checkpoint, before Trainer loads them at the end of a run.
+
+    Raises:
+        ValueError: files have changed since they were written; the message names them.
+    """
+    _read_manifest.cache_clear()
+    for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
+        raise ValueError(
+            f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
+            "training has finished, and its last checkpoint has the last weights"
+        )
+
+
+def _changed_weights(checkpoint: Path) -> list[str]:
+    """A line for every file that is loaded with the best weights and was changed, as the manifest tells."""
+    manifest = _manifest_or_none(checkpoint)
+    if manifest is None:
+        return []
+    files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
+    return checkpoint_damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
+
+
+def manifest_of(resolved: str | bool | None) -> Manifest | None:
+    """The manifest of the checkpoint that `resolve` has returned; None without a manifest or a checkpoint."""
+    return None if not resolved or resolved is True else _read_manifest(Path(resolved))
+
+
+def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
+    """Call `read` on some ranks, and exchange the results.
+
+    Args:
+        read: returns an object that pickles.
+        here: whether this rank calls it.
+
+    Returns:
+        The results in rank order, None for ranks that have not called it.
+
+    Raises:
+        ValueError: on every rank, if `read` raises on one: otherwise the others would wait for it.
+    """
+    error = None
+    try:
+        value = read() if here else None
+    except Exception as failure:  # the other ranks must be told of any exception
+        value, error = None, f"{type(failure).__name__}: {failure}"
+    answers = _on_every_rank((value, error))
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise ValueError(f"rank {rank} cannot read the checkpoints: {error}")
+    return [value for value, _ in answers]
+
+
+def _last_good(folder: Path) -> Path | None:
+    """The last good checkpoint, with a warning about those that were skipped; None if there are no checkpoints.
+
+    Raises:
+        ValueError: there are checkpoints, and none is good.
+    """
+    good, skipped = _search(folder)
+    if not skipped:
+        return good
+    kinds = ", ".join(f"{name} {problem.kind}" for name, problem in skipped.items())
+    reasons = "; ".join(f"{name}: {problem.reason}" for name, problem in skipped.items())
+    if good is None:
+        raise ValueError(
+            f"no checkpoint in {str(folder)!r} was finished and is intact ({reasons}); start again without "
+            "resume_from_checkpoint, or name a checkpoint elsewhere"
+        )
+    _warn("%s; resuming from %s (%s)", kinds, good, reasons)
+    return good
+
+
+def _check_named(checkpoint: Path, output_dir: Path) -> None:
+    """Raise ValueError, with what to name instead, if the checkpoint that the user names is not good."""
+    problem = _problem(checkpoint)
+    if problem is None:
+        return
+    numbered = _CHECKPOINT.match(checkpoint.name) is not None
+    good, _ = _search(checkpoint.parent if numbered else output_dir)
+    way_out = "name another one" if good is None else f"name {str(good)!r}, the last good one, or another"
+    if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
+        way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
+    raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
+
+
+def _check_seen(checkpoint: Path) -> None:
+    """Raise ValueError if the checkpoint does not exist on every rank's machine."""
+    missing_on = [rank for rank, sees in enumerate(_on_every_rank(checkpoint.is_dir())) if not sees]
+    if missing_on:
+        raise ValueError(
+            f"rank {', '.join(map(str, missing_on))} does not see {str(checkpoint)!r}, from which the others resume; "
+            "put output_dir on storage that all machines share, or save with save_on_each_node=True"
+        )
+
+
+def _warn_of_missing_state(checkpoint: Path) -> None:
+    """Warn if the checkpoint lacks the optimizer's state, random states or fields of the Trainer's state."""
+    if not checkpoint_damage.holds_optimizer(checkpoint):
+        _warn(
+            "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
+            "moments, without compensation, and the learning rate's schedule begins again",
+            checkpoint,
+        )
+    elif not checkpoint_damage.holds_random_states(checkpoint):
+        _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
+    unknown = unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
+    if unknown:
+        _warn(
+            "%s of %s is of another version of transformers; left out: %s",
+            TRAINER_STATE_NAME,
+            checkpoint,
+            ", ".join(unknown),
+        )
+
+
+def _warn_of_missing_files(checkpoint: Path) -> None:
+    """Warn if files are missing that resuming does not need; missing files that it needs are an error before."""
+    manifest = _manifest_or_none(checkpoint) if _is_first() else None
+    if manifest is not None and (missing := [*checkpoint_damage.missing_files(checkpoint, manifest)]):
+        _warn("%s was saved with files that are gone, and are not needed to resume: %s", checkpoint, _listed(missing))
+
+
+def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
+    """The last good checkpoint in `folder` (None if there is none), and the problems of later ones by name."""
+    skipped: dict[str, Problem] = {}
+    for name, problem in _read_on_ranks(lambda: _candidates(folder), _is_first())[0]:
+        problem = problem or _problem(folder / name)
+        if problem is None:
+            return folder / name, skipped
+        skipped[name] = problem
+    return None, skipped
+
+
+def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
+    """The names of the checkpoints, highest step first, each with a problem if it is from an earlier run.
+
+    A run that starts again in the same folder, or from an earlier step, overwrites the checkpoints one by one. Those
+    that it has not reached yet have higher steps, and must not be mistaken for its own.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    names = sorted(filter(_CHECKPOINT.match, names), key=_step, reverse=True)
+    manifests = {name: manifest for name in names if (manifest := _manifest_or_none(folder / name)) is not None}
+    newest = max(manifests, key=lambda name: manifests[name].saved, default="")
+    candidates: list[tuple[str, Problem | None]] = [(name, None) for name in names]
+    for k, name in enumerate(names):
+        if name not in manifests:
+            continue
+        saved = manifests[name].saved
+        overtaken = any(manifests[other].saved > saved for other in names[k + 1 :] if other in manifests)
+        if overtaken or manifests[name].run != manifests[newest].run:
+            reason = f"saved at {saved} by a previous training, before {newest}; pass its path to use it"
+            candidates[k] = (name, Problem(_EARLIER, reason))
+    return candidates
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+@functools.cache
+def _read_manifest(checkpoint: Path) -> Manifest | None:
+    """`read_manifest`, which is called once per checkpoint; the public functions above begin with an empty cache."""
+    return read_manifest(checkpoint)
+
+
+def _manifest_or_none(checkpoint: Path) -> Manifest | None:
+    try:
+        return _read_manifest(checkpoint)
+    except ValueError:
+        return None
+
+
+def _problem(checkpoint: Path) -> Problem | None:
+    """The first problem that any machine has with a checkpoint; None if all can resume from it."""
+    problems = _read_on_ranks(lambda: _problem_here(checkpoint) if checkpoint.is_dir() else None, _checks_here())
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return problem if rank == 0 else Problem(problem.kind, f"{problem.reason} (as rank {rank} sees it)")
+    return None
+
+
+def _problem_here(checkpoint: Path) -> Problem | None:
+    """The problem that this machine has with a checkpoint, or None."""
+    try:
+        manifest = _read_manifest(checkpoint)
+    except ValueError as error:
+        return Problem(_DAMAGED, str(error))
+    if manifest is None:
+        try:
+            read_trainer_state(checkpoint / TRAINER_STATE_NAME)
+        except ValueError as error:
+            return Problem(_UNFINISHED, str(error))
+        damaged = checkpoint_damage.unreadable_files(checkpoint)
+    elif not manifest.complete:
+        return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
+    else:
+        damaged = checkpoint_damage.changed_files(checkpoint, manifest)
+    if not damaged:
+        return None
+    return Problem(_DAMAGED, _listed(damaged))
+
+
+def _listed(damaged: list[str]) -> str:
+    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+    return ", ".join(damaged[:_SHOWN]) + more
+
+
+def _checks_here() -> bool:
+    """Whether this process checks files; one process per machine does."""
+    return not _several_ranks() or PartialState().is_local_main_process
+
+
+def _is_first() -> bool:
+    return not _several_ranks() or dist.get_rank() == 0
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _warn(message: str, *arguments: object) -> None:
+    if _is_first():
+        logger.warning(message, *arguments)

@@ -1,0 +1,82 @@
+"""Which methods of `Trainer` this package adds to, and why; and the registration of its optimizer names.
+
+A Trainer without one of our names or callbacks runs its methods as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
+from hf_lowprec.integrations.transformers import trainer_checkpoints, trainer_setup
+from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+
+Wrapper = Callable[[TrainerCall], Any]
+
+_EVERY_TRAINER: dict[str, Wrapper] = {
+    # Casts the model before it is moved or wrapped, adds the callback, prepares the accelerator.
+    "__init__": trainer_setup.build,
+    # Casts what was added to the model since then, as adapters; the optimizer's parameters are collected next.
+    "create_optimizer": trainer_setup.create_optimizer,
+}
+"""Method -> what runs in its place, for every Trainer: only these find out whether it is one of ours."""
+
+_OUR_TRAINERS: dict[str, Wrapper] = {
+    # Leaves autocast off, lets gradients be summed in FP32.
+    "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
+    # Chooses an intact checkpoint to resume from, and reads its state.
+    "train": trainer_checkpoints.train,
+    # Ends a run that is resumed from its final checkpoint, which Trainer would train for one more step.
+    private_apis.RUN_EPOCH: trainer_checkpoints.run_epoch,
+    # Writes the checkpoint's manifest, incomplete before and complete after its files.
+    private_apis.SAVE_CHECKPOINT: trainer_checkpoints.save_checkpoint,
+    # Collects the checksums of every rank's own files for the manifest.
+    private_apis.SAVE_RANDOM_STATE: trainer_checkpoints.save_random_state,
+    # Loads weights into the parameters that the optimizer holds.
+    private_apis.LOAD_CHECKPOINT: trainer_checkpoints.load_checkpoint,
+    # The same for the best checkpoint, once its files are checked.
+    private_apis.LOAD_BEST: trainer_checkpoints.load_best,
+}
+"""Method -> what runs in its place, for Trainers with our callback."""
+
+
+def register(unpickle: Callable[[str], Any]) -> None:
+    """Add our optimizer names to transformers and wrap Trainer's methods; calling it again changes nothing.
+
+    Args:
+        unpickle: returns a name's member of transformers' enum; pickled arguments refer to it.
+
+    Raises:
+        RuntimeError: this version of transformers keeps optimizer names elsewhere.
+    """
+    if warn_before_first_step not in LowPrecisionOptimizer.first_step_checks:
+        LowPrecisionOptimizer.first_step_checks.append(warn_before_first_step)
+    private_apis.add_optimizer_names(OPTIMIZER_NAMES, trainer_setup.optimizer_for, unpickle)
+    torch.serialization.add_safe_globals([unpickle])
+    for name, wrapper in _EVERY_TRAINER.items():
+        _wrap_once(name, wrapper, ours_only=False)
+    for name, wrapper in _OUR_TRAINERS.items():
+        _wrap_once(name, wrapper, ours_only=True)
+
+
+def _wrap_once(name: str, wrapper: Wrapper, ours_only: bool) -> None:
+    original = getattr(Trainer, name, None)
+    if original is None or getattr(original, "_hf_lowprec", False):
+        return
+
+    @functools.wraps(original)
+    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if ours_only and attachment_of(self) is None:
+            return original(self, *args, **kwargs)
+        return wrapper(TrainerCall(original, self, args, kwargs))
+
+    method._hf_lowprec = True  # type: ignore[attr-defined]
+    setattr(Trainer, name, method)

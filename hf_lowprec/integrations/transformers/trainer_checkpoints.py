@@ -1,0 +1,95 @@
+"""What is added to the Trainer methods that save checkpoints, load them and resume from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter, records_of_rank
+from hf_lowprec.integrations.transformers.load_in_place import load_in_place
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, manifest_of, resolve
+from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
+from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+
+
+def train(call: TrainerCall) -> Any:
+    """`Trainer.train`: choose an intact checkpoint to resume from, and begin the run's manifests.
+
+    Raises:
+        ValueError: see `resume_from_checkpoint.resolve`.
+    """
+    checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
+    call.arguments["resume_from_checkpoint"] = checkpoint
+    call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
+    with private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext():
+        return call.proceed()
+
+
+def run_epoch(call: TrainerCall) -> None:
+    """Trainer's loop over an epoch: skip it if all steps are done.
+
+    Trainer stops after a step, so that a run that is resumed from its final checkpoint would take one too many.
+    """
+    trainer = call.trainer
+    if trainer.state.global_step >= trainer.state.max_steps:
+        trainer.control.should_training_stop = True
+        return
+    call.proceed()
+
+
+def save_checkpoint(call: TrainerCall) -> None:
+    """Trainer's saving of a checkpoint, between an incomplete manifest and the complete one.
+
+    The latter is written before Trainer deletes older checkpoints.
+    """
+    trainer, manifests = call.trainer, call.attachment.manifests
+    if trainer.args.should_save:
+        folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
+        manifests.begin(folder, trainer.state.global_step, unwrap_optimizer(trainer.optimizer))
+    trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
+    with private_apis.after_trainer_state(manifests.complete):
+        call.proceed()
+
+
+def save_random_state(call: TrainerCall) -> None:
+    """Trainer's saving of a rank's random state: wait until all ranks have saved theirs, and collect their checksums.
+
+    Rank 0 writes `trainer_state.json` afterwards, so a checkpoint with that file has the files of all ranks.
+    """
+    call.proceed()
+    records = records_of_rank(Path(call.arguments["output_dir"]), call.trainer.args.process_index)
+    for of_rank in gather_objects(records, "saving a checkpoint"):
+        call.attachment.manifests.add(of_rank)
+
+
+def update_manifest_on_save(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`CallbackHandler.on_save`: when all callbacks of all ranks have run, record what they changed in the manifest."""
+    control = original(*args, **kwargs)
+    trainer.accelerator.wait_for_everyone()
+    attachment = attachment_of(trainer)
+    if attachment is not None:
+        attachment.manifests.complete()
+    return control
+
+
+def load_checkpoint(call: TrainerCall) -> None:
+    """Trainer's loading of weights, into the parameters that the optimizer holds and FP32 estimates are made of."""
+    with load_in_place(call.trainer.model):
+        call.proceed()
+
+
+def load_best(call: TrainerCall) -> None:
+    """Trainer's loading of the best weights at the end, if their files are intact.
+
+    Raises:
+        ValueError: they are not.
+    """
+    check_best(Path(call.trainer.state.best_model_checkpoint))
+    load_checkpoint(call)

@@ -1,0 +1,209 @@
+"""What is added to the Trainer methods that set up a run: the constructor, the accelerator, the optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from hf_lowprec.casting import cast_model
+from hf_lowprec.casting.quantized import is_quantized
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
+from hf_lowprec.integrations.transformers.quantization import check_trainable
+from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach
+from hf_lowprec.integrations.transformers.trainer_checkpoints import update_manifest_on_save
+from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
+from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim.hidden_matrices import hidden_matrices
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.validation import keywords
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+
+def build(call: TrainerCall) -> None:
+    """`Trainer.__init__`: cast the model before it is moved or wrapped, add the callback, prepare the accelerator.
+
+    Raises:
+        ValueError: an argument is wrong, or does not go with training in 16 bits; the model was not touched then,
+            unless several GPUs in one process are the reason.
+    """
+    trainer, arguments = call.trainer, call.arguments
+    args: TrainingArguments | None = arguments.get("args")
+    named = args is not None and args.optim in OPTIMIZER_NAMES
+    callbacks = list(arguments.get("callbacks") or [])
+    callback = _low_precision_callback(callbacks, named)
+    if callback is None:
+        return call.proceed()
+
+    optim_args = OptimArgs()
+    if args is not None and named:
+        _move_to_fields(args, checked_arguments(args))
+        optim_args = optim_args_of(args)
+    _check_precision(args)
+    callback.begin(optim_args)
+    attach(trainer, callback)
+    cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
+    if arguments.get("model") is not None:
+        cast(arguments["model"])
+    if arguments.get("model_init") is not None:
+        arguments["model_init"] = _casting(arguments["model_init"], cast)
+    arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
+    call.proceed()
+    if trainer.args.n_gpu > 1:  # not before: Trainer sets it to 1 for a model that is spread over the GPUs
+        raise ValueError(
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start a process per "
+            "GPU: accelerate launch, torchrun --nproc-per-node, or CUDA_VISIBLE_DEVICES=0 for one GPU"
+        )
+    private_apis.read_checkpoints_in_float32(trainer)
+    if callback.reduction is None:  # a subclass creates its accelerator by other means
+        callback.prepare(trainer.accelerator)
+    if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
+        wrap_method(trainer, "create_optimizer", functools.partial(_create_optimizer_of_subclass, trainer))
+    wrap_method(trainer.callback_handler, "on_save", functools.partial(update_manifest_on_save, trainer))
+    # First, so that trackers and the user's callbacks see what it adds to the logs.
+    order = trainer.callback_handler.callbacks
+    order.insert(0, order.pop(order.index(callback)))
+
+
+def create_accelerator(call: TrainerCall) -> None:
+    """`Trainer.create_accelerator_and_postprocess`: leave autocast off, and let gradients be summed in FP32."""
+    args = call.trainer.args
+    mixed_precision = args.mixed_precision
+    try:
+        args.mixed_precision = "no"  # accelerate's state is made once; it does not take another precision later
+        call.proceed()
+    finally:
+        args.mixed_precision = mixed_precision
+    call.attachment.callback.prepare(call.trainer.accelerator, autocast_off=mixed_precision == "bf16")
+
+
+def create_optimizer(call: TrainerCall) -> Any:
+    """`Trainer.create_optimizer`: cast first what was added to the model since the Trainer was built."""
+    _cast_additions(call.trainer, call.arguments.get("model"))
+    return call.proceed()
+
+
+def optimizer_for(context: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the optimizer class and keyword arguments for one of our names; the entry in Trainer's dispatch table.
+
+    Args:
+        context: transformers' `OptimizerContext`, of which `args` and `model` (or None) are read.
+
+    Raises:
+        ValueError: the arguments are wrong, or the model has nothing to train, or was not cast.
+    """
+    args, model = context.args, context.model
+    cls, kwargs = optimizer_arguments(args)
+    if model is not None:
+        check_trainable(model)
+        if not _low_precision_dtypes(model):
+            raise ValueError(
+                f"optim={optimizer_name(args)!r} finds a model without any 16-bit parameter: `optim` must be set "
+                "before the Trainer is built, so that the model is cast"
+            )
+        if "matrices" in keywords(cls):
+            kwargs["matrices"] = hidden_matrices(model)
+    return cls, kwargs
+
+
+def _create_optimizer_of_subclass(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    _cast_additions(trainer, args[0] if args else kwargs.get("model"))
+    return original(*args, **kwargs)
+
+
+def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
+    """Cast what a checkpoint or the user has added to a cast model, as adapters; the rest stays as it is.
+
+    Args:
+        trainer: about to create its optimizer, or to keep one that it was given.
+        model: what the optimizer is created for, if not `trainer.model`.
+    """
+    if trainer.args.optim not in OPTIMIZER_NAMES or trainer.optimizer is not None:
+        return
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return
+    whole = _with_losses(trainer, trainer.model if model is None else model)
+    if dtypes := _low_precision_dtypes(whole):
+        cast_model(whole, min(dtypes, key=str))
+
+
+def _with_losses(trainer: Trainer, model: nn.Module) -> nn.Module:
+    """`model`, or the losses around it: sentence-transformers trains their parameters too, and has them in `loss`."""
+    loss = getattr(trainer, "loss", None)
+    if isinstance(loss, dict) and all(isinstance(one, nn.Module) for one in loss.values()):
+        loss = nn.Sequential(OrderedDict(loss))
+    return loss if isinstance(loss, nn.Module) and any(module is model for module in loss.modules()) else model
+
+
+def _low_precision_dtypes(model: nn.Module) -> set[torch.dtype]:
+    plain = (param for param in model.parameters() if not is_quantized(param))
+    return {param.dtype for param in plain} & set(LOW_PRECISION_DTYPES)
+
+
+def _is_low_precision_callback(callback: Any) -> bool:
+    return isinstance(callback, LowPrecisionCallback) or callback is LowPrecisionCallback
+
+
+def _low_precision_callback(callbacks: list[Any], named: bool) -> LowPrecisionCallback | None:
+    """The user's `LowPrecisionCallback` or an instance of the class; a new one if `optim` is one of our names."""
+    callback = next(filter(_is_low_precision_callback, callbacks), None)
+    if callback is None:
+        return LowPrecisionCallback() if named else None
+    return callback if isinstance(callback, LowPrecisionCallback) else callback()
+
+
+def _check_precision(args: Any) -> None:
+    """Raise ValueError if the mixed precision, or an evaluation dtype, cannot go with a 16-bit model."""
+    if args is None:
+        return
+    if args.fp16 or args.mixed_precision not in ("no", "bf16"):
+        setting = "fp16=True" if args.fp16 else f"mixed_precision={args.mixed_precision!r}"
+        raise ValueError(
+            f"{setting} does not go with pure BF16 training, which replaces autocast and scaling; remove it"
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}=True would cast the model again, FP32 norms included; it is in 16 bits: remove it"
+            )
+
+
+def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+    """Copy those options of `optim_args` to `args` that Trainer reads from there.
+
+    Trainer writes its `weight_decay` into the parameter groups, and asks for clipping if its `max_grad_norm` says so.
+    """
+    if "weight_decay" in kwargs:
+        if args.weight_decay not in (0, kwargs["weight_decay"]):
+            raise ValueError(
+                f"weight_decay={args.weight_decay} and weight_decay={kwargs['weight_decay']} in optim_args differ"
+            )
+        args.weight_decay = kwargs["weight_decay"]
+    if "max_grad_norm" in kwargs:
+        args.max_grad_norm = kwargs["max_grad_norm"]
+
+
+def _needs_outputs(trainer: Trainer) -> bool:
+    """Whether the Trainer may compute its loss from outputs next to which the model has returned a loss already.
+
+    Those of transformers and TRL do not: they leave labels out, or take the model's loss.
+    """
+    library = type(trainer).compute_loss.__module__.partition(".")[0]
+    return library not in ("transformers", "trl")
+
+
+def _casting(model_init: Callable, cast: Callable[[Any], Any]) -> Callable:
+    """`model_init`, returning a model that is cast."""
+
+    @functools.wraps(model_init)
+    def build(*args: Any) -> Any:
+        return cast(model_init(*args))
+
+    return build

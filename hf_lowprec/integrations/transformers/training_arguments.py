@@ -1,0 +1,95 @@
+"""The optimizer that `TrainingArguments` ask for, and checks of arguments that do not go with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from hf_lowprec.integrations.transformers.optim_args import joined, optim_args_of, optimizer_name
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import optimizer_factory
+from hf_lowprec.optim.validation import keywords
+
+_ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
+    """The optimizer class and keyword arguments that `TrainingArguments` with one of our `optim` names ask for.
+
+    `optim_args` wins over the dedicated fields (`adam_beta1`, …). Those win over the class's defaults only if they were
+    changed: Adam's default β2 of 0.999 must not become every algorithm's β2. A field without a counterpart in an
+    algorithm is ignored, as Trainer does.
+
+    Raises:
+        ValueError: `optim_args` has an unknown key or a value that does not parse, or `adam_beta1` or `adam_beta2` was
+            set for an algorithm of three betas; the message names it.
+    """
+    cls, kwargs = optimizer_factory(optimizer_name(args))
+    options = optim_args_of(args).optimizer
+    kwargs |= {"lr": args.learning_rate, "seed": args.seed}
+    kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in options})
+    return cls, {**kwargs, **copy.deepcopy(dict(options))}  # whoever asks next gets the same options
+
+
+def checked_arguments(args: Any) -> dict[str, Any]:
+    """The optimizer's keyword arguments; raises what building it would raise, before any model is touched.
+
+    Raises:
+        ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
+            `cast_lm_head_to_fp32` is set, which do not go with these optimizers.
+    """
+    cls, kwargs = optimizer_arguments(args)
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} chooses the modules of GaLore and APOLLO; "
+            f"optim={optimizer_name(args)!r} trains everything that requires a gradient: remove it"
+        )
+    if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts what was rounded already
+        raise ValueError(
+            "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
+        )
+    param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    cls([param], **{"first_parameter": 0, **kwargs})  # with a number, it is not counted among optimizers that train
+    return kwargs
+
+
+def check_liger(args: Any, heads: Iterable[str]) -> None:
+    """Raise ValueError, naming what to change, if `use_liger_kernel` cannot run.
+
+    Args:
+        args: as Trainer has them when training begins.
+        heads: the output heads that are kept in FP32.
+    """
+    if not args.use_liger_kernel:
+        return
+    if args.device.type == "cpu":
+        raise ValueError("use_liger_kernel=True: Liger's Triton kernels do not run on a CPU; remove it")
+    heads = ", ".join(heads)
+    if heads and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            f"use_liger_kernel=True multiplies 16-bit hidden states by the weight of {heads}, which is kept in FP32; "
+            "set liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
+
+
+def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that Trainer's changed `adam_…` fields give an algorithm with these `defaults`."""
+    stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    changed = {name: getattr(args, name) for name in _ADAM_FIELDS if getattr(args, name) != stock[name]}
+    kwargs = {}
+    if "eps" in defaults and "adam_epsilon" in changed:
+        kwargs["eps"] = changed["adam_epsilon"]
+    if "betas" in defaults and (changed_betas := changed.keys() & {"adam_beta1", "adam_beta2"}):
+        if len(defaults["betas"]) != 2:
+            raise ValueError(
+                f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, whose "
+                f"betas are {len(defaults['betas'])}: give optim_args='betas={joined(defaults['betas'])}'"
+            )
+        first, second = defaults["betas"]
+        kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))
+    return kwargs

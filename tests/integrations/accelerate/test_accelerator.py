@@ -1,0 +1,384 @@
+"""`prepare_accelerator` in one process: what it refuses, what it changes, what it says. Several processes are in
+`tests/distributed`."""
+
+import copy
+import inspect
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+)
+from transformers import Trainer
+
+import hf_lowprec
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate import accelerator as prepared_by
+from tests.integrations.tiny_training import arguments, counting_data, llama
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()  # it holds data loaders, which do not pickle once they have run
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def accelerator(kind: DistributedType = DistributedType.NO, **settings) -> Accelerator:
+    built = Accelerator(cpu=True, **settings)
+    built.state.distributed_type = kind
+    return built
+
+
+def fsdp(**settings) -> Accelerator:
+    built = accelerator(DistributedType.FSDP)
+    built.state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+    return built
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_NPU"])
+def test_what_reduces_by_itself_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"distributed_type={kind}.*use DDP .*or FSDP2 .*--fsdp_version 2"):
+        hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]))
+
+
+def test_fsdp1_is_refused_with_the_flag_to_change():
+    with pytest.raises(ValueError, match=r"FSDP1.*fsdp_version: 2.*--fsdp_version 2"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=1))
+
+
+def test_a_policy_of_the_users_is_refused():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="mixed_precision_policy"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2, mixed_precision_policy=policy))
+
+
+def test_a_residual_is_refused_under_fsdp2():
+    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' does not go with FSDP2.*'fp32'"):
+        hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2), grad_accumulation="kahan")
+
+
+@pytest.mark.parametrize("size", ["tp_size", "cp_size", "sp_size"])
+def test_other_parallelism_is_refused(size):
+    built = accelerator(DistributedType.MULTI_GPU)
+    built.state.parallelism_config = SimpleNamespace(**{size: 2})
+    with pytest.raises(ValueError, match=rf"ParallelismConfig\({size}=2\).*dp_shard_size"):
+        hf_lowprec.prepare_accelerator(built)
+    assert hasattr(ParallelismConfig(), size)
+
+
+@pytest.mark.parametrize("hook", ["BF16", "POWER_SGD"])
+def test_another_communication_hook_is_refused(hook):
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
+    with pytest.raises(ValueError, match=f"comm_hook='{hook.lower()}'.*remove it"):
+        hf_lowprec.prepare_accelerator(accelerator(kwargs_handlers=[handler]))
+
+
+def test_fp16_autocast_is_refused():
+    built = accelerator()
+    built.state._mixed_precision = "fp16"
+    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
+        hf_lowprec.prepare_accelerator(built)
+
+
+def test_synchronizing_every_micro_batch_is_refused_where_it_would_round():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    with pytest.raises(ValueError, match=r"sync_each_batch=True"):
+        hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin), grad_accumulation="fp32")
+    hf_lowprec.prepare_accelerator(accelerator(gradient_accumulation_plugin=plugin))
+
+
+def test_an_unknown_mode_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="grad_accumulation='exact' is none of 'nearest', 'kahan', 'fp32'"):
+        hf_lowprec.prepare_accelerator(accelerator(), grad_accumulation="exact")
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path, optim="adamw_bf16_kahan")
+    args._n_gpu = 2
+    assert args.n_gpu == 2
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES"):
+        Trainer(model=llama(), args=args, train_dataset=counting_data())
+
+
+def test_a_model_that_fsdp2_cannot_group_is_refused_before_its_optimizer_is_touched():
+    """Accelerate takes the parameters out of the optimizer, and puts shards in their place at the end."""
+    model = torch.nn.Linear(4, 4).bfloat16()
+    model.bias.data = model.bias.data.float()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    built = fsdp(fsdp_version=2)
+    hf_lowprec.prepare_accelerator(built)
+    with pytest.raises(ValueError, match=r"Linear has weight in bfloat16, bias in float32; use DDP"):
+        built.prepare(model, optimizer)
+    assert optimizer.param_groups[0]["params"] == [model.weight, model.bias]
+    assert private_apis.prepared_models(built) == []
+
+
+def test_a_model_that_was_prepared_before_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        built = accelerator()
+        model = built.prepare(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)))
+        assert private_apis.prepared_models(built) == [model]
+        with pytest.raises(ValueError, match=r"call prepare_accelerator before accelerator\.prepare"):
+            hf_lowprec.prepare_accelerator(built)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_preparing_twice_changes_nothing():
+    built = accelerator()
+    first = hf_lowprec.prepare_accelerator(built)
+    methods = (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    assert hf_lowprec.prepare_accelerator(built) is first
+    assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
+    with pytest.raises(ValueError, match="was prepared with grad_accumulation='nearest'"):
+        hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+
+
+def test_a_model_that_was_prepared_is_left_alone(monkeypatch):
+    """`Trainer.train()` prepares it again; by then it may be wrapped."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    hf_lowprec.cast_model(model)
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built)
+    returned, original = [], prepared_by.return_float32
+    monkeypatch.setattr(prepared_by, "return_float32", lambda module: (returned.append(module), original(module))[1])
+    first = built.prepare_model(model)
+    assert built.prepare_model(first) is first
+    assert returned == [model]
+
+
+def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
+    built = accelerator(mixed_precision="bf16")
+    reduction = hf_lowprec.prepare_accelerator(built)
+    assert built.mixed_precision == "no"
+    assert not built.native_amp
+    assert str(reduction).count("'bf16' was asked for and is off") == 1
+    assert [record.message for record in caplog.records].count(f"hf_lowprec: {reduction.notes[0]}") == 1
+    seen = []
+
+    class Look(torch.nn.Linear):
+        def forward(self, inputs):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(inputs)
+
+    built.prepare(Look(2, 2))(torch.ones(1, 2))
+    assert seen == [False]
+
+
+def test_processes_that_train_alone_are_pointed_out(monkeypatch):
+    built = accelerator()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    notes = hf_lowprec.prepare_accelerator(built).notes
+    assert len(notes) == 1
+    assert "4 processes were started (WORLD_SIZE), and accelerate trains with 1: each trains alone" in notes[0]
+
+
+def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:
+    """The gradients of a batch in `steps` micro-batches, and the model."""
+    built = accelerator()
+    reduction = hf_lowprec.prepare_accelerator(built, grad_accumulation=accumulation)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = built.prepare(model, optimizer)
+    model = built.prepare_model(model)  # a second Trainer.train() does so
+    inputs = torch.randn(steps, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    each = []
+    for part in inputs:
+        built.backward(model(part).square().sum())
+    gradients = [param.grad for param in model.parameters()]
+    assert len(reduction.accumulators) == (accumulation != "nearest")
+    fresh = torch.nn.Linear(32, 32).bfloat16()
+    fresh.load_state_dict(model.state_dict())
+    for part in inputs:
+        fresh.zero_grad()
+        fresh(part).square().sum().backward()
+        each.append(fresh.weight.grad.double())
+    return gradients, torch.stack(each)
+
+
+def test_micro_batches_add_up_in_fp32():
+    (weight, _), each = trained("fp32", 8)
+    total = each[0].float()
+    for gradient in each[1:]:
+        total = total + gradient.float()
+    assert torch.equal(weight, total.bfloat16())
+    (native, _), _ = trained("nearest", 8)
+    assert not torch.equal(native, weight)
+
+
+def clipped(parameters_of, max_norm: float):
+    built = accelerator()
+    hf_lowprec.prepare_accelerator(built)
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = built.prepare(model, optimizer)
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    norm = built.clip_grad_norm_(parameters_of(model), max_norm)
+    return model, optimizer.optimizer, before, float(norm)
+
+
+def test_all_parameters_are_clipped_in_the_step_by_an_exact_norm():
+    model, optimizer, before, norm = clipped(lambda model: model.parameters(), 0.5)
+    exact = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in before))
+    assert norm == pytest.approx(exact, rel=2**-24)  # FP64 sums, one rounding to FP32
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True))
+    assert optimizer.limit == 0.5
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.limit is None
+
+
+def test_a_part_of_them_is_clipped_as_accelerate_does():
+    model, optimizer, before, _ = clipped(lambda model: [model.weight], 0.5)
+    assert optimizer.limit is None
+    assert float(model.weight.grad.norm()) == pytest.approx(0.5, rel=2**-6)
+    assert torch.equal(model.bias.grad, before[1])
+
+
+def stock(**settings) -> Accelerator:
+    return accelerator(**settings)
+
+
+def lowprec(**settings) -> Accelerator:
+    built = accelerator(**settings)
+    hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+    return built
+
+
+def with_a_model(built: Accelerator) -> Accelerator:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32).bfloat16()
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(8, 32), batch_size=2)
+    built.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader)
+    return built
+
+
+COPIES = [lambda built: pickle.loads(pickle.dumps(built)), copy.deepcopy]
+
+
+@pytest.mark.parametrize("make", [stock, lowprec])
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("copied", COPIES)
+def test_an_accelerator_pickles_as_accelerates_own_does(make, prepared, copied):
+    built = with_a_model(make()) if prepared else make()
+    found = copied(built)
+    assert type(found) is Accelerator
+    assert len(private_apis.prepared_models(found)) == prepared
+    assert (found is built) == (copied is copy.deepcopy)  # accelerate's own copies are the accelerator itself
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_what_was_prepared_is_in_force_after_unpickling(also):
+    """On the copy's own models, and not on those of the accelerator that it is a copy of."""
+    built = with_a_model(lowprec()) if also else lowprec()
+    found = pickle.loads(pickle.dumps(built))
+    if not also:
+        with_a_model(found)
+    (model,), (optimizer,) = private_apis.prepared_models(found), private_apis.prepared_optimizers(found)
+    assert model not in private_apis.prepared_models(built)
+    reduction = hf_lowprec.prepare_accelerator(found, grad_accumulation="fp32")
+    assert reduction is not hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
+    assert len(reduction.accumulators) == 1
+    inputs = torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for part in inputs:
+        found.backward(model(part).square().sum())
+    fresh = copy.deepcopy(model)
+    total = 0
+    for part in inputs:
+        fresh.zero_grad()
+        fresh(part).square().sum().backward()
+        total = total + fresh.weight.grad.float()
+    assert torch.equal(model.weight.grad, total.bfloat16())
+    assert float(found.clip_grad_norm_(model.parameters(), 0.5)) > 0.5
+    assert optimizer.limit == 0.5
+    assert found.prepare_model(model) is model
+    assert len(reduction.accumulators) == 1  # the copy knows what it has prepared
+    assert inspect.signature(found.prepare_model) == inspect.signature(stock().prepare_model)
+
+
+def test_a_method_pickles_without_its_accelerator_being_named():
+    built = with_a_model(lowprec())
+    found = pickle.loads(pickle.dumps(built.prepare_model))
+    model = torch.nn.Linear(2, 2)
+    assert found(model) is model
+    assert len(private_apis.prepared_models(built)) == 1
+
+
+def test_a_trainers_accelerator_pickles(tmp_path):
+    """Before it trains; from then on accelerate's own state holds what does not pickle."""
+    trainer = Trainer(llama(), arguments(tmp_path, optim="adamw_bf16_kahan"), None, counting_data())
+    found = pickle.loads(pickle.dumps(trainer.accelerator))
+    reference = torch.nn.Linear(2, 2)
+    found.prepare_model(reference, evaluation_mode=True)
+    assert reference.weight.dtype == torch.bfloat16  # as the callback has it
+
+
+def test_modules_that_are_sharded_first_are_taken_out_of_every_call(monkeypatch):
+    import torch.distributed.fsdp as torch_fsdp
+
+    calls = []
+    monkeypatch.setattr(torch_fsdp, "fully_shard", lambda module, **options: calls.append((module, options)))
+    first, second, third = (torch.nn.Linear(2, 2) for _ in range(3))
+    with private_apis.before_fully_shard(lambda options: calls.append(options) or {first}):
+        torch_fsdp.fully_shard([first, second], mesh=None)
+        assert torch_fsdp.fully_shard(first, mesh=None) is first
+        assert torch_fsdp.fully_shard([first], mesh=None) == [first]
+        torch_fsdp.fully_shard(third)
+    assert calls == [{"mesh": None}, ([second], {"mesh": None}), (third, {})]
+
+
+def test_micro_batches_that_are_clipped_one_by_one_follow_accelerates_own_loop():
+    """Clipping before the last micro-batch scales what is there, to which the next is added."""
+    trained = []
+    for ours in (True, False):
+        built = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        if ours:
+            hf_lowprec.prepare_accelerator(built)
+            optimizer = hf_lowprec.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = built.prepare(model, optimizer)
+        for step in range(4):
+            with built.accumulate(model):
+                built.backward(model(torch.full((2, 8), 1.0 + step)).square().sum())
+                built.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(list(model.parameters()))
+    # Two norms of 72 numbers a step, two factors; weights of up to 1.
+    for mine, other in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2 * 80 * 2**-24)
+
+
+def test_the_private_names_are_where_they_were():
+    import accelerate
+    import torch.distributed.fsdp as torch_fsdp
+
+    where = f"in accelerate {accelerate.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+    built = accelerator()
+    assert built.state._mixed_precision == "no", f"AcceleratorState._mixed_precision is gone {where}"
+    assert isinstance(built.native_amp, bool), f"Accelerator.native_amp is gone {where}"
+    optimizer = built.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    assert private_apis.prepared_optimizers(built) == [optimizer.optimizer], f"Accelerator._optimizers is gone {where}"
+    original, before = torch_fsdp.fully_shard, private_apis.before_fully_shard(lambda options: set())
+    with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
+        assert torch_fsdp.fully_shard is not original
+    assert torch_fsdp.fully_shard is original

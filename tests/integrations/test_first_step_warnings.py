@@ -1,0 +1,150 @@
+"""What an optimizer says before its first step: an FP32 model that nobody has cast, 16-bit sums over ranks. And when it
+says nothing."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+import hf_lowprec
+from hf_lowprec.integrations import first_step_warnings
+from tests.integrations.tiny_training import arguments, counting_data, llama, trained
+from tests.ranks import run_ranks
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(
+        first_step_warnings,
+        "_searches_left",
+        dict.fromkeys(first_step_warnings._searches_left, first_step_warnings._SEARCHES),
+    )
+
+
+def said(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def stepped(model, optimizer_cls=hf_lowprec.AdamW, steps=1, params=None):
+    optimizer = optimizer_cls([p for p in params or model.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        optimizer.step()
+    return optimizer
+
+
+def test_an_fp32_model_that_nobody_has_cast_is_said_once(caplog):
+    model = llama()
+    stepped(model, steps=3)
+    (text,) = said(caplog)
+    assert "the model is FP32 throughout, so it trains in FP32; it was never cast." in text
+    assert "hf_lowprec.cast_model(model) before the optimizer is built" in text
+    stepped(llama())
+    assert len(said(caplog)) == 1
+
+
+def test_the_callback_that_was_forgotten(tmp_path, caplog):
+    """Our optimizer, given to a Trainer whose `optim` is another one."""
+    wanted = hf_lowprec.optimizer_factory("adamw_bf16_kahan", lr=1e-3)
+    trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
+    assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
+    caplog.clear()
+    first_step_warnings._searches_left.update(dict.fromkeys(first_step_warnings._searches_left, 1))
+    callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
+    trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
+    assert not [text for text in said(caplog) if "FP32" in text]
+
+
+def cast(model, **options):
+    hf_lowprec.cast_model(model, **options)
+    return model
+
+
+def adapters(model):
+    """FP32 adapters on a frozen base, as PEFT leaves them."""
+    model.requires_grad_(False)
+    model.low_rank = nn.ModuleList([nn.Linear(64, 16), nn.Linear(16, 64)])
+    return model
+
+
+class Quantized(nn.Module):
+    """A base of 8-bit codes, FP32 adapters and norms: nothing of it is in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(64, 64, dtype=torch.int8), requires_grad=False)
+        self.low_rank, self.norm = nn.Linear(64, 16), nn.LayerNorm(64)
+
+
+SILENT = {
+    "a cast model": lambda: cast(llama()),
+    "kept in FP32 as a whole": lambda: cast(nn.Sequential(nn.Linear(64, 64)), keep_fp32="0"),
+    "adapters on a base in 16 bits": lambda: adapters(llama().to(BF16)),
+    "adapters on a base that was cast": lambda: adapters(cast(llama())),
+    "adapters on a quantized base": Quantized,
+    "a head on a base in 16 bits": lambda: nn.ModuleList([llama().to(BF16).requires_grad_(False), nn.Linear(64, 64)]),
+    "a small model": lambda: nn.Linear(8, 8),
+    "vectors": lambda: nn.LayerNorm(4096),
+    "16 bits without a cast": lambda: llama().to(BF16),
+}
+
+
+@pytest.mark.parametrize("build", SILENT.values(), ids=SILENT)
+def test_what_is_as_it_should_be_is_not_said(caplog, build):
+    stepped(build())
+    assert not said(caplog)
+
+
+def test_tensors_that_belong_to_no_model(caplog):
+    param = nn.Parameter(torch.zeros(64, 64))
+    param.grad = torch.ones_like(param)
+    hf_lowprec.AdamW([param], lr=1e-3).step()
+    assert not said(caplog)
+
+
+def test_norms_and_adapters_alone_in_their_optimizer(caplog):
+    """One of several optimizers: the model counts, not what this one trains."""
+    model = cast(llama(), keep_fp32="lm_head")
+    stepped(model, params=list(model.lm_head.parameters()))
+    stepped(model, params=[p for p in model.parameters() if p.dtype == torch.float32])
+    assert not said(caplog)
+
+
+def test_nothing_is_looked_for_after_the_first_step(monkeypatch):
+    model = cast(llama())
+    optimizer = stepped(model)
+    monkeypatch.setattr(hf_lowprec.AdamW, "first_step_checks", [lambda optimizer: pytest.fail("looked again")])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model.lm_head.weight.grad = None  # another plan
+    optimizer.step()
+
+
+def test_an_optimizer_per_parameter_searches_left_a_few_times_only(monkeypatch):
+    model, looked = adapters(llama().to(BF16)), []
+    monkeypatch.setattr(first_step_warnings, "_in_fp32_model", lambda params: bool(looked.append(params)))
+    for param in model.low_rank.parameters():
+        for _ in range(first_step_warnings._SEARCHES):
+            stepped(model, params=[param])
+    assert len(looked) == first_step_warnings._SEARCHES
+
+
+def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):
+    Trainer(llama(), arguments(tmp_path, optim="adamw_bf16_kahan", max_steps=1), train_dataset=counting_data()).train()
+    assert not [text for text in said(caplog) if "FP32" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sums_in_16_bits_over_ranks():
+    printed = run_ranks("first_step_warnings.py", 2)
+    assert "plain DDP: 1" in printed
+    for quiet in ("reduce_in_fp32", "another hook", "every rank alone", "accelerate, prepared"):
+        assert f"{quiet}: 0" in printed
+    assert "accelerate, not prepared: 1" in printed

@@ -1,0 +1,248 @@
+"""The private names of transformers that `integrations/private_apis.py` relies on; each failure says what went away."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
+from transformers.training_args import OptimizerNames
+
+import hf_lowprec
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers import trainer_checkpoints
+from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
+from hf_lowprec.reduction import reduce_in_fp32
+from tests.integrations.tiny_training import arguments, counting_data, llama, trained
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
+WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+
+
+def test_the_dispatch_table_is_where_it_was():
+    assert hasattr(trainer_optimizer, "_OPTIMIZER_HANDLERS"), f"trainer_optimizer._OPTIMIZER_HANDLERS is gone {WHERE}"
+    assert OptimizerNames.ADAMW_TORCH in trainer_optimizer._OPTIMIZER_HANDLERS, f"its keys have changed {WHERE}"
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="out", optim="adamw_bf16_kahan"))
+    assert cls is hf_lowprec.AdamW, f"Trainer no longer asks the dispatch table {WHERE}"
+    assert kwargs["lr"] == 5e-5
+
+
+def test_the_enum_takes_members():
+    for name in hf_lowprec.OPTIMIZER_NAMES:
+        member = OptimizerNames(name)
+        assert member == name
+        assert member is getattr(OptimizerNames, name.upper()), f"enum members are stored elsewhere {WHERE}"
+        assert member in list(OptimizerNames), f"iteration does not see added members {WHERE}"
+    with pytest.raises(ValueError, match="adamw_bf16_kahan"):  # the list of valid names in transformers' own message
+        OptimizerNames("adamw_bf16_kahn")
+
+
+def test_a_private_name_that_went_away_is_said_with_a_way_out(monkeypatch):
+    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
+    with pytest.raises(RuntimeError, match=rf"{transformers.__version__}.*_OPTIMIZER_HANDLERS.*optimizer_factory"):
+        private_apis.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
+
+
+def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
+    """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
+    assert hasattr(Trainer, private_apis.SAVE_RANDOM_STATE), f"Trainer.{private_apis.SAVE_RANDOM_STATE} is gone {WHERE}"
+    waited, wait = [], trainer_checkpoints.gather_objects
+
+    def gather_objects(*args):
+        waited.append(sorted(tmp_path.glob("*/*")))
+        return wait(*args)
+
+    monkeypatch.setattr(trainer_checkpoints, "gather_objects", gather_objects)
+    trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
+    there = {path.name for path in waited[-1]}
+    assert "rng_state.pth" in there
+    assert "trainer_state.json" not in there, f"Trainer no longer writes its state last {WHERE}"
+    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
+    assert hasattr(Trainer, private_apis.RUN_EPOCH), f"Trainer.{private_apis.RUN_EPOCH} is gone {WHERE}"
+    steps, original = [], getattr(Trainer, private_apis.RUN_EPOCH)
+
+    def run_epoch(self, *args, **kwargs):
+        steps.append((self.state.global_step, self.state.max_steps))
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, private_apis.RUN_EPOCH, run_epoch)
+    trained(tmp_path, max_steps=9)  # 64 rows in batches of 8
+    assert steps == [(0, 9), (8, 9)], f"Trainer no longer trains by epochs {WHERE}"
+
+
+def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
+    """The folder, the order of its files, and what comes after them: the push to the hub and the deletion of others."""
+    assert hasattr(Trainer, private_apis.SAVE_CHECKPOINT), f"Trainer.{private_apis.SAVE_CHECKPOINT} is gone {WHERE}"
+    events = []
+
+    class Watched(Trainer):
+        def _save_checkpoint(self, model, trial):
+            events.append(f"begin {private_apis.checkpoint_folder(self, trial).relative_to(tmp_path)}")
+            with private_apis.after_trainer_state(lambda: events.append(sorted(p.name for p in tmp_path.glob("*/*")))):
+                super()._save_checkpoint(model, trial)
+
+    monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda *args, **kwargs: events.append("rotate"))
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
+    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
+    trained(tmp_path, trainer_cls=Watched, max_steps=1, save_strategy="steps", save_steps=1, push_to_hub=True)
+    begin, files, *after = events
+    assert begin == "begin checkpoint-1", f"checkpoints are saved elsewhere {WHERE}"
+    written = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"]
+    written += ["scheduler.pt", "trainer_state.json", "training_args.bin"]
+    assert files == written, f"Trainer no longer writes its state last {WHERE}"
+    assert after == ["push", "rotate"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
+
+
+def test_the_trainers_state_is_read_where_we_look(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trained(tmp_path, max_steps=1, **settings)
+    read = []
+
+    def read_state(path, cls):
+        read.append(str(path.relative_to(tmp_path)))
+        return cls(**json.loads(path.read_text()))
+
+    with private_apis.trainer_states_read_by(read_state):
+        trained(tmp_path, max_steps=2, resume=True, **settings)
+    assert set(read) == {"checkpoint-1/trainer_state.json"}, f"TrainerState.load_from_json no longer reads it {WHERE}"
+
+
+@dataclasses.dataclass
+class WiderState(TrainerState):
+    """What a subclass of Trainer may keep."""
+
+    tokens: int = 0
+
+
+def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
+    WiderState(global_step=3, tokens=7).save_to_json(str(tmp_path / "trainer_state.json"))
+    with private_apis.trainer_states_read_by(read_trainer_state):
+        wide = WiderState.load_from_json(str(tmp_path / "trainer_state.json"))
+        plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert wide == WiderState(global_step=3, tokens=7)
+    assert plain == TrainerState(global_step=3)  # without the field that it does not have
+
+
+def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
+    """DDP would not wrap it: `tests/distributed` shows it with ranks."""
+    model = torch.nn.Linear(2, 2)
+    accelerator = Accelerator(cpu=True)
+    with private_apis.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+        assert getattr(model, private_apis._PREPARED, False), f"accelerate marks models otherwise; {WHERE}"
+    assert not hasattr(model, private_apis._PREPARED)
+    accelerator.prepare_model(model)
+    with private_apis.prepared_again_later(model):
+        accelerator.prepare_model(model, evaluation_mode=True)
+    assert getattr(model, private_apis._PREPARED), "what is prepared for training stays so"
+
+
+def test_a_communication_hook_is_seen():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert not private_apis.has_communication_hook(model)
+        reduce_in_fp32(model)
+        where = f"in torch {torch.__version__}; adapt hf_lowprec/integrations/private_apis.py"
+        assert private_apis.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():
+    """As accelerate asks before it shards a model."""
+    model = torch.nn.Linear(2, 2)
+    compiled = torch.compile(model)
+    assert compiled._orig_mod is model, f"torch.compile keeps its model elsewhere in torch {torch.__version__}"
+    assert not private_apis.is_sharded_model(model)
+    assert not private_apis.is_sharded_model(compiled)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert private_apis.is_sharded_model(model)
+    assert private_apis.is_sharded_model(compiled)
+
+
+def test_checkpoints_are_read_by_one_method():
+    assert hasattr(Trainer, private_apis.LOAD_CHECKPOINT), f"Trainer.{private_apis.LOAD_CHECKPOINT} is gone {WHERE}"
+
+
+def test_trainer_keeps_the_arguments_that_the_wrapper_reads():
+    import inspect
+
+    built = inspect.signature(Trainer.__init__).parameters
+    where = WHERE.replace("private_apis", "transformers/trainer_setup")
+    for name in ("model", "args", "model_init", "callbacks"):
+        assert name in built, f"Trainer.__init__ has no {name!r} {where}"
+    assert "resume_from_checkpoint" in inspect.signature(Trainer.train).parameters
+
+
+@pytest.mark.slow
+def test_other_optimizers_are_untouched(tmp_path):
+    """An FP32 run gives the same weights whether or not the package was imported."""
+
+    def train(*launcher: str) -> str:
+        words = (
+            f"--output_dir {tmp_path} --max_steps 4 --use_cpu --disable_tqdm True --report_to none --save_strategy no"
+        )
+        command = [sys.executable, *launcher, str(SCRIPT), *words.split()]
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""}, timeout=240
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return next(line for line in result.stdout.splitlines() if line.startswith("steps="))
+
+    plain = train()
+    assert "dtype=torch.float32" in plain
+    assert train("-m", "hf_lowprec", "run") == plain
+
+
+def test_importing_survives_a_private_name_that_went_away():
+    program = """
+import warnings
+from transformers import Trainer, trainer_optimizer
+del trainer_optimizer._OPTIMIZER_HANDLERS
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import hf_lowprec
+assert any("optimizer_factory" in str(warning.message) for warning in caught), caught
+hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf16_sr")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
+    """Both methods run, the one while resuming and the other at the end, before `on_train_end`."""
+    called = []
+    for name in (private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST):
+        assert hasattr(Trainer, name), f"Trainer.{name} is gone {WHERE}"
+        original = getattr(Trainer, name)
+        monkeypatch.setattr(
+            Trainer, name, lambda self, *a, _o=original, _n=name, **k: (called.append(_n), _o(self, *a, **k))[1]
+        )
+    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "eval_strategy": "steps"}
+    settings |= {"save_steps": 1, "eval_steps": 1, "load_best_model_at_end": True}
+    trained(tmp_path, max_steps=1, **settings)
+    assert called == [private_apis.LOAD_BEST], f"the best weights are loaded elsewhere {WHERE}"
+    Trainer(llama(), arguments(tmp_path, max_steps=2, **settings), None, counting_data(), counting_data(8)).train(
+        resume_from_checkpoint=True
+    )
+    assert called[1:] == [private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST], (
+        f"checkpoints are loaded elsewhere {WHERE}"
+    )

@@ -1,0 +1,438 @@
+"""Damaged, mixed and copied checkpoints: the last good one is resumed, or an error names the file."""
+
+import functools
+import io
+import itertools
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import CheckpointManager
+
+import hf_lowprec  # noqa: F401
+from hf_lowprec.integrations.transformers.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ManifestWriter,
+    read_json,
+    read_manifest,
+)
+from hf_lowprec.integrations.transformers.file_checksums import checksums
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
+from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
+
+SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+STATE = "trainer_state.json"
+LOADED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, "config.json")
+NOT_NEEDED = ("generation_config.json", "training_args.bin")
+WRITTEN = (*LOADED, *NOT_NEEDED)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def halved(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flipped(path: Path, bit: int | None = None) -> None:
+    """One bit, by default in the middle of the file."""
+    content = bytearray(path.read_bytes())
+    bit = 4 * len(content) if bit is None else bit
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES = (emptied, halved, flipped, missing)
+
+
+def train(out: Path, resume: str | bool | None = None, optim: str = "adamw_bf16_kahan", **settings) -> Trainer:
+    return trained(out, optim=optim, resume=resume, **{**SETTINGS, **settings})
+
+
+def digest(trainer: Trainer) -> list[torch.Tensor]:
+    states = optimizer_of(trainer).state.values()
+    return [*trainer.model.state_dict().values(), *(tensor for state in states for tensor in state.values())]
+
+
+def assert_same(one: Trainer, other: Trainer) -> None:
+    assert one.state.global_step == other.state.global_step
+    for ours, theirs in zip(digest(one), digest(other), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Trainer]:
+    """A finished training, with checkpoints of steps 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, train(out)
+
+
+@pytest.fixture
+def killed(whole, tmp_path) -> Path:
+    """What it left behind after step 4."""
+    for step in (2, 4):
+        shutil.copytree(whole[0] / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    return tmp_path
+
+
+@pytest.fixture
+def stock(killed) -> Path:
+    """The same without manifests, as a stock Trainer would have written it."""
+    for path in killed.glob(f"*/{MANIFEST_NAME}"):
+        path.unlink()
+    return killed
+
+
+def assert_passed_over(out: Path, file: str, caplog) -> None:
+    last, before = out / "checkpoint-4", out / "checkpoint-2"
+    with pytest.raises(ValueError, match=f"checkpoint-4' (is damaged|was not finished): .*{file}.*{before.name}'"):
+        resolve(str(last), str(out))
+    with caplog.at_level(logging.WARNING):
+        assert resolve(True, str(out)) == str(before)
+    assert "checkpoint-4" in caplog.text and file in caplog.text
+
+
+def assert_damage_is_passed_over(out: Path, file: str, seen_without_a_manifest: tuple, caplog) -> None:
+    """Damage `file` of the last checkpoint of `out` in copies: in every kind where a manifest lists it."""
+    for manifest in (True, False):
+        for damage in DAMAGES if manifest else seen_without_a_manifest:
+            copy = out / f"{manifest} {file} {damage.__name__}"
+            for step in (2, 4):
+                shutil.copytree(out / f"checkpoint-{step}", copy / f"checkpoint-{step}")
+            if not manifest:
+                (copy / "checkpoint-4" / MANIFEST_NAME).unlink()
+            damage(copy / "checkpoint-4" / file)
+            caplog.clear()
+            assert_passed_over(copy, file, caplog)
+
+
+def test_every_file_is_in_the_table_above(killed):
+    assert {path.name for path in (killed / "checkpoint-4").iterdir()} == {*WRITTEN, MANIFEST_NAME}
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"), [*itertools.product(WRITTEN, DAMAGES[:-1]), *((file, missing) for file in LOADED)]
+)
+def test_damage_is_seen_by_name(killed, caplog, file, damage):
+    damage(killed / "checkpoint-4" / file)
+    assert_passed_over(killed, file, caplog)
+
+
+def test_what_resuming_does_not_need_may_be_gone(whole, killed, caplog):
+    """Named in a warning; the training ends bit for bit where the whole did."""
+    for file in NOT_NEEDED:
+        missing(killed / "checkpoint-4" / file)
+    last = str(killed / "checkpoint-4")
+    assert resolve(last, str(killed)) == resolve(True, str(killed)) == last
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all(text.startswith(last) and text.endswith(f": {', '.join(NOT_NEEDED)}") for text in warnings)
+    assert_same(train(killed, resume=True), whole[1])
+
+
+@pytest.mark.parametrize("asked", ["named", "last"])
+def test_each_manifest_is_read_once(killed, monkeypatch, asked):
+    """By the search, the check of the files and the training that goes on."""
+    seen = []
+    monkeypatch.setattr(
+        "hf_lowprec.integrations.transformers.checkpoint_manifest.read_json",
+        lambda path: seen.append(path) or read_json(path),
+    )
+    resume = str(killed / "checkpoint-4") if asked == "named" else True
+    train(killed, resume=resume, max_steps=4)
+    assert seen.count(killed / "checkpoint-4" / MANIFEST_NAME) == 1
+
+
+def test_a_manifest_that_changed_is_read_again(killed):
+    out, folder = str(killed), killed / "checkpoint-4"
+    assert resolve(True, out) == str(folder)
+    content = (folder / MANIFEST_NAME).read_text()
+    (folder / MANIFEST_NAME).write_text("{")
+    assert last_complete(killed) == killed / "checkpoint-2"
+    with pytest.raises(ValueError, match=MANIFEST_NAME):
+        resolve(str(folder), out)
+    (folder / MANIFEST_NAME).write_text(content)
+    assert last_complete(killed) == folder
+
+
+@pytest.mark.parametrize("damage", [emptied, halved, flipped])
+def test_a_damaged_manifest_is_seen(killed, caplog, damage):
+    damage(killed / "checkpoint-4" / MANIFEST_NAME)
+    assert_passed_over(killed, MANIFEST_NAME, caplog)
+
+
+def test_every_bit_of_the_manifest_counts(killed):
+    """Whatever is flipped, it is noticed or changes nothing, as in the spaces between two words of JSON."""
+    folder = killed / "checkpoint-4"
+    expected, content = read_manifest(folder), (folder / MANIFEST_NAME).read_bytes()
+    for bit in range(0, 8 * len(content), 25):  # 25 and 8 have no common divisor: each bit of a byte is met
+        flipped(folder / MANIFEST_NAME, bit)
+        try:
+            assert read_manifest(folder) == expected
+        except ValueError as error:
+            assert MANIFEST_NAME in str(error)
+        (folder / MANIFEST_NAME).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [*itertools.product(LOADED, (emptied, halved)), *((file, missing) for file in (*LOADED[:3], STATE))],
+)
+def test_damage_is_seen_by_name_without_a_manifest(stock, caplog, file, damage):
+    damage(stock / "checkpoint-4" / file)
+    assert_passed_over(stock, file, caplog)
+
+
+def test_a_file_that_its_reader_does_not_know(stock, caplog):
+    """Damage in a zip file's directory can look like a later version of the format."""
+    path = stock / "checkpoint-4/optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"PK\1\2") + 6] = 128  # the version that is needed to read the last entry
+    path.write_bytes(content)
+    assert_passed_over(stock, "optimizer.pt", caplog)
+
+
+@pytest.mark.parametrize("name", ["killed", "stock"])
+def test_times_of_files_say_nothing(request, name, tmp_path):
+    """Copying a folder back from a backup in parallel gives them any order."""
+    out = request.getfixturevalue(name)
+    last = out / "checkpoint-4"
+    for order in (sorted(last.iterdir()), sorted(last.iterdir(), reverse=True)):
+        for time, path in enumerate(order):
+            os.utime(path, (time, time))
+        assert resolve(True, str(out)) == str(last)
+        assert resolve(str(last), str(out)) == str(last)
+    os.utime(last / "optimizer.pt")
+    assert resolve(True, str(out)) == str(last)
+
+
+@pytest.mark.parametrize("damage", [None, flipped])
+def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed, damage):
+    if damage is not None:
+        damage(killed / "checkpoint-4/optimizer.pt")
+    assert_same(train(killed, resume=True), whole[1])
+
+
+def test_a_finished_training_is_resumed_to_what_it_was(whole, tmp_path):
+    """Killed after its last checkpoint: Trainer by itself adds a step, since it looks at `max_steps` after each."""
+    shutil.copytree(whole[0] / "checkpoint-6", tmp_path / "checkpoint-6")
+    assert_same(train(tmp_path, resume=True), whole[1])
+
+
+def test_a_second_training_that_dies_while_it_saves_over_the_first_one(whole, killed, monkeypatch, caplog):
+    """New weights, and the optimizer of the first training: neither is resumed."""
+    save, error = torch.save, "the process died here"
+
+    def dies(value, path, *args, **kwargs):
+        if str(path).endswith("checkpoint-4/optimizer.pt"):
+            raise OSError(error)
+        return save(value, path, *args, **kwargs)
+
+    shutil.copytree(whole[0] / "checkpoint-6", killed / "checkpoint-6")
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(OSError, match=error):
+        train(killed, learning_rate=3e-3)
+    monkeypatch.undo()
+    assert resolve(True, str(killed)) == str(killed / "checkpoint-2")
+    assert "checkpoint-4 was not finished" in caplog.text
+    assert "checkpoint-6 is of an earlier training" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoint-4' was not finished"):
+        resolve(str(killed / "checkpoint-4"), str(killed))
+    assert resolve(str(killed / "checkpoint-6"), str(killed)) == str(killed / "checkpoint-6"), "it was named"
+    second = train(killed.parent / f"{killed.name} second", learning_rate=3e-3)
+    assert_same(train(killed, resume=True, learning_rate=3e-3), second)
+
+
+def test_files_of_an_earlier_checkpoint_do_not_become_part_of_the_next(whole, killed, caplog):
+    """Trainer loads `optimizer.pt` because it is there, also next to weights that were saved alone."""
+    train(killed, max_steps=4, save_only_model=True)
+    assert not (killed / "checkpoint-4/optimizer.pt").exists()
+    assert resolve(True, str(killed)) == str(killed / "checkpoint-4")
+    assert "holds no optimizer state" in caplog.text
+
+
+def test_a_training_that_went_back_to_an_earlier_step(whole, killed, caplog):
+    """The checkpoints of the steps that it had reached before are not its last ones."""
+    shutil.copytree(whole[0] / "checkpoint-6", killed / "checkpoint-6")
+    train(killed, resume=str(killed / "checkpoint-2"), max_steps=3, save_steps=1)
+    assert resolve(True, str(killed)) == str(killed / "checkpoint-3")
+    assert "checkpoint-6 is of an earlier training, checkpoint-4 is of an earlier training" in caplog.text
+
+
+def test_an_earlier_training_is_no_replacement(killed):
+    """Of a fresh training in the same folder only step 3 is there, and damaged: step 2 is not its own."""
+    train(killed, max_steps=3, save_steps=3)
+    flipped(killed / "checkpoint-3/optimizer.pt")
+    with pytest.raises(
+        ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .*; pass its path"
+    ) as error:
+        resolve(True, str(killed))
+    assert "by a previous training, before checkpoint-3" in str(error.value)
+
+
+def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
+    last = stock / "checkpoint-4"
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (last / name).unlink()
+    assert resolve(True, str(stock)) == str(last)
+    assert "holds no optimizer state" in caplog.text
+    assert train(stock, resume=True).state.global_step == 6
+
+
+def test_a_state_of_another_version_of_transformers_is_resumed(whole, stock, caplog):
+    path = stock / "checkpoint-4" / STATE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "a_field_of_tomorrow": {"a": 1}}))
+    assert_same(train(stock, resume=True), whole[1])
+    assert "a_field_of_tomorrow" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, '{"a":' * 10**5, '{"global_step": "4"}', '{"log_history": 4}', "\xff", "1" * 5000]
+)
+def test_a_state_that_is_no_state(stock, caplog, content):
+    (stock / "checkpoint-4" / STATE).write_text(content, encoding="latin-1")
+    assert_passed_over(stock, STATE, caplog)
+
+
+def test_the_next_checkpoint_is_complete_before_an_older_one_is_deleted(tmp_path, monkeypatch):
+    """Rotation, and the push to the hub, come after the manifest."""
+    from transformers import trainer as module
+
+    seen = []
+
+    def rotate(output_dir, *args, **kwargs):
+        (last,) = Path(output_dir).glob("checkpoint-*")
+        seen.append(json.loads((last / MANIFEST_NAME).read_text())["complete"])
+
+    monkeypatch.setattr(module, "rotate_checkpoints", rotate)
+    train(tmp_path, max_steps=2, save_total_limit=1)
+    assert seen == [True]
+
+
+class ChangesCheckpoints(TrainerCallback):
+    """Adds a file, changes one and deletes one, as callbacks for adapters do."""
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "notes.txt").write_text("good")
+        (folder / "config.json").write_text("{}")
+        (folder / "generation_config.json").unlink()
+
+
+def test_callbacks_may_change_a_checkpoint(tmp_path, caplog):
+    train(tmp_path, max_steps=2, callbacks=[ChangesCheckpoints()])
+    last = tmp_path / "checkpoint-2"
+    assert resolve(str(last), str(tmp_path)) == str(last)
+    (last / "added later.txt").write_text("what is not in the manifest does not matter")
+    assert resolve(str(last), str(tmp_path)) == str(last)
+    (last / "notes.txt").unlink()
+    with pytest.raises(ValueError, match=r"notes.txt is missing; name another one"):
+        resolve(str(last), str(tmp_path))
+
+
+def test_weights_in_several_files(tmp_path, caplog):
+    model = llama()
+    model.save_pretrained = functools.partial(model.save_pretrained, max_shard_size="20KB")
+    train(tmp_path, max_steps=4, model=model)
+    shards = sorted(path.name for path in (tmp_path / "checkpoint-4").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    index = "model.safetensors.index.json"
+    assert_damage_is_passed_over(tmp_path, shards[0], (emptied, halved, missing), caplog)
+    assert_damage_is_passed_over(tmp_path, index, (emptied, halved), caplog)  # the shards alone are weights as well
+
+
+def test_adapters(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    train(tmp_path, max_steps=4, model=peft.get_peft_model(llama(), config))
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert_damage_is_passed_over(tmp_path, file, (emptied, halved), caplog)
+
+
+@pytest.mark.parametrize("damage", [flipped, halved])
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(tmp_path, damage):
+    class DamagesTheBest(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                missing(tmp_path / "checkpoint-2/optimizer.pt")  # weights are all that is loaded
+                damage(tmp_path / "checkpoint-2/model.safetensors")
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    with pytest.raises(ValueError, match=r"checkpoint-2', the best checkpoint, is damaged: model.safetensors") as error:
+        train(tmp_path, callbacks=[DamagesTheBest()], **settings)  # the highest loss is called the best: the first
+    assert "optimizer" not in str(error.value)
+
+
+def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
+    """A file says so in the checkpoint while it is saved, and is deleted when it is complete."""
+    whole[1].args.output_dir, before = str(killed), whole[1].args.output_dir
+    try:
+        CheckpointManager(whole[1]).execute_jit_checkpoint()
+    finally:
+        whole[1].args.output_dir = before
+    assert resolve(True, str(killed)) == str(killed / "checkpoint-6")
+
+
+def saved_at(time: str) -> Manifest:
+    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="", rounding=[])
+
+
+def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    writer.begin(checkpoint, step, None)
+    (checkpoint / "model.safetensors").write_bytes(bytes([step]))
+    writer.complete()
+    return checkpoint
+
+
+def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
+    """The first one ran where the clock was ahead."""
+    ahead = ManifestWriter(saved_at("2999-01-01T00:00:00.000000+00:00"))
+    for step in (4, 6):
+        save(ahead, tmp_path, step)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / MANIFEST_NAME).write_text("{}")  # a damaged one says nothing
+    second = ManifestWriter()
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
+    assert last_complete(tmp_path) != save(second, tmp_path, 2) == last_complete(tmp_path)
+    save(second, tmp_path, 3)
+    again = ManifestWriter(read_manifest(tmp_path / "checkpoint-2"))
+    assert save(again, tmp_path, 1) == last_complete(tmp_path), "it went back to an earlier step"
+
+
+class ShortReads(io.FileIO):
+    """A file of a network's or user's file system, which may return less than asked for."""
+
+    def read(self, size=-1):
+        return super().read(min(size, 1000) if size >= 0 else 1000)
+
+    def readinto(self, buffer):
+        return super().readinto(memoryview(buffer)[:1000])
+
+
+def test_checksums_are_of_whole_files_where_reads_return_less(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(range(256)) * 100)
+    expected = checksums([path])
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda self, mode, buffering=-1: (io.BufferedReader if buffering else lambda raw: raw)(ShortReads(self)),
+    )
+    assert checksums([path]) == expected
+
+
+def test_checkpoints_of_others_stay_as_they_are(tmp_path):
+    Trainer(llama(), arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=counting_data()).train()
+    assert not list(tmp_path.glob(f"*/{MANIFEST_NAME}*"))

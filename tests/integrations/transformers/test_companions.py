@@ -1,0 +1,255 @@
+"""What users combine with `optim=`: every setting gives FP32's losses under the same setting, and resumes as ever."""
+
+import inspect
+import shutil
+
+import pytest
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.models.llama import modeling_llama
+
+import hf_lowprec
+from tests.integrations.tiny_training import (
+    arguments,
+    assert_follows,
+    assert_pure_bf16,
+    counting_data,
+    llama,
+    losses,
+    trained,
+)
+
+OURS = ("adamw_bf16_kahan", "adamw_bf16_sr")
+# The second is the older name, deprecated where both are known.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in inspect.signature(TrainingArguments).parameters
+)
+
+
+def dropping_llama():
+    model = llama()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    return model
+
+
+def ragged_data(rows=64):
+    """Sequences of 6 to 15 tokens."""
+    lengths = [6 + k % 10 for k in range(rows)]
+    return [
+        {name: row[name][:length] for name in ("input_ids", "labels")} | {"length": length}
+        for row, length in zip(counting_data(rows), lengths, strict=True)
+    ]
+
+
+def padded(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def column(values, filler):
+        return torch.stack([nn_pad(value, longest, filler) for value in values])
+
+    def nn_pad(value, length, filler):
+        return torch.nn.functional.pad(value, (0, length - len(value)), value=filler)
+
+    return {
+        "input_ids": column([row["input_ids"] for row in rows], 0),
+        "labels": column([row["labels"] for row in rows], -100),
+        "attention_mask": column([torch.ones_like(row["input_ids"]) for row in rows], 0),
+    }
+
+
+SETTINGS = {
+    "reentrant": {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "not_reentrant": {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "use_cache": {"use_cache": True},
+    "evaluated_first": {"eval_on_start": True},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_trainer(tmp_path, setting):
+    reference = trained(tmp_path, optim="adamw_torch", **SETTINGS[setting])
+    for optim in OURS:
+        trainer = trained(tmp_path, optim=optim, **SETTINGS[setting])
+        assert_pure_bf16(trainer.model)
+        assert_follows(trainer, reference)
+
+
+def test_attention_in_eager_mode(tmp_path):
+    def run(optim):
+        model = llama()
+        model.set_attn_implementation("eager")
+        return trained(tmp_path, model=model, optim=optim)
+
+    assert_follows(run(OURS[0]), run("adamw_torch"))
+
+
+def test_batches_of_similar_length(tmp_path):
+    def run(optim):
+        settings = {"train_sampling_strategy": "group_by_length", "length_column_name": "length"}
+        args = arguments(tmp_path, optim=optim, remove_unused_columns=False, **settings)
+        trainer = Trainer(model=llama(), args=args, train_dataset=ragged_data(), data_collator=padded)
+        trainer.train()
+        return trainer
+
+    assert_follows(run(OURS[0]), run("adamw_torch"))
+
+
+def test_metrics_see_fp32_predictions_inputs_and_losses(tmp_path):
+    def run(optim):
+        def metrics(found):
+            assert found.predictions.dtype == "float32"
+            assert found.inputs.shape == (16, 16)
+            return {"right": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
+
+        settings = {"include_for_metrics": ["inputs", "loss"], "eval_strategy": "steps", "eval_steps": 6}
+        args = arguments(tmp_path, optim=optim, **settings)
+        data = {"train_dataset": counting_data(), "eval_dataset": counting_data(16)}
+        trainer = Trainer(model=llama(), args=args, compute_metrics=metrics, **data)
+        trainer.train()
+        return trainer
+
+    trainer, reference = run(OURS[0]), run("adamw_torch")
+    assert_follows(trainer, reference)
+    right = [[e["eval_right"] for e in t.state.log_history if "eval_right" in e] for t in (trainer, reference)]
+    assert right[0] == pytest.approx(right[1], abs=0.02)
+
+
+class OutOfMemory(Trainer):
+    """Has memory for seven sequences at a time, and sees it in the second micro-batch."""
+
+    calls = 0
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.calls += 1
+        if self.calls > 1 and len(inputs["input_ids"]) > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def test_a_batch_size_that_is_found_by_trying(tmp_path):
+    """What the first try has added up is forgotten."""
+    settings = {"trainer_cls": OutOfMemory, "auto_find_batch_size": True, "gradient_accumulation_steps": 2}
+    reference = trained(tmp_path, optim="adamw_torch", **settings)
+    trainer = trained(tmp_path, optim=OURS[0], optim_args="grad_accumulation=kahan", **settings)
+    assert trainer._train_batch_size == reference._train_batch_size == 7
+    assert trainer.accelerator.mixed_precision == "no"
+    assert_follows(trainer, reference)
+
+
+def has_compiler() -> bool:
+    try:
+        return shutil.which(get_cpp_compiler()) is not None
+    except Exception:  # torch raises a private class
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")
+def test_compiled_by_inductor(tmp_path):
+    """Against FP32 as it is: inductor keeps more digits between operations than BF16 has. One layer is enough."""
+
+    def run(optim, **more):
+        model = llama()
+        model.model.layers = model.model.layers[:1]
+        return trained(tmp_path, model=model, optim=optim, max_steps=3, logging_steps=1, **more)
+
+    assert_follows(run(OURS[0], torch_compile=True), run("adamw_torch"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"neftune_noise_alpha": 5.0}, {CHECKPOINTING: True}, {"train_sampling_strategy": "group_by_length"}],
+    ids=["neftune", "checkpointing", "group_by_length"],
+)
+def test_resuming_is_bit_exact_with(tmp_path, settings):
+    """Noise, dropout and the order of batches come from random states that checkpoints hold."""
+
+    def run(resume=None):
+        saves = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+        return trained(tmp_path, model=dropping_llama(), optim=OURS[0], resume=resume, max_steps=8, **saves, **settings)
+
+    whole = run()
+    resumed = run(str(tmp_path / "checkpoint-4"))
+    assert losses(resumed) == losses(whole)
+    for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_weights_saved_alone_are_trained_on(tmp_path):
+    """`save_only_model` leaves out the optimizer: a fresh one goes on from the weights, FP32 norms included."""
+    found = {}
+
+    class AtTheStart(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            found.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+    saves = {"optim": OURS[0], "save_strategy": "steps", "save_steps": 4, "save_only_model": True}
+    whole = trained(tmp_path, max_steps=4, **saves)
+    assert not list(tmp_path.glob("checkpoint-4/optimizer*"))
+    trained(tmp_path, resume=str(tmp_path / "checkpoint-4"), max_steps=5, callbacks=[AtTheStart()], **saves)
+    for name, parameter in whole.model.named_parameters():
+        assert found[name].dtype == parameter.dtype
+        assert torch.equal(found[name], parameter), name
+
+
+class TestLiger:
+    @pytest.fixture(autouse=True)
+    def liger(self):
+        """Liger, whose patches of transformers' Llama end with the test."""
+        kernels = pytest.importorskip("liger_kernel.transformers")
+        names = dict(vars(modeling_llama))
+        methods = {cls: dict(vars(cls)) for cls in names.values() if isinstance(cls, type) and "Llama" in cls.__name__}
+        yield kernels
+        vars(modeling_llama).update(names)
+        for cls, before in methods.items():
+            for name, value in vars(cls).copy().items():
+                if value is not before.get(name):
+                    setattr(cls, name, before[name])
+
+    def test_it_is_refused_on_a_cpu(self, tmp_path):
+        with pytest.raises(ValueError, match="use_liger_kernel=True: Liger's Triton kernels do not run on a CPU"):
+            trained(tmp_path, optim=OURS[0], use_liger_kernel=True)
+
+    @pytest.mark.parametrize("first", [True, False], ids=["patched_first", "cast_first"])
+    def test_its_norms_keep_fp32_and_their_boundary(self, liger, first):
+        model = llama()
+        for step in (0, 1) if first else (1, 0):
+            if step == 0:
+                liger._apply_liger_kernel_to_instance(model=model)
+            else:
+                hf_lowprec.cast_model(model)
+        seen = []
+        norm = model.model.norm
+        assert "Liger" in repr(norm)
+        norm.forward = lambda hidden: seen.append(hidden.dtype) or hidden * norm.weight
+        assert norm(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert seen == [torch.float32]
+        assert_pure_bf16(model)
+
+
+def test_liger_and_a_head_in_fp32():
+    """Its fused loss multiplies the head's weight by hidden states itself."""
+    from types import SimpleNamespace
+
+    from hf_lowprec.integrations.transformers.training_arguments import check_liger
+
+    args = SimpleNamespace(use_liger_kernel=True, device=torch.device("cuda"), liger_kernel_config=None)
+    check_liger(args, ())
+    with pytest.raises(ValueError, match=r"weight of lm_head.*set liger_kernel_config=\{'fused_linear_cross_entropy'"):
+        check_liger(args, ("lm_head",))
+    args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    check_liger(args, ("lm_head",))
+
+
+def test_a_gpu_too_many_is_refused(tmp_path, monkeypatch):
+    """Trainer would use DataParallel."""
+    args = arguments(tmp_path, optim=OURS[0])
+    monkeypatch.setattr(type(args), "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"one process with 2 GPUs \(DataParallel\)"):
+        Trainer(model=llama(), args=args, train_dataset=counting_data())

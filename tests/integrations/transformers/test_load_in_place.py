@@ -1,0 +1,69 @@
+"""Weights that are loaded: into the parameters that a model has, and with all the bits that were saved."""
+
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer
+
+from hf_lowprec.integrations.transformers.load_in_place import load_in_place
+from tests.integrations.tiny_training import arguments, counting_data, llama, trained
+
+
+def test_values_move_and_parameters_stay():
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16), nn.Linear(2, 2))
+    kept, untouched = model[0].weight, model[1].weight
+    with load_in_place(model):
+        model[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
+        model[0].bias = resized = nn.Parameter(torch.ones(5))
+    assert model[0].weight is kept and model[1].weight is untouched
+    assert kept.dtype == torch.bfloat16 and kept.requires_grad
+    assert torch.equal(kept, torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+    assert model[0].bias is resized, "another shape cannot move"
+
+
+def norms(tensors: Any) -> dict[str, torch.Tensor]:
+    found = {name: tensor.detach().clone() for name, tensor in dict(tensors).items() if "norm" in name}
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    return found
+
+
+def pretrained() -> LlamaForCausalLM:
+    """Its norms are no longer ones."""
+    model = llama()
+    with torch.no_grad():
+        for k, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(k)), alpha=0.1)
+    return model
+
+
+def test_the_report_says_when_norms_arrive_rounded_and_what_it_advises_keeps_all_bits(tmp_path, capsys):
+    settings = {"optim": "adamw_bf16_kahan", "learning_rate": 2e-5, "max_steps": 3}
+    first = trained(tmp_path / "first", model=pretrained(), **settings)
+    assert "arrived in" not in capsys.readouterr().out
+    first.save_model(str(tmp_path / "saved"))
+    learnt = norms(first.model.named_parameters())
+    for dtype, said in ((None, 1), (torch.float32, 0)):
+        options = {} if dtype is None else {"dtype": dtype}
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "saved", **options)
+        trainer = Trainer(model, arguments(tmp_path / "again", **settings), train_dataset=counting_data())
+        kept = norms(model.named_parameters())
+        assert all(torch.equal(kept[name], learnt[name]) for name in learnt) == (not said)
+        trainer.train()
+        out = capsys.readouterr().out
+        assert out.count("arrived in bfloat16") == said
+        assert out.count("from_pretrained(…, dtype=torch.float32)") == said
+
+
+def test_the_best_norms_are_loaded_with_all_bits(tmp_path):
+    settings = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trained(
+        tmp_path, model=pretrained(), optim="adamw_bf16_kahan", learning_rate=1e-3, max_steps=4, **settings
+    )
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2"), "the worst one, so not the last one"
+    saved = norms(load_file(tmp_path / "checkpoint-2" / "model.safetensors"))
+    for name, tensor in norms(trainer.model.named_parameters()).items():
+        assert torch.equal(tensor, saved[name]) and not torch.equal(tensor, tensor.bfloat16().float()), name

@@ -1,0 +1,83 @@
+"""The option strings of `--optim_args`: what they reach, how often they are parsed, and what a wrong one raises."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import Trainer
+
+from hf_lowprec.integrations.transformers import optim_args
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
+from hf_lowprec.integrations.transformers.training_arguments import optimizer_arguments
+from tests.integrations.tiny_training import arguments, llama, optimizer_of, trained
+
+
+def test_optim_args_reach_every_keyword(tmp_path):
+    words = (
+        "betas=0.8|0.95, eps=1e-6, amsgrad=True, maximize=false, rounding=nearest, state_rounding=nearest, "
+        "state_dtype=exp_avg:float32|exp_avg_sq:bf16, seed=11, backend=eager, weight_decay=0.3, keep_fp32=lm_head|*.mlp"
+    )
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, max_steps=1)
+    optimizer = optimizer_of(trainer)
+    group = optimizer.param_groups[0]
+    assert optimizer.backend == "eager"
+    assert group["betas"] == (0.8, 0.95)
+    assert (group["eps"], group["amsgrad"], group["maximize"], group["seed"]) == (1e-6, True, False, 11)
+    assert (group["rounding"], group["state_rounding"]) == ("nearest", "nearest")
+    assert group["state_dtype"] == {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
+    assert optimizer.defaults["weight_decay"] == 0.3
+    assert trainer.model.lm_head.weight.dtype == torch.float32
+    assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert trainer.model.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
+def test_optim_args_are_parsed_into_one_object(tmp_path):
+    text = "betas=0.8|0.95,keep_fp32=lm_head|*.mlp,grad_accumulation=kahan,check_replicas_every=5,amsgrad=yes"
+    options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args=text))
+    assert options == OptimArgs({"betas": (0.8, 0.95), "amsgrad": True}, ("lm_head", "*.mlp"), "kahan", 5)
+    assert optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan")) == OptimArgs()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.keep_fp32 = ()
+    with pytest.raises(TypeError):
+        options.optimizer["betas"] = (0.9, 0.9)
+
+
+def test_optim_args_are_parsed_once_for_a_run(tmp_path, monkeypatch):
+    parsed, parse = [], optim_args._option_strings
+    monkeypatch.setattr(optim_args, "_option_strings", lambda text: (parsed.append(text), parse(text))[1])
+    text = "seed=3,eps=1.0625e-7"  # in no other test, and none has parsed it before
+    trained(tmp_path, optim="adamw_bf16_kahan", optim_args=text, max_steps=1)
+    assert parsed == [text]
+
+
+def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
+    """Trainer's hyperparameter search sets the arguments of a trial on the same object."""
+    args = arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="eps=1e-7")
+    assert optimizer_arguments(args)[1]["eps"] == 1e-7
+    args.optim_args, args.learning_rate = "eps=1e-6", 3e-4
+    assert {key: optimizer_arguments(args)[1][key] for key in ("eps", "lr")} == {"eps": 1e-6, "lr": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("momentun=0.9", r"'momentun' is not an argument of .*did you mean 'momentum'"),
+        ("rounding=kahn", r"rounding='kahn'.*'kahan', 'stochastic', 'nearest'"),
+        ("nesterov=maybe", r"nesterov='maybe' does not parse; give True or False"),
+        ("momentum=fast", r"momentum='fast' does not parse; give a number"),
+        ("state_dtype=float8", r"state_dtype='float8' does not parse; give bfloat16"),
+        ("momentum", r"'momentum' is not of the form key=value"),
+        ("seed=1,seed=2", r"names 'seed' twice"),
+        ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
+    ],
+)
+def test_bad_optim_args_name_what_is_wrong(tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, optim="sgd_bf16_kahan", optim_args=words)
+
+
+def test_unknown_optim_args_fail_before_anything_is_cast(tmp_path):
+    model = llama()
+    with pytest.raises(ValueError, match="'beta'"):
+        Trainer(model=model, args=arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="beta=0.9"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -1,0 +1,209 @@
+"""Resuming continues bit for bit, in every mode, also after a process died while saving."""
+
+import json
+import re
+import runpy
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import save as save_shards
+from transformers import TrainerState
+
+import hf_lowprec
+from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
+from tests import nursery
+from tests.integrations.tiny_training import llama, optimizer_of, trained
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+MODES = ("kahan", "stochastic", "nearest")
+
+
+def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> list[str]:
+    settings = {
+        "output_dir": out,
+        "optim": f"{algorithm}_bf16_kahan",
+        "optim_args": f"rounding={mode}" + (",momentum=0.9" if algorithm == "sgd" else ""),
+        "max_steps": 9,
+        "save_steps": 3,
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+        **extra,
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def run(script: Path, *words: object) -> nursery.Done:
+    return nursery.run(script, [str(word) for word in words], timeout=240)
+
+
+def train(*words: object) -> str:
+    """What the script prints at its end: steps, dtype and a digest of all weights. Each run is a process of its own."""
+    result = run(Path(hf_lowprec.__file__).with_name("__main__.py"), "run", SCRIPTS / "train_tiny.py", *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return summary(result.stdout)
+
+
+def summary(output: str) -> str:
+    (line,) = re.findall(r"^steps=.*$", output, re.MULTILINE)
+    return line
+
+
+def optimizer_file(checkpoint: Path) -> dict:
+    return torch.load(checkpoint / "optimizer.pt", weights_only=True)
+
+
+def assert_same_state(ours: dict, theirs: dict) -> None:
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, state in ours["state"].items():
+        assert state.keys() == theirs["state"][key].keys()
+        for name, tensor in state.items():
+            other = theirs["state"][key][name]
+            assert tensor.dtype == other.dtype, name
+            assert torch.equal(tensor, other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "algorithm"), [*((mode, "adamw") for mode in MODES), ("kahan", "sgd")])
+def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algorithm):
+    def train_here(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_tiny.py", *map(str, words)])
+        runpy.run_path(str(SCRIPTS / "train_tiny.py"), run_name="__main__")
+        return summary(capsys.readouterr().out)
+
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    expected = train_here(*options(whole, mode, algorithm))
+    # The schedule must be that of nine steps, so the first half is a whole run whose later saves are taken away.
+    train_here(*options(halves, mode, algorithm))
+    for step in (6, 9):
+        shutil.rmtree(halves / f"checkpoint-{step}")
+    assert train_here(*options(halves, mode, algorithm), "--resume", "True") == expected
+    assert "steps=9 dtype=torch.bfloat16" in expected
+    assert_same_state(optimizer_file(halves / "checkpoint-9"), optimizer_file(whole / "checkpoint-9"))
+    assert (halves / "checkpoint-9/model.safetensors").read_bytes() == (
+        whole / "checkpoint-9/model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "over_another_training"),
+    [("checkpoint-6/optimizer.pt", False), ("checkpoint-6/scheduler.pt", False), ("checkpoint-6/optimizer.pt", True)],
+)
+def test_a_save_that_was_killed_is_passed_over(tmp_path, victim, over_another_training):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = train(*options(whole, "kahan"))
+    if over_another_training:
+        train(*options(killed, "stochastic"))
+    died = run(SCRIPTS / "killed_in_save.py", victim, "run", SCRIPTS / "train_tiny.py", *options(killed, "kahan"))
+    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
+    assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
+    assert train(*options(killed, "kahan"), "--resume", "True") == expected
+
+
+def complete(folder: Path, step: int) -> Path:
+    """A checkpoint without a manifest, as a Trainer without our callback writes it with `save_only_model=True`."""
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return checkpoint
+
+
+def cut_short(folder: Path, step: int, state: str | None = None) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    if state is not None:
+        (checkpoint / "trainer_state.json").write_text(state)
+    return checkpoint
+
+
+@pytest.mark.parametrize("damage", [None, "", '{"global_step": 1', "[]"])
+def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
+    last = complete(tmp_path, 900)
+    unfinished = cut_short(tmp_path, 1000, damage)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-2000").write_text("a file")
+    assert resolve(True, str(tmp_path)) == str(last)
+    assert "checkpoint-1000 was not finished" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoint-1000' was not finished: trainer_state.json .*checkpoint-900'"):
+        resolve(str(unfinished), str(tmp_path))
+    assert resolve(str(last), str(tmp_path)) == str(last)
+    assert resolve(None, str(tmp_path)) is None
+    assert resolve(False, str(tmp_path)) is False
+
+
+def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
+    elsewhere = cut_short(tmp_path / "other run", 10)
+    complete(tmp_path / "out", 5)
+    with pytest.raises(ValueError, match=r"other run.*was not finished"):
+        resolve(str(elsewhere), str(tmp_path / "out"))
+
+
+def test_nothing_finished_is_said(tmp_path):
+    cut_short(tmp_path, 10)
+    with pytest.raises(ValueError, match=r"no checkpoint in .* was finished"):
+        resolve(True, str(tmp_path))
+    assert resolve(True, str(tmp_path / "absent")) is True
+    assert resolve("hub/name", str(tmp_path)) == "hub/name"
+
+
+def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
+    for step in (3, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        for shards in ("pytorch_model_fsdp_0", "optimizer_0"):
+            save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
+        torch.save({}, folder / "scheduler.pt")
+        TrainerState().save_to_json(str(folder / "trainer_state.json"))
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
+    (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
+    assert last_complete(tmp_path) == tmp_path / "checkpoint-3"
+
+
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+    saved = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()}
+    with pytest.raises(ValueError, match=r"the state of AdamW cannot be loaded into Lion: resume with AdamW"):
+        trained(tmp_path, optim="lion_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **SAVING)
+    assert {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()} == saved
+
+
+def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
+    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+    changed = {
+        **SAVING,
+        "optim_args": "amsgrad=True,state_rounding=nearest",
+        "weight_decay": 0.2,
+        "learning_rate": 1e-3,
+    }
+    with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
+        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **changed)
+    (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.1 (was 0.2); " in said
+    assert "lr=" not in said
+    assert optimizer_of(resumed).param_groups[0]["amsgrad"] is False
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine_with_restarts", "reduce_lr_on_plateau"])
+def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
+    extra = {"eval_strategy": "steps", "eval_steps": 3} if schedule == "reduce_lr_on_plateau" else {}
+    settings = {**SAVING, **extra, "optim": "adamw_bf16_kahan", "lr_scheduler_type": schedule}
+    trained(tmp_path, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)

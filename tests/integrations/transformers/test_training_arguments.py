@@ -1,0 +1,119 @@
+"""The names of `--optim`, on the command line, in pickles and in copies; and the fields that reach an optimizer."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+import hf_lowprec
+from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
+from tests.integrations.tiny_training import arguments
+
+
+def test_names_on_the_command_line():
+    parser = HfArgumentParser(TrainingArguments)
+    for name in hf_lowprec.OPTIMIZER_NAMES:
+        (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--optim", name])
+        assert args.optim == name
+    with pytest.raises((SystemExit, ValueError)):
+        parser.parse_args_into_dataclasses(["--output_dir", "out", "--optim", "adamw_bf16_kahn"])
+
+
+@pytest.mark.parametrize("name", hf_lowprec.OPTIMIZER_NAMES)
+def test_untouched_fields_leave_every_algorithm_its_own_defaults(tmp_path, name):
+    args = arguments(tmp_path, optim=name)
+    cls, given = optimizer_arguments(args)
+    assert set(given) == {"rounding", "lr", "seed"}
+    assert checked_arguments(args) == given
+    assert cls.__name__.lower() == name.partition("_")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("adamw", {"adam_beta2": 0.95, "adam_epsilon": 1e-6}, {"betas": (0.9, 0.95), "eps": 1e-6}),
+        ("lion", {"adam_beta1": 0.95, "adam_epsilon": 1e-6}, {"betas": (0.95, 0.99)}),
+        ("lion", {"adam_beta1": 0.95, "optim_args": "betas=0.8|0.9"}, {"betas": (0.8, 0.9)}),
+        ("adan", {"adam_epsilon": 1e-6, "optim_args": "no_prox=True"}, {"eps": 1e-6, "no_prox": True}),
+        ("adan", {"adam_beta2": 0.95, "optim_args": "betas=0.9|0.8|0.7"}, {"betas": (0.9, 0.8, 0.7)}),
+        (
+            "radam",
+            {"optim_args": "decoupled_weight_decay=True,eps=1e-5"},
+            {"decoupled_weight_decay": True, "eps": 1e-5},
+        ),
+        ("sgd", {"adam_beta1": 0.95}, {}),
+    ],
+)
+def test_changed_fields_and_words_reach_the_algorithms_that_have_them(tmp_path, name, settings, expected):
+    given = checked_arguments(arguments(tmp_path, optim=f"{name}_bf16_kahan", **settings))
+    assert {key: given[key] for key in given.keys() - {"rounding", "lr", "seed"}} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adam_beta2": 0.95}, r"adam_beta2 cannot be used with optim='adan_bf16_sr'.*are 3.*'betas=0.98\|0.92\|0.99'"),
+        ({"optim_args": "betas=0.9|0.99"}, r"betas='0.9\|0.99' does not parse; give 3 numbers as 0.98\|0.92\|0.99"),
+        ({"optim_args": "betas=0.9|0.9|fast"}, r"betas='0.9\|0.9\|fast' does not parse; give 3 numbers"),
+        ({"optim_args": "betas=0.9|0.9|1"}, r"betas\[2\]=1.0 is invalid; it must be a number >= 0 and < 1"),
+    ],
+)
+def test_three_betas_are_not_two(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        checked_arguments(arguments(tmp_path, optim="adan_bf16_sr", **settings))
+
+
+def test_saved_arguments_bring_their_names_along(tmp_path):
+    """`training_args.bin`, which Trainer saves with every model, in a process that has not imported us."""
+    torch.save([arguments(tmp_path, optim=name) for name in hf_lowprec.OPTIMIZER_NAMES], tmp_path / "training_args.bin")
+    body = f"""
+import sys, torch
+sys.modules["hf_lowprec"] = None  # as if it were not installed
+try:
+    torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
+except ModuleNotFoundError as error:
+    print(error)
+del sys.modules["hf_lowprec"]
+found = torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
+assert {{type(args.optim).__name__ for args in found}} == {{"OptimizerNames"}}
+print(*(args.optim.value for args in found))
+"""
+    result = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    without, names = result.stdout.splitlines()
+    assert "hf_lowprec" in without
+    assert names.split() == list(hf_lowprec.OPTIMIZER_NAMES)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_names_stay_members_through_pickles_and_copies(protocol):
+    for name in hf_lowprec.OPTIMIZER_NAMES:
+        member = OptimizerNames(name)
+        assert pickle.loads(pickle.dumps(member, protocol)) is member
+        assert copy.deepcopy(member) is copy.copy(member) is member
+    stock = OptimizerNames.ADAMW_TORCH
+    assert b"hf_lowprec" not in pickle.dumps(stock, protocol)
+    assert pickle.loads(pickle.dumps(stock, protocol)) is stock
+
+
+def test_arguments_that_were_saved_by_value_still_load():
+    """As files of before: a reference to the enum, and the value."""
+    member = OptimizerNames("adamw_bf16_kahan")
+    assert pickle.loads(b"ctransformers.training_args\nOptimizerNames\n(S'adamw_bf16_kahan'\ntR.") is member
+
+
+def test_names_load_where_only_listed_types_do(tmp_path):
+    torch.save({"optim": OptimizerNames("adamw_bf16_sr")}, tmp_path / "args.bin")
+    assert torch.load(tmp_path / "args.bin", weights_only=True) == {"optim": OptimizerNames("adamw_bf16_sr")}
+
+
+def test_a_name_of_another_version_is_named():
+    with pytest.raises(
+        ValueError, match=r"optim='adamx_bf16_sr' is not known to hf_lowprec .*version that it was saved"
+    ):
+        hf_lowprec.unpickle_optimizer_name("adamx_bf16_sr")
