@@ -10,8 +10,8 @@ import transformers
 from transformers.utils import TransformersKwargs
 
 from hf_lowprec.casting.argument_roles import role_of
-from tests.casting import model_support
-from tests.casting.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
+from tests.support.every_architecture.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
+from tools import model_support
 
 pytestmark = pytest.mark.slow
 # Of a tensor that may be floating, of a result that holds one, of a number, of anything.

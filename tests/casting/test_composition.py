@@ -10,10 +10,19 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, assert_same_bits, bits, dtypes, gradient_dtypes, hook_counts
-from tests.casting.norm_classes import ScaleRMSNorm
-from tests.tiny_models import ARCHITECTURES
+from tests.support.models import tiny_models
+from tests.support.models.inspection import (
+    BF16,
+    FP16,
+    FP32,
+    assert_same_bits,
+    bits,
+    dtypes,
+    gradient_dtypes,
+    hook_counts,
+)
+from tests.support.models.norm_layers import ScaleRMSNorm
+from tests.support.models.tiny_models import ARCHITECTURES
 
 
 class TestComposition:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from tests.casting import model_support
-from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS
-from tests.casting.broken_layers import report
-from tests.casting.tiny_exceptions import LONG
+from tests.support.broken_kernels.broken_layers import report
+from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS
+from tests.support.every_architecture.batch_exceptions import LONG
+from tools import model_support
 
 TEXT = model_support.PAGE.read_text(encoding="utf-8")
 SAID = model_support.read(TEXT)

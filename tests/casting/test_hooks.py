@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_lowprec.casting import cast_model
-from tests.casting.inspection import BF16, FP32
+from tests.support.models.inspection import BF16, FP32
 
 Pair = namedtuple("Pair", ["first", "second"])
 

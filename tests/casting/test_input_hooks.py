@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.input_hooks import losses_mix_dtypes
-from tests.casting.float_input_models import MODELS
-from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.models.vision_and_speech_models import MODELS
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.broken_layers import check_around_broken_layers
-from tests.casting.float_input_models import MODELS, UNIT, whisper
-from tests.casting.inspection import BF16, FP32
+from tests.support.broken_kernels.broken_layers import check_around_broken_layers
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP32
+from tests.support.models.vision_and_speech_models import MODELS, UNIT, whisper
 
 
 def check_training(model: nn.Module, batch: dict[str, torch.Tensor], keep_fp32: tuple[str, ...]) -> None:

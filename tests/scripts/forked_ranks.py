@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.forked import fork_ranks
+from tests.support.processes.fork_ranks import fork_ranks
 
 ranks, script = int(sys.argv[1]), sys.argv[2]
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests import nursery
+from tests.support.processes import forkserver
 
 many_ranks = pytest.mark.skipif(not os.environ.get("HF_LOWPREC_MANY_RANKS"), reason="runs with make test-distributed")
-SCRIPTS = Path(__file__).resolve().parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **environment: str) -> str:
@@ -21,7 +21,7 @@ def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **e
 
 def run_script(script: str, *arguments: object, fails: bool = False, **environment: str) -> str:
     """What `tests/scripts/SCRIPT` prints; `fails` as above."""
-    done = nursery.run(SCRIPTS / script, [str(argument) for argument in arguments], timeout=280, **environment)
+    done = forkserver.run(SCRIPTS / script, [str(argument) for argument in arguments], timeout=280, **environment)
     assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout + done.stderr if fails else done.stdout
 

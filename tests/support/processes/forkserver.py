@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Done(NamedTuple):
@@ -50,7 +50,7 @@ def run(script: Path, arguments: list[str], timeout: float, **environment: str) 
 def _nursery() -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.nursery"],
+        [sys.executable, "-m", "tests.support.processes.forkserver"],
         env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         bufsize=0,  # a line that was read ahead would be one that `select` waits for
     )  # fmt: skip

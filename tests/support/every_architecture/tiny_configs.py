@@ -1,7 +1,7 @@
 """A tiny config of any architecture of transformers: its own defaults, shrunk by the names of the fields.
 
-`SIZES` maps names to the largest value kept. Where names are not enough, `tests/casting/tiny_fields.py` has the
-fields of a model type or class.
+`SIZES` maps names to the largest value kept. Where names are not enough, `config_fields.py` has the fields of a model
+type or class.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.casting.tiny_fields import CLASS_FIELDS, FIELDS
+from tests.support.every_architecture.config_fields import CLASS_FIELDS, FIELDS
 
 VOCABULARY, CODES, WIDTH, HEADS, LAYERS, IMAGE = 96, 64, 64, 4, 2, 32
 FIRST_TOKEN = 64  # of the texts; smaller numbers are for pad_token_id, image_token_id, …

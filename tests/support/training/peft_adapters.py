@@ -7,7 +7,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from tests import tiny_models
+from tests.support.models import tiny_models
 
 ATTENTION = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 CAUSAL: dict[str, Any] = {"task_type": "CAUSAL_LM"}

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.casting.tiny_configs import IMAGE
-from tests.casting.tiny_exceptions import BATCHES
-from tests.casting.tiny_labels import LENGTH, ROWS, Batch, asks_labels, find, labels_of, tokens_of
+from tests.support.every_architecture.batch_exceptions import BATCHES
+from tests.support.every_architecture.tiny_configs import IMAGE
+from tests.support.every_architecture.tiny_labels import LENGTH, ROWS, Batch, asks_labels, find, labels_of, tokens_of
 
 SAMPLES, FRAMES = 1600, 64
 MODALITIES = {"pixel_values", "input_features", "input_values"}

@@ -15,11 +15,11 @@ import hf_lowprec
 from hf_lowprec.casting.fp32_exceptions import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.fp32_outputs import upcast_predictions
 from hf_lowprec.diagnostics.layer_probes import Probe
-from tests.casting.broken_layers import broken_layers
-from tests.casting.inspection import BF16, FP32, bits
-from tests.casting.tiny_batches import Batch, offers
-from tests.casting.tiny_configs import tiny_config
-from tests.casting.tiny_exceptions import DISCRETE
+from tests.support.broken_kernels.broken_layers import broken_layers
+from tests.support.every_architecture.batch_exceptions import DISCRETE
+from tests.support.every_architecture.tiny_batches import Batch, offers
+from tests.support.every_architecture.tiny_configs import tiny_config
+from tests.support.models.inspection import BF16, FP32, bits
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits: rounding to nearest errs by at most this much of the value
 TRAINS, FAILS, NO_REFERENCE = "trains", "fails", "no reference"

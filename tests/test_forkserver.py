@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests import nursery
+from tests.support.processes import forkserver
 
 
 def script(tmp_path, text: str):
@@ -16,25 +16,25 @@ def script(tmp_path, text: str):
 
 def test_a_script_has_arguments_environment_output_and_a_status(tmp_path):
     text = "import os, sys\nprint(sys.argv[1:], os.environ['WORD'], __name__)\nsys.exit('no')"
-    done = nursery.run(script(tmp_path, text), ["a", "b c"], timeout=60, WORD="said")
+    done = forkserver.run(script(tmp_path, text), ["a", "b c"], timeout=60, WORD="said")
     assert done == (1, "['a', 'b c'] said __main__\n", "no\n")
     assert "WORD" not in os.environ
 
 
 def test_a_script_that_raises_or_is_killed_says_so(tmp_path):
-    done = nursery.run(script(tmp_path, "raise ValueError('as planned')"), [], timeout=60)
+    done = forkserver.run(script(tmp_path, "raise ValueError('as planned')"), [], timeout=60)
     assert done.returncode == 1 and "ValueError: as planned" in done.stderr
-    killed = nursery.run(script(tmp_path, "import os\nos.kill(os.getpid(), 9)"), [], timeout=60)
+    killed = forkserver.run(script(tmp_path, "import os\nos.kill(os.getpid(), 9)"), [], timeout=60)
     assert killed.returncode == -9
 
 
 def test_a_script_that_does_not_end_is_ended_with_all_that_it_forked(tmp_path):
     text = "import os, time\nprint(os.fork(), flush=True)\ntime.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired) as error:
-        nursery.run(script(tmp_path, text), [], timeout=1)
+        forkserver.run(script(tmp_path, text), [], timeout=1)
     child = max(int(word) for word in error.value.stdout.split())
     with pytest.raises(ProcessLookupError):
         for _ in range(100):
             os.kill(child, 0)
             subprocess.run(["sleep", "0.05"], check=True)
-    assert nursery.run(script(tmp_path, ""), [], timeout=60).returncode == 0
+    assert forkserver.run(script(tmp_path, ""), [], timeout=60).returncode == 0

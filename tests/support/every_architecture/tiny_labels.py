@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tests.casting.tiny_configs import FIRST_TOKEN, IMAGE, VOCABULARY
+from tests.support.every_architecture.tiny_configs import FIRST_TOKEN, IMAGE, VOCABULARY
 
 Batch = dict[str, Any]
 ROWS, LENGTH = 2, 12

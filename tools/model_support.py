@@ -1,6 +1,6 @@
 """Every model class of transformers, cast and trained: the walk that writes `docs/model-support.md`, and its reading.
 
-python -m tests.casting.model_support [--write] [model_type or class …]
+python -m tools.model_support [--write] [model_type or class …]
 """
 
 import argparse
@@ -18,10 +18,10 @@ import torch
 import transformers
 import transformers.models.auto.modeling_auto as auto
 
-from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome, check
+from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome, check
 
-PAGE = Path(__file__).parents[2] / "docs" / "model-support.md"
-COMMAND = "python -m tests.casting.model_support --write"
+PAGE = Path(__file__).parents[1] / "docs" / "model-support.md"
+COMMAND = "python -m tools.model_support --write"
 SECONDS = 20  # for one class
 # The class a model type is known for: the first of these names that one has, else its first class.
 MAIN = (

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.casting.tiny_labels import Batch, masks, objects
-from tests.casting.tiny_sounds import SOUNDS
+from tests.support.every_architecture.sound_batches import SOUNDS
+from tests.support.every_architecture.tiny_labels import Batch, masks, objects
 
 
 def _time_series(model: nn.Module) -> Batch:

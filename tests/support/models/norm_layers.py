@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.casting.inspection import FP32
+from tests.support.models.inspection import FP32
 
 
 class FrozenBatchNorm2d(nn.Module):

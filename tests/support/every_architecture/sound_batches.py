@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.casting.tiny_labels import Batch, find
+from tests.support.every_architecture.tiny_labels import Batch, find
 
 
 def _codes(model: nn.Module) -> Batch:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.forked import fork_ranks
-from tests.ranks import leave
+from tests.support.processes.fork_ranks import fork_ranks
+from tests.support.processes.ranks import leave
 
 
 def run_worlds(check: Callable[[], None], sizes: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests import tiny_models
+from tests.support.models import tiny_models
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits, so rounding to nearest errs by at most this much of the value
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
