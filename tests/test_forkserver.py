@@ -1,4 +1,4 @@
-"""Scripts that are forked end as scripts that are started."""
+"""Scripts that the fork server runs end as scripts that are started from nothing."""
 
 import os
 import subprocess

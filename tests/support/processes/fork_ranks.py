@@ -1,64 +1,38 @@
-"""Ranks that are forked from a process which has imported everything already: importing takes seconds of each rank."""
+"""Fork the ranks of a process group from a process that has imported everything already, with torch.multiprocessing."""
 
-import ctypes
-import os
+import pickle
 import signal
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
-PATIENCE = 2.0
-"""Seconds that ranks are given to fail as well, once one has."""
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+
+GRACE = 2.0
+"""Seconds in which the other ranks may fail as well, once one has."""
 
 
-def fork_ranks(action: Callable[[int], object], size: int, folder: Path) -> str | None:
+def fork_ranks(action: Callable[[int], object], size: int) -> str | None:
     """Run `action(rank)` in `size` processes; if one of them fails, end the others, which would wait for it.
 
     Returns:
-        What failed, with its trace, or None; traces go through `folder`.
+        Which ranks failed by themselves, with their tracebacks; None if all succeeded.
     """
-    sys.stdout.flush()
-    failed = _failures([_fork(action, rank, folder) for rank in range(size)])
-    traces = {rank: folder / f"trace {rank}" for rank in failed}
-    stories = [f"rank {rank} of {size} failed\n" + (t.read_text() if t.exists() else "") for rank, t in traces.items()]
-    return "\n".join(stories) or None
-
-
-def _fork(action: Callable[[int], object], rank: int, folder: Path) -> int:
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    if sys.platform == "linux":  # leave no rank behind that waits for ever, if a test gives this script up
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ranks = start_processes(action, nprocs=size, join=False, start_method="fork")
     try:
-        action(rank)
-        status = 0
-    except BaseException as end:
-        if isinstance(end, SystemExit) and not end.code:
-            status = 0
-        else:
-            (folder / f"trace {rank}").write_text(traceback.format_exc())
-    sys.stdout.flush()
-    os._exit(status)
+        while not ranks.join(grace_period=GRACE):
+            pass
+    except ProcessException:  # it has the traceback of one rank
+        return "\n".join(_failures(ranks))
+    return None
 
 
-def _failures(children: list[int]) -> list[int]:
-    """Wait for all; once one has failed, for a moment only. The ranks that failed by themselves."""
-    running, failed, ended, deadline = dict(enumerate(children)), [], set(), float("inf")
-    while running:
-        for rank, child in list(running.items()):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                del running[rank]
-                if status and rank not in ended:
-                    failed.append(rank)
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
-            elif time.monotonic() > deadline and rank not in ended:
-                ended.add(rank)
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.02)
-    return failed
+def _failures(ranks: ProcessContext) -> list[str]:
+    failures = []
+    for rank, (process, name) in enumerate(zip(ranks.processes, ranks.error_files, strict=True)):
+        trace, file = "", Path(name)
+        if file.exists():
+            trace = pickle.loads(file.read_bytes())
+            file.unlink()
+        if process.exitcode not in (0, -signal.SIGTERM):  # which `join` sends to ranks that still run
+            failures.append(f"rank {rank} of {len(ranks.processes)} failed\n{trace}")
+    return failures

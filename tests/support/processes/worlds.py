@@ -4,7 +4,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,6 +22,6 @@ def run_worlds(check: Callable[[], None], sizes: Iterable[int]) -> None:
                 check()
                 leave()
 
-            failure = fork_ranks(act, size, Path(folder))
+            failure = fork_ranks(act, size)
             if failure is not None:
                 sys.exit(failure)
