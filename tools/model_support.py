@@ -1,33 +1,28 @@
-"""Every model class of transformers, cast and trained: the walk that writes `docs/model-support.md`, and its reading.
+"""Write `docs/model-support.md`: cast and train every model class of transformers, and tabulate which of them train.
 
-python -m tools.model_support [--write] [model_type or class …]
+    python -m tools.model_support [--write] [model_type or class …]
+
+Without `--write` the page is printed; with names, only those are tried.
+`tests/casting/test_every_architecture.py` compares the page with one class of every model type.
 """
 
 import argparse
 import itertools
 import re
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-import transformers.models.auto.modeling_auto as auto
 
-from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome, check
+from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome
+from tests.support.every_architecture.model_classes import classes_by_type, try_class
 
-PAGE = Path(__file__).parents[1] / "docs" / "model-support.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "model-support.md"
 COMMAND = "python -m tools.model_support --write"
-SECONDS = 20  # for one class
-# The class a model type is known for: the first of these names that one has, else its first class.
-MAIN = (
-    *("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification"),
-    *("ForObjectDetection", "ForCTC", "ForSequenceClassification", "For"),
-)
 TITLES = {"Trains": TRAINS, "Does not train": FAILS, "Not compared": NO_REFERENCE}
 HEAD = """\
 # Model support
@@ -64,50 +59,6 @@ This page is written by `{command}`, here with transformers {transformers} and t
 """
 
 
-def classes_by_type() -> dict[str, list[str]]:
-    """Every model type of transformers' mappings, with the names of its classes."""
-    found: dict[str, list[str]] = {}
-    for name in sorted(vars(auto)):
-        mapping = getattr(auto, name)
-        if name.startswith("MODEL") and name.endswith("_NAMES") and isinstance(mapping, dict):
-            for model_type, value in mapping.items():
-                classes = found.setdefault(model_type, [])
-                classes += [c for c in ([value] if isinstance(value, str) else value) if c not in classes]
-    return {model_type: sorted(found[model_type]) for model_type in sorted(found)}
-
-
-def main_class(classes: list[str]) -> str:
-    return next((name for word in MAIN for name in classes if word in name), classes[0])
-
-
-def try_class(name: str, model_type: str, attentions: tuple[str | None, ...] = (None,)) -> Outcome:
-    """The outcome of a class; of several attentions the worst."""
-    model_class: Any = getattr(transformers, name, None)
-    if model_class is None:
-        return Outcome(NO_REFERENCE, "transformers does not export it")
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {SECONDS} s")
-
-    outcome = Outcome(NO_REFERENCE, "")
-    old = signal.signal(signal.SIGALRM, stop)
-    try:
-        for attention in attentions:
-            signal.alarm(SECONDS)
-            new = check(model_class, model_type, attention)
-            if attention is not None and new.kind == NO_REFERENCE:
-                continue  # the model has no such attention
-            outcome = new
-            if outcome.kind != TRAINS:
-                break
-    except TimeoutError as error:
-        outcome = Outcome(NO_REFERENCE, str(error))
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
-    return outcome
-
-
 def walk(chosen: list[str]) -> dict[str, dict[str, Outcome]]:
     """Every class of every model type, with its default attention and with eager attention."""
     outcomes: dict[str, dict[str, Outcome]] = {}
@@ -125,7 +76,7 @@ def walk(chosen: list[str]) -> dict[str, dict[str, Outcome]]:
 
 
 def page(outcomes: dict[str, dict[str, Outcome]]) -> str:
-    """The page's text."""
+    """The page's text, from the outcomes by model type and class."""
     kinds = Counter(outcome.kind for classes in outcomes.values() for outcome in classes.values())
     types = Counter(
         TRAINS if all(kinds == TRAINS for kinds in compared) else FAILS
@@ -177,7 +128,7 @@ def _joined(names: list[str]) -> str:
 
 
 def read(text: str) -> dict[tuple[str, str], str]:
-    """What a page says: (model type, class) -> kind of outcome."""
+    """The kinds of outcome on a page, by model type and class: the inverse of `page`."""
     found, kind = {}, ""
     for line in text.splitlines():
         if line.startswith("## "):
