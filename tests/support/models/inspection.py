@@ -1,5 +1,8 @@
-"""What the tests of casting read from a model: dtypes, values, norms, hooks, outputs of modules."""
+"""Read from a model what casting changes: dtypes, values, norms, hooks, outputs of modules; and copy it."""
 
+import copy
+import io
+import pickle
 import re
 from typing import Any
 
@@ -11,8 +14,39 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Found by the names of attributes, where the code under test goes by class.
 NORM_PATH = re.compile(r"(^|\.)(\w*norm\w*|ln_\w+)$", re.IGNORECASE)
 
+COPIES = ["deepcopy", "pickle", "torch.save"]
+
+
+def copy_of(model: nn.Module, through: str) -> Any:
+    """A copy, made as one of `COPIES` says."""
+    if through == "deepcopy":
+        return copy.deepcopy(model)
+    if through == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def assert_downcast(value: Any, original: Any) -> None:
+    """Assert that `value` is `original`, containers and all, with each floating tensor rounded to BF16."""
+    assert type(value) is type(original)
+    if isinstance(original, torch.Tensor):
+        assert torch.equal(value, original.to(BF16) if original.is_floating_point() else original)
+    elif isinstance(original, dict):
+        assert list(value) == list(original)
+        for key in original:
+            assert_downcast(value[key], original[key])
+    elif isinstance(original, tuple | list):
+        for one, two in zip(value, original, strict=True):
+            assert_downcast(one, two)
+    else:
+        assert value == original
+
 
 def norm_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose attribute is named as a norm's."""
     return {name: module for name, module in model.named_modules() if NORM_PATH.search(name)}
 
 
@@ -26,6 +60,7 @@ def fp32_names(model: nn.Module) -> set[str]:
 
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor.detach().clone() for name, tensor in tensors}
 
@@ -42,6 +77,7 @@ def gradient_dtypes(module: nn.Module) -> set[torch.dtype | None]:
 
 
 def hook_counts(model: nn.Module) -> list[tuple[int, int]]:
+    """Of every module, how many forward pre-hooks and forward hooks."""
     return [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in model.modules()]
 
 

@@ -73,6 +73,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 def _become(script: str, arguments: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
     """Be `python script *arguments` from here on; multiprocessing turns exceptions into tracebacks and exit codes."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell start without
     for descriptor, path in ((0, os.devnull), (1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
