@@ -1,4 +1,4 @@
-"""Layers that torch computes wrongly on this machine, as oneDNN some BF16 convolutions on CPUs with AMX.
+"""Find layers that torch computes wrongly on this machine, as oneDNN does some BF16 convolutions on CPUs with AMX.
 
 A model that holds one cannot train as in FP32, whatever the cast does. Where a comparison fails, each layer is
 probed in the very shapes in which the model calls it. If a probe fails, the comparison is made once more, with the same

@@ -1,4 +1,4 @@
-"""Kernels broken on purpose: functions of torch that are wrong in BF16, as a library's can be for a few shapes."""
+"""Break functions of torch on purpose: wrong in BF16, as a library's kernel can be for a few shapes."""
 
 from collections.abc import Callable
 from typing import Any

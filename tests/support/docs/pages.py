@@ -1,4 +1,4 @@
-"""The pages of the documentation, read: their code blocks and links."""
+"""Read the pages of the documentation: their code blocks and their prose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model class, checked: what `cast_model` makes of it, and whether it trains as it does in FP32."""
+"""Check one model class: what `cast_model` makes of it, and whether it trains as it does in FP32."""
 
 import contextlib
 import copy

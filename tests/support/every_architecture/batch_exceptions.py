@@ -1,4 +1,4 @@
-"""Where names are not enough to make a batch: by model type or class, and what else is special about a few classes."""
+"""Batches for model types and classes whose argument names do not suffice, and what else is special about a few."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where names are not enough to make a tiny config: its fields by model type or by class, with the reason beside."""
+"""Fields of tiny configs for model types and classes whose field names do not suffice, each with the reason."""
 
 from typing import Any
 

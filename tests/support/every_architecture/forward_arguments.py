@@ -1,7 +1,8 @@
 """Every argument of a `forward` of transformers that may hold floating numbers, by name, and what it is.
 
-Whoever adds one says what it is, and `activations.py` must agree. A floating argument is annotated as a tensor, or as
-a model's output, or not at all; many of those are integers or no tensors all the same.
+`tests/casting/test_arguments.py` asks for each new one, and compares the list with the package's `argument_roles.py`.
+An argument that may be floating is annotated as a tensor, as a model's output, or not at all; many of those are
+integers or no tensors all the same.
 """
 
 ACTIVATIONS = {

@@ -1,4 +1,4 @@
-"""Batches of sound and of its codes, where names are not enough to make one: by model type or class."""
+"""Batches of sound and of its codes, for model types and classes whose argument names do not suffice."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Labels for any model of transformers, by the name of its class, and what a batch needs to know of a config."""
+"""Labels for any model of transformers, by the name of its class, and sizes that batches read from its config."""
 
 import re
 from collections.abc import Callable

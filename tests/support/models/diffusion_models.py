@@ -1,4 +1,4 @@
-"""Small diffusion models as they are written: timesteps and noise levels become FP32 sines, for linear layers."""
+"""Small diffusion models as people write them: linear layers take FP32 sines of timesteps and noise levels."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Normalization layers of the test's own, and classes that only have the name of one."""
+"""Normalization layers that are defined here, and classes that are only named like one."""
 
 import torch
 from torch import nn

@@ -1,6 +1,11 @@
-"""Stand-ins for the three ways in which quantizers store weights: codes and scales in buffers of a module of their own
-(GPTQ, AWQ, EETQ, FP8), codes in a `Parameter` subclass (bitsandbytes), and a tensor subclass that takes part in
-operations as if it were floating (torchao, quanto). All hold one signed byte per weight and a scale per row."""
+"""Stand-ins for the three kinds of quantized weights, which need no quantizer's package.
+
+- Data and scales in buffers of a module of their own (GPTQ, AWQ, EETQ, FP8).
+- Data in a `Parameter` subclass (bitsandbytes).
+- A tensor subclass that takes part in operations as if it were floating (torchao, quanto).
+
+All hold one signed byte per weight and one scale per row.
+"""
 
 from __future__ import annotations
 

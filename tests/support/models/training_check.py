@@ -1,4 +1,4 @@
-"""Whether a model with FP32 inputs predicts and trains as in FP32, but for rounding."""
+"""Check that a model with FP32 inputs predicts and trains as in FP32, but for rounding."""
 
 import torch
 from torch import nn
@@ -9,7 +9,11 @@ from tests.support.models.vision_and_speech_models import UNIT
 
 
 def check_training(model: nn.Module, batch: dict[str, torch.Tensor], keep_fp32: tuple[str, ...]) -> None:
-    """That FP32 inputs are rounded, and predictions are FP32's but for rounding; `keep_fp32` stays in FP32."""
+    """Assert that FP32 inputs are rounded, and that predictions are those of FP32 but for rounding.
+
+    Args:
+        keep_fp32: names of layers that stay in FP32.
+    """
     model.eval()  # batch norm divides by a constant, dropout and drop path are off
     calls = [0]
     handles = [

@@ -1,4 +1,4 @@
-"""Tiny vision and speech models, whose inputs are FP32."""
+"""Tiny vision and speech models with a batch for each: models whose inputs are floating."""
 
 from collections.abc import Callable
 from typing import Any

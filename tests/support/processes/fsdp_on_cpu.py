@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP through accelerate on a CPU, where accelerate itself takes that path on GPUs only."""
+"""Use FSDP2 and HSDP through accelerate on a CPU; accelerate itself does so on GPUs only."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Simulate machines on one computer: network namespaces, joined by a virtual cable."""
+"""Simulate two machines on one computer: network namespaces, joined by a virtual cable that can be unplugged."""
 
 import subprocess
 import uuid
@@ -41,6 +41,7 @@ class Machine:
 
 
 def ip(*words: str) -> None:
+    """Run the `ip` command; OSError if it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")

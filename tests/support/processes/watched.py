@@ -1,4 +1,4 @@
-"""Start, watch and end the processes of a test, even if the test fails."""
+"""Start the processes of a test from nothing, watch them, and end them, even if the test fails."""
 
 import os
 import signal
@@ -45,6 +45,7 @@ class Process:
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def report(self) -> str:
+        """How it ended and the last of its output, for a failed assertion."""
         return f"--- {self.name} (exit status {self.code})\n{self.out[-1500:]}\n{self.err[-9000:]}"
 
 
@@ -64,7 +65,7 @@ class Processes:
         return self
 
     def start(self, name: str, command: list[Any], **environment: object) -> Process:
-        """Run `command` with `environment` added to ours."""
+        """Run `command` with `environment` added to this process's."""
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         settings = {
             **inherited,
@@ -90,6 +91,7 @@ class Processes:
         return time.monotonic() - begin
 
     def wait_for_end(self, processes: list[Process], seconds: float) -> float:
+        """Wait until all of them have ended; as `wait`."""
         names = ", ".join(process.name for process in processes)
         return self.wait(f"{names} did not end", lambda: all(p.code is not None for p in processes), seconds)
 

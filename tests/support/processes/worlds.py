@@ -1,4 +1,4 @@
-"""Worlds of several sizes, one after the other, in one process that forks their ranks."""
+"""Run a check on all ranks of worlds of several sizes, one world after the other, from one script."""
 
 import sys
 import tempfile

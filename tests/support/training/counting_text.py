@@ -1,4 +1,4 @@
-"""Counting in words: a tokenizer, sentences, and preferences for counting on; nothing is downloaded."""
+"""Generated text that counts in words: its tokenizer, sentences, and pairs of preferred and rejected answers."""
 
 import random
 
@@ -19,24 +19,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def counting(start: int, length: int) -> str:
+    """`length` words from number `start` on."""
     return " ".join(WORDS[(start + k) % len(WORDS)] for k in range(length))
 
 
 def sentences(rows: int = 64) -> list[str]:
-    """Of different lengths."""
+    """Sentences of different lengths."""
     chance = random.Random(0)
     return [counting(chance.randrange(60), chance.randrange(6, 14)) for _ in range(rows)]
 
 
 def pairs(rows: int = 64) -> list[tuple[str, str]]:
-    """What comes after what."""
+    """Beginnings, and how each goes on."""
     chance = random.Random(0)
     starts = [chance.randrange(60) for _ in range(rows)]
     return [(counting(start, 5), counting(start + 5, 5)) for start in starts]
 
 
 def preferences(rows: int = 64) -> list[dict[str, str]]:
-    """A beginning, how it goes on, and some words."""
+    """Beginnings; the next words are preferred, random words are rejected."""
     chance = random.Random(0)
     found = []
     for _ in range(rows):

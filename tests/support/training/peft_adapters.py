@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a tiny Llama, and how far training moved them."""
+"""PEFT's adapters on a tiny Llama, and how far training moves them."""
 
 import copy
 from typing import Any
@@ -37,6 +37,7 @@ def adapted(method: str, base: torch.dtype = torch.float32, seed: int = 0) -> nn
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """FP32 copies of the trainable weights."""
     return {name: p.detach().float().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -46,4 +47,5 @@ def moved(model: nn.Module, start: dict[str, Tensor]) -> Tensor:
 
 
 def frozen_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Dtypes of the frozen weights, norms excluded."""
     return {p.dtype for name, p in model.named_parameters() if not p.requires_grad and "norm" not in name}

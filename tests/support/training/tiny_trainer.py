@@ -1,4 +1,4 @@
-"""A tiny Llama, data that it learns within a few steps, and a Trainer that has trained it."""
+"""A tiny Llama, data that it learns within a few steps, and a Trainer that has trained on them."""
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ VOCABULARY, LENGTH = 64, 16
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
+    """An FP32 model; equal seeds give equal weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
@@ -51,11 +52,12 @@ def trained(tmp_path, model=None, trainer_cls=Trainer, resume=None, **settings):
 
 
 def losses(trainer) -> list[float]:
+    """The logged training losses."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def assert_follows(trainer, reference, share: float = 0.005) -> None:
-    """That the one trained like the other: as many parameters, the same keys in the log, the losses within noise.
+    """Assert equal numbers of trainable parameters, the same keys in both logs, and losses within rounding noise.
 
     BF16 activations carry a relative error of 2^-9 per operation, √10 · 2^-9 = 0.6% of a logit of size one after ten; a
     loss is the mean over some hundred tokens, most of whose errors cancel.
@@ -71,10 +73,12 @@ def assert_follows(trainer, reference, share: float = 0.005) -> None:
 
 
 def optimizer_of(trainer) -> torch.optim.Optimizer:
+    """The optimizer inside of accelerate's wrapper, if there is one."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def assert_pure_bf16(model: nn.Module) -> None:
+    """Assert that norms are FP32 and all other parameters BF16."""
     for name, parameter in model.named_parameters():
         expected = torch.float32 if "norm" in name else torch.bfloat16
         assert parameter.dtype == expected, name
