@@ -38,3 +38,10 @@ def test_a_script_that_does_not_end_is_ended_with_all_that_it_forked(tmp_path):
             os.kill(child, 0)
             subprocess.run(["sleep", "0.05"], check=True)
     assert forkserver.run(script(tmp_path, ""), [], timeout=60).returncode == 0
+
+
+def test_a_script_finds_everything_imported(tmp_path, monkeypatch):
+    """The fork server itself ignores an import that fails: each script would silently take seconds more."""
+    monkeypatch.chdir(tmp_path)
+    text = "import os, sys\nprint({'torch', 'transformers', 'hf_lowprec'} <= sys.modules.keys(), os.getcwd())"
+    assert forkserver.run(script(tmp_path, text), [], timeout=60).stdout == f"True {tmp_path}\n"
