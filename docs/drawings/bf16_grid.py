@@ -49,7 +49,7 @@ def draw(theme: Theme) -> Figure:
     mantissas = 1 + torch.arange(0, 128, 9) / 128
     weights = (2.0 ** exponents[:, None] * mantissas).flatten().to(torch.bfloat16)
     halves = (spacing(weights) / 2).numpy()
-    sizes.set_title("A step must pass half the spacing to be stored", color=theme.ink)
+    sizes.set_title("A step below half the spacing is lost", color=theme.ink)
     drawn = weights.float().numpy()
     line(sizes, "half-spacing", drawn, halves, color=theme.kahan, drawstyle="steps-post")
     sizes.axhline(STEP, color=theme.nearest, linestyle=(0, (4, 2)))

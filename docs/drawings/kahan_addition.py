@@ -35,15 +35,11 @@ def draw(theme: Theme) -> Figure:
     (before, owed), (after, left) = additions()
     update = UPDATES[1]
     wanted = before + owed + update
-    found, (ax,) = figure(theme, 4.5)
-    found.subplots_adjust(left=0.02, right=0.98, top=0.98, bottom=0.11)
-    rows = (
-        ("before", 3),
-        ("y = update + compensation", 2),
-        ("weight = bf16(weight + y)", 1),
-        ("compensation = what is left", 0),
-    )
-    for text, y in rows:
+    found, (ax,) = figure(theme, 5.3)
+    found.subplots_adjust(left=0.02, right=0.98, top=0.98, bottom=0.09)
+    titles = ("before the update", "y = update + compensation", "weight = bf16(weight + y)", "compensation = remainder")
+    first, second, third, fourth = 3.9, 2.6, 1.3, 0.0
+    for text, y in zip(titles, (first, second, third, fourth), strict=True):
         ax.text(-0.42, y + 0.45, text, color=theme.ink, va="center")
         ax.plot([0, 1], [y, y], color=theme.fill, linewidth=1.2, zorder=0)
         for x, style in ((0, "-"), (0.5, (0, (2, 2))), (1, "-")):
@@ -60,21 +56,22 @@ def draw(theme: Theme) -> Figure:
     def dot(name: str, x: float, y: float) -> None:
         line(ax, name, np.array([x]), np.array([y]), marker="o", markersize=10, color=theme.kahan, linestyle="")
 
-    bar("owed", 3, before, before + owed, theme.stochastic, f"compensation {owed:+g}")
-    bar("owed-again", 2, before, before + owed, theme.stochastic, "")
-    bar("update", 2, before + owed, wanted, theme.nearest, f"update {update:+g}")
-    dot("weight-before", before, 3)
-    dot("weight-still", before, 2)
+    bar("owed", first, before, before + owed, theme.stochastic, f"compensation {owed:+g}")
+    bar("owed-again", second, before, before + owed, theme.stochastic, "")
+    bar("update", second, before + owed, wanted, theme.nearest, f"update {update:+g}")
+    dot("weight-before", before, first)
+    dot("weight-still", before, second)
     arrow = {"arrowstyle": "-|>", "color": theme.kahan, "linewidth": 2}
-    ax.annotate("", (after - 0.04, 1), (before + 0.03, 1), arrowprops=arrow)
-    dot("weight-after", after, 1)
-    ax.text(after + 0.06, 1, "weight +1", color=theme.kahan, va="center", fontsize=10)
-    bar("left", 0, wanted, after, theme.stochastic, f"compensation {left:+g}".replace("-", "−"))
-    dot("weight-last", after, 0)
-    line(ax, "sum", np.full(2, wanted), np.array([1.6, -0.1]), color=theme.ink, linewidth=1.2, linestyle=(0, (4, 2)))
-    ax.text(wanted + 0.02, 1.5, "exact sum", color=theme.ink, fontsize=10, va="center")
-    ax.set(xlim=(-0.45, 1.5), ylim=(-0.5, 3.75), yticks=[])
-    ax.set_xticks([0, 0.5, 1], ["BF16 number", "halfway", "the next one"])
+    ax.annotate("", (after - 0.04, third), (before + 0.03, third), arrowprops=arrow)
+    dot("weight-after", after, third)
+    ax.text(after + 0.06, third, "weight +1", color=theme.kahan, va="center", fontsize=10)
+    bar("left", fourth, wanted, after, theme.stochastic, f"compensation {left:+g}".replace("-", "−"))
+    dot("weight-last", after, fourth)
+    ends = np.array([second - 0.5, fourth - 0.1])
+    line(ax, "sum", np.full(2, wanted), ends, color=theme.ink, linewidth=1.2, linestyle=(0, (4, 2)))
+    ax.text(wanted + 0.02, third + 0.45, "exact sum", color=theme.ink, fontsize=10, va="center")
+    ax.set(xlim=(-0.45, 1.5), ylim=(fourth - 0.5, first + 0.75), yticks=[])
+    ax.set_xticks([0, 0.5, 1], ["BF16 number", "halfway", "next BF16 number"])
     ax.tick_params(length=0)
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)

@@ -69,7 +69,7 @@ def draw(theme: Theme) -> Figure:
     ax.text(3.35, places[0] + 0.62, "weights, inputs,\noutputs", color=theme.ink, va="top", fontsize=10)
     y = places[2]
     ax.text(3.35, y + 0.1, "FP32", color=theme.nearest, weight="bold", va="center", fontsize=13)
-    note = "weights and\narithmetic; input\nwidened, output\nrounded to BF16"
+    note = "weights and\narithmetic; input\nupcast, output\ndowncast to BF16"
     ax.text(3.35, y + 0.52, note, color=theme.ink, va="top", fontsize=10)
     ax.set(xlim=(0.2, 5.0), ylim=(places[-1] + 0.75, -0.1), xticks=[], yticks=[])
     for side in ("left", "bottom"):

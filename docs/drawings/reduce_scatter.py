@@ -44,7 +44,7 @@ def draw(theme: Theme) -> Figure:
         "facecolor": "#ffffff" if theme.suffix == "" else "#1e2129",
         "edgecolor": "none",
     }
-    ax.text(1.5, 2.2, "BF16 on the wire: each part to its rank", bbox=pad, **note)
+    ax.text(1.5, 2.2, "BF16 on the wire: each part goes to its rank", bbox=pad, **note)
     ax.text(1.5, 0.96, "sum in FP32, in rank order; one rounding to BF16", bbox=pad, **note)
     ax.text(1.5, 0.06, "each rank has the mean of its part", **note)
     ax.set(xlim=(0, 3), ylim=(-0.05, 3.75), xticks=[], yticks=[])

@@ -42,7 +42,7 @@ def draw(theme: Theme) -> Figure:
     values = {name: moment[every].numpy() for name, moment in moments().items()}
     found, (ax,) = figure(theme, 3.5)
     found.subplots_adjust(left=0.13, right=0.97, top=0.9, bottom=0.15)
-    ax.set_title("Second moment, gradients from 1 to 0.1", color=theme.ink)
+    ax.set_title("Second moment as gradients drop from 1 to 0.1", color=theme.ink)
     fp32 = values["fp32"][:, 0]
     line(ax, "fp32", steps, fp32, color=theme.fp32, linewidth=5, alpha=0.35)
     for k in range(2):

@@ -14,49 +14,49 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = ()) -> CastReport:
-    """Cast a model to BF16 or FP16 in place, keep in FP32 what needs it, and report what was done.
+    """Cast a model to BF16 or FP16 in place, keep norms and other sensitive parts in FP32, and report what was done.
 
-    **Cast to 16 bits**: every floating-point parameter and buffer that no rule keeps in FP32, and the gradients of
-    these parameters. `Parameter` objects and ties survive. Quantized weights and their scales stay as they are. Casting
-    a model again changes nothing, unless it has grown.
+    **Cast to 16 bits**: all floating-point parameters and buffers that no rule keeps in FP32, and the gradients of
+    these parameters. `Parameter` objects and tied weights are preserved. Quantized weights and their scales are not
+    changed. Casting a model again changes nothing, unless modules were added to it.
 
-    **Kept in FP32**, with every module that owns a tied weight of one of them:
+    **Kept in FP32**, with every module that shares a tied weight with one of them:
 
     - norms, by class or by name;
     - rotary embeddings, and other modules with a buffer named `inv_freq`;
-    - loss modules, by name, if their parameters are single numbers at most (a temperature);
-    - what the model's class names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
-    - a few classes of transformers whose code computes in FP32;
+    - loss modules, by name, if they have only scalar parameters (a temperature) or none;
+    - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
+    - a few transformers classes whose code computes in FP32;
     - modules whose quantized weights act as FP32 tensors;
-    - what `keep_fp32` names.
+    - everything that `keep_fp32` matches.
 
     **Hooks** let modules of both dtypes work together:
 
     - A module kept in FP32 gets its inputs in FP32 and returns `dtype` to the next module. Losses and output heads
       return FP32; a head is what `get_output_embeddings()` returns, or the model's last layer if `keep_fp32` names it.
     - A model that holds 16-bit tensors, and each model inside it, rounds the activations among its arguments to
-      `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors of fewer than two dimensions are
-      not rounded. What a module computes with such FP32 numbers is FP32, so at the first call that brings some its
-      children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`; where a
-      model outside of transformers takes integer timesteps, before any `torch.compile`.
-    - The `loss_function` of transformers' models computes in FP32, and so do distributions that they predict.
-    - If torch raises an error about mixed dtypes in a call of the model, the message also names the module, and the
+      `dtype`. Labels, targets, positions, timesteps, weights, counts and all tensors with fewer than two dimensions are
+      not rounded. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes some,
+      its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`, and
+      before any `torch.compile` if a model outside transformers takes integer timesteps.
+    - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict.
+    - If torch raises an error about mixed dtypes in a call of the model, the message also names the module and the
       entry of `keep_fp32` that avoids the error.
 
-    Hooks run when a module is called, not when another of its methods is. Where a module multiplies FP32 numbers with
+    Hooks run when a module is called, not when one of its other methods is. If a module multiplies FP32 numbers with
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.
 
     Args:
         model: any module on any device, meta included, before DDP or FSDP wraps it.
         dtype: `torch.bfloat16` or `torch.float16`.
-        keep_fp32: one entry or several. A string is a case-sensitive glob (`fnmatch`; `*` crosses dots) for a
-            qualified name of a module, parameter or buffer, or for the part of it after any dot: `"lm_head"`,
-            `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with everything below it. A tensor is kept with the
-            module that owns it if that has no children; otherwise it is kept alone and gets no hooks. A class keeps its
-            instances.
+        keep_fp32: one or more entries, each a string or a module class. A string is a case-sensitive glob (`fnmatch`;
+            `*` also matches dots) that must match the whole name of a module, parameter or buffer, or everything after
+            one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
+            submodules. A tensor is kept with the module that owns it if that has no children; otherwise only the tensor
+            is kept, without hooks. A class keeps its instances.
 
     Returns:
-        A report of the dtypes, the parts kept in FP32 with reasons, and the hooks. Print it to read it.
+        A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.
 
     Raises:
         ValueError: `dtype` is unsupported or differs from that of an earlier cast; an entry of `keep_fp32` matches

@@ -18,17 +18,17 @@ from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
     """Let a cast model return FP32 to the code that calls it, as accelerate's mixed precision does.
 
-    16-bit tensors among the outputs, in tuples, lists and dicts (a `ModelOutput`), are replaced by exact FP32 copies;
-    caches are not. The loss is FP32 as well, also in models that compute it in `forward`.
+    16-bit tensors in the outputs, including those in tuples, lists and dicts (a `ModelOutput`), are replaced by exact
+    FP32 copies, except in caches. The loss is FP32 as well, even in models that compute it in `forward`.
 
-    Trainer (with one of our `optim=` names) and `prepare_accelerator` call this by themselves. A second call changes
+    Trainer (with one of our `optim=` names) and `prepare_accelerator` call this automatically. A second call changes
     nothing.
 
     Args:
-        model: a model that `cast_model` has cast, or that contains one; in place. A part of a model returns FP32 to the
-            rest of the model as well.
-        next_to_loss: copy outputs also in a call that returns a loss while gradients are recorded, for 4 bytes per
-            logit. Trainer does not where its own `compute_loss` uses the loss alone.
+        model: a model that `cast_model` has cast, or that contains one; changed in place. If you pass a submodule, it
+            returns FP32 to the rest of the model too.
+        next_to_loss: whether to copy outputs even in training calls that return a loss, at 4 bytes per logit. Trainer
+            does not if its own `compute_loss` uses only the loss.
 
     Raises:
         ValueError: neither the model nor anything in it was cast.

@@ -36,24 +36,24 @@ def dtype_totals(tensors: Iterable[ModelTensor]) -> dict[torch.dtype, DtypeTotal
 
 @dataclass(frozen=True)
 class CastReport:
-    """What one call of `cast_model` found and did. `print` shows it as text; names are qualified.
+    """Result of one call of `cast_model`; `print` it. Modules and tensors are listed by their qualified names.
 
     Attributes:
         dtype: the dtype of the cast.
         cast: tensors that this call converted to `dtype`.
         kept: modules (the topmost of each kept subtree) and single tensors in FP32, and why.
-        boundaries: FP32 modules that get FP32 inputs and, except for `heads`, round their outputs.
-        inputs: modules that round activations among their arguments to `dtype`.
+        boundaries: FP32 modules whose inputs are upcast and, except for `heads`, whose outputs are downcast.
+        inputs: modules whose activation arguments are rounded to `dtype`.
         heads: FP32 modules that end the model and return FP32.
-        losses: loss modules, and models with a loss function, which compute it in FP32.
-        results: 16-bit modules whose code returns FP32, which is rounded for the next module, and why.
+        losses: loss modules, and models with a loss function, that compute the loss in FP32.
+        results: 16-bit modules whose code returns FP32, which is downcast for the next module, and why.
         predictions: 16-bit modules that return FP32 copies, for a loss or distribution computed from them, and why.
-        upcast: kept tensors that arrived in 16 bits, and in which dtype; what was rounded stays rounded.
-        restored: rotary buffers that had been rounded and were computed again.
-        untouched: tensors other than plain 16 to 64-bit floating-point ones, and what they are.
-        warnings: messages about what may not be as intended.
+        upcast: kept tensors that were in 16 bits before the cast, and their dtype; they stay rounded.
+        restored: rotary buffers that had been rounded and were recomputed.
+        untouched: tensors left alone because they are not plain 16- to 64-bit floating-point tensors, and their kind.
+        warnings: messages about likely mistakes.
         before: parameters, buffer elements and bytes by dtype, before the call.
-        after: the same after it.
+        after: the same, after the call.
         already_cast: whether an earlier call had cast this model or a part of it.
         changed: whether this call changed anything.
     """

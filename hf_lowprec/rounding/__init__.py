@@ -6,9 +6,12 @@ Triton (`optim/codegen`).
 """
 
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name
+from hf_lowprec.rounding.fp32_math import quiet_nan, sqrt_rn
+from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.modes import MODES, Mode, State
+from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
-from hf_lowprec.rounding.reference import kahan_add, quiet_nan, round_nearest, round_stochastic, sqrt_rn
+from hf_lowprec.rounding.stochastic import round_stochastic
 
 __all__ = [
     "LOW_PRECISION_DTYPES",

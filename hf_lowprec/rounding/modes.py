@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.reference import kahan_add, round_nearest, round_stochastic
+from hf_lowprec.rounding.kahan import kahan_add
+from hf_lowprec.rounding.nearest import round_nearest
+from hf_lowprec.rounding.stochastic import round_stochastic
 
 RandomBits = Callable[[int], Tensor]
 """Returns 16 random bits per element for a role, as int32 in [0, 65536)."""

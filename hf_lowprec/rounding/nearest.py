@@ -1,0 +1,50 @@
+"""Rounding to nearest, for storage as BF16 or FP16.
+
+It works on the bit pattern, with integer operations, because casts are not dependable: compilers drop
+`.to(bfloat16).float()` pairs, and some backends truncate where others round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding.fp32_math import bit_pattern
+
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -0x80000000
+_INFINITY = 0x7F800000
+
+
+def round_nearest(value: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Round to nearest, ties to even (IEEE 754 §4.3.1), for storage as `dtype`.
+
+    Args:
+        value: FP32 tensor of any shape.
+        dtype: `torch.bfloat16` or `torch.float16`; `torch.float32` returns `value` as it is.
+
+    Returns:
+        FP32 tensor of the same shape; every element is exactly representable in `dtype`. NaN stays NaN, infinities
+        stay, and magnitudes of at least half an ulp above the largest finite value become infinite.
+
+    Raises:
+        ValueError: `dtype` is none of these.
+    """
+    if dtype == torch.float32:
+        return value
+    if dtype == torch.bfloat16:
+        pattern = bit_pattern(value)
+        # If the last kept bit is odd, setting the lowest bit turns a tie into a little more than a tie, so that it
+        # rounds up. No other value changes sides.
+        return (((pattern | ((pattern >> 16) & 1)) + 0x7FFF) & -0x10000).view(torch.float32)
+    if dtype == torch.float16:
+        pattern = bit_pattern(value)
+        magnitude = pattern & _MAGNITUDE
+        normal = (magnitude + (((magnitude >> 13) & 1) + 0xFFF)) & -0x2000
+        normal = torch.where(normal >= 0x47800000, _INFINITY, normal)  # 65536 = 2^16 and above
+        # Below 2^-14 the spacing is 2^-24, as that of FP32 in [0.5, 1), so an FP32 addition does the rounding.
+        subnormal = ((magnitude.view(torch.float32) + 0.5) - 0.5).view(torch.int32)
+        rounded = torch.where(magnitude < 0x38800000, subnormal, normal)
+        rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
+        return (rounded | (pattern & _SIGN)).view(torch.float32)
+    raise ValueError(f"dtype={dtype} cannot be rounded to; use torch.bfloat16, torch.float16 or torch.float32")
