@@ -267,7 +267,7 @@ class LowPrecisionOptimizer(Algorithm):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
+        """Add a group, as `torch.optim.Optimizer.add_param_group`; an unsupported group leaves no trace.
 
         Raises:
             ValueError: a hyperparameter, mode, dtype or parameter is not supported.

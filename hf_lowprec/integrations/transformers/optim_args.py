@@ -72,7 +72,7 @@ def _option_strings(text: str) -> dict[str, str]:
     """`"key=value,key=value"` as a dictionary of strings."""
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = (piece.strip() for piece in part.partition("="))
+        key, separator, value = (field.strip() for field in part.partition("="))
         if not (key and separator and value) or "=" in value:
             raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
         if key in options:
