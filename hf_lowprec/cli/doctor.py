@@ -17,7 +17,7 @@ def doctor() -> None:
 
     Exits with 1 if something is broken. What is only missing, and has a slower
     substitute, is said. To check the reduction between processes, launch it as
-    a training run: accelerate launch -m hf_lowprec doctor
+    a training: accelerate launch -m hf_lowprec doctor
     """
     from hf_lowprec.doctor import checks, ranks
     from hf_lowprec.reduction.object_gather import gather_objects
