@@ -107,12 +107,12 @@ def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ..
     except ValueError:
         numbers = ()
     if len(numbers) != len(default):
-        expected = f"give {len(default)} numbers as {joined(default)}"
+        expected = f"give {len(default)} numbers as {join_numbers(default)}"
         raise ValueError(f"optim_args: {key}={text!r} does not parse; {expected}")
     return numbers
 
 
-def joined(numbers: tuple[float, ...]) -> str:
+def join_numbers(numbers: tuple[float, ...]) -> str:
     """Several numbers as the text of one option."""
     return "|".join(map(str, numbers))
 

@@ -79,8 +79,8 @@ class StepPlan:
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
-        device_scalars = optimizer.capturable or optimizer.skip_nonfinite
-        self.fused_groups = [FusedGroup(*key, entries, device_scalars) for key, entries in entries_by_key.items()]
+        scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
+        self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
