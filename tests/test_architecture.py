@@ -1,21 +1,25 @@
-"""Imports go down only, and the other rules of the package's shape, read from its source with `ast`.
+"""Imports go down only, never in a circle, and the other rules of the package's shape, read from its source with `ast`.
 
 | layer | units | may import |
 | --- | --- | --- |
 | L0 | rounding | itself |
 | L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | user_inputs, demo, doctor | L0 to L2; demo also user_inputs; the public names of transformers |
-| L4 | cli, `__main__` | everything below; the public names of transformers |
+| L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
+| L4 | cli, `__main__` | everything below; public transformers |
 
-`hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages bind it.
+Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
+`hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages, and on circles, bind
+it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -150,6 +154,38 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Source:
+    """A module's source code, and whether it is the `__init__.py` of a package."""
+
+    text: str
+    is_package: bool = False
+
+
+def circle(sources: Mapping[str, Source]) -> list[str]:
+    """Modules that import each other in a circle, `[a, b, a]` if `a` imports `b`; empty if there are none.
+
+    Imports inside of functions and for type checkers only count as well. That Python runs a package's `__init__.py`
+    before the package's modules does not.
+    """
+    graph = {module: _imported_modules(module, sources) for module in sources}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def _imported_modules(module: str, sources: Mapping[str, Source]) -> set[str]:
+    """Those of `sources` that `module` imports, or imports a name from."""
+    found = set()
+    source = sources[module]
+    for imported in imports(ast.parse(source.text), module, source.is_package):
+        candidates = (imported.target, imported.target.rpartition(".")[0])
+        found.add(next(filter(sources.__contains__, candidates), module))
+    return found - {module}
+
+
 def name_violations(path: Path) -> list[str]:
     """Parts of a file's path that say nothing about its content."""
     return [f"{path}: '{part}' says nothing" for part in path.parts if _stem(part) in SHAPELESS_NAMES]
@@ -176,6 +212,14 @@ def test_imports_go_down_only(path: Path) -> None:
     assert violations(path.read_text(encoding="utf-8"), module, is_package) == []
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    sources = {}
+    for path in MODULES:
+        module, is_package = _module_name(path)
+        sources[module] = Source(path.read_text(encoding="utf-8"), is_package)
+    assert circle(sources) == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_named_for_what_they_do(path: Path) -> None:
     assert name_violations(path.relative_to(ROOT)) == []
@@ -185,28 +229,28 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
     ("module", "source"),
     [
         ("rounding.modes", "import hf_lowprec.optim"),
-        ("rounding.modes", "from ..optim import base"),
+        ("rounding.modes", "from ..optim import optimizer"),
         ("rounding.modes", "from .. import optim"),
         ("rounding.modes", "def f():\n    from hf_lowprec.casting import cast_model"),
         ("rounding.modes", "from hf_lowprec import AdamW"),
         ("rounding.modes", "import hf_lowprec"),
-        ("optim.base", "if TYPE_CHECKING:\n    from hf_lowprec.casting import Report"),
-        ("optim.base", "from importlib import import_module\nimport_module('hf_lowprec.cli')"),
-        ("optim.base", "import importlib\nimportlib.import_module('..diagnostics', __package__)"),
-        ("optim.base", "from ..diagnostics.memory import estimate"),
+        ("optim.optimizer", "if TYPE_CHECKING:\n    from hf_lowprec.casting import Report"),
+        ("optim.optimizer", "from importlib import import_module\nimport_module('hf_lowprec.cli')"),
+        ("optim.optimizer", "import importlib\nimportlib.import_module('..diagnostics', __package__)"),
+        ("optim.optimizer", "from ..diagnostics.memory import estimate"),
         ("casting", "from .optim import AdamW"),
         ("casting", "import transformers"),
         ("reduction.ddp", "from hf_lowprec.casting import cast_model"),
         ("reduction.ddp", "def f():\n    import accelerate.utils"),
         ("diagnostics.precision_report", "from hf_lowprec.reduction import ddp"),
         ("diagnostics.precision_report", "from peft import PeftModel"),
-        ("integrations.trainer", "from hf_lowprec.cli import main"),
-        ("integrations.trainer", "from hf_lowprec import LowPrecisionCallback"),
+        ("integrations.transformers.trainer", "from hf_lowprec.cli import main"),
+        ("integrations.transformers.trainer", "from hf_lowprec import LowPrecisionCallback"),
         ("cli.run", "import accelerate"),
         ("demo.training", "from hf_lowprec.cli import main"),
         ("demo.training", "from hf_lowprec.doctor import checks"),
         ("doctor.checks", "import transformers._internal"),
-        ("user_inputs.empty_model", "from hf_lowprec.integrations import loading"),
+        ("user_inputs.empty_model", "from hf_lowprec.integrations import averaging"),
         ("cli.run", "from transformers.trainer import _private"),
         ("cli.run", "import transformers._internal"),
         ("cli.run", "import transformers as t\nt.trainer._private()"),
@@ -231,14 +275,14 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
     ("module", "source"),
     [
         (
-            "optim.base",
-            "import torch\nfrom ..rounding import modes\nfrom .step import Step\nfrom . import step",
+            "optim.optimizer",
+            "import torch\nfrom ..rounding import modes\nfrom .step.plan import StepPlan\nfrom . import step",
         ),
         (
             "diagnostics.precision_report",
-            "from hf_lowprec.optim.optimizer import Optimizer\nfrom .memory import estimate",
+            "from hf_lowprec.optim.optimizer import LowPrecisionOptimizer\nfrom .memory import estimate",
         ),
-        ("integrations.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
+        ("integrations.transformers.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
         ("cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
         ("demo.training", "from transformers import Trainer\nfrom hf_lowprec.user_inputs import input_errors"),
         ("__main__", "from hf_lowprec.cli import main"),
@@ -252,13 +296,43 @@ def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
     assert violations(source, f"{PACKAGE}.{module}") == []
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"p.a": Source("from p import b"), "p.b": Source("from p.a import A")},
+        {"p.a": Source("import p.b"), "p.b": Source("def f():\n    from . import a")},
+        {"p.a": Source("from p.b import B"), "p.b": Source("if TYPE_CHECKING:\n    from p.a import A")},
+        {"p.a": Source("import importlib\nimportlib.import_module('.b', 'p')"), "p.b": Source("import p.a")},
+        {"p": Source("from .a import A", is_package=True), "p.a": Source("from . import A")},
+        {"p.a": Source("from p.b import B"), "p.b": Source("from p.c import C"), "p.c": Source("from p.a import A")},
+    ],
+    ids=["two modules", "inside a function", "for types only", "import_module", "package", "three modules"],
+)
+def test_a_planted_circle_is_found(planted: dict[str, Source]) -> None:
+    found = circle(planted)
+    assert found[0] == found[-1]
+    assert sorted(found[1:]) == sorted(planted)
+    for importer, imported in pairwise(found):
+        assert imported in _imported_modules(importer, planted)
+
+
+def test_what_is_no_circle_is_not_reported() -> None:
+    sources = {
+        "p": Source("from p.a import A", is_package=True),
+        "p.a": Source("from p.b import B\nfrom . import b, c"),
+        "p.b": Source("from p.c import C\nimport torch"),
+        "p.c": Source("import os.path"),
+    }
+    assert circle(sources) == []
+
+
 def test_relative_imports_of_a_package_start_at_the_package() -> None:
-    assert violations("from .base import Optimizer", f"{PACKAGE}.optim", is_package=True) == []
+    assert violations("from .optimizer import LowPrecisionOptimizer", f"{PACKAGE}.optim", is_package=True) == []
     assert len(violations("from .. import casting", f"{PACKAGE}.optim", is_package=True)) == 1
 
 
 def test_a_planted_name_is_found() -> None:
-    assert name_violations(Path("hf_lowprec/optim/adamw.py")) == []
+    assert name_violations(Path("hf_lowprec/optim/algorithms/adamw.py")) == []
     for bad in (
         "hf_lowprec/utils.py",
         "hf_lowprec/optim/_helpers.cpp",

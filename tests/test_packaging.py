@@ -92,6 +92,13 @@ def unmet(needs: list[Requirement], pinned: dict[str, Version], env: dict[str, s
     ]
 
 
+def test_every_pattern_of_package_data_matches_a_file() -> None:
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]
+    assert {
+        package: [p for p in globs if not list((ROOT / package).glob(p))] for package, globs in patterns.items()
+    } == {"hf_lowprec": []}
+
+
 @pytest.mark.parametrize("env", ENVIRONMENTS, ids=lambda e: f"{e['sys_platform']}-{e['python_version']}")
 def test_every_direct_dependency_is_pinned_within_its_range(env: dict[str, str]) -> None:
     assert unmet(requirements(PROJECT), pins(CONSTRAINTS, env), env) == []
@@ -164,7 +171,7 @@ def test_the_version_is_one_version() -> None:
 
 def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "hf_lowprec" / "py.typed").is_file()
-    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["*"]
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hf_lowprec"]
 
 
 def test_ci_can_be_run() -> None:

@@ -105,6 +105,6 @@ def remove_cast(model: nn.Module) -> None:
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors
     frozen = frozen_tensors(tensors)
-    for found in tensors:
-        if found.name not in frozen and found.tensor.dtype in LOW_PRECISION_DTYPES:
-            convert_in_place(found.tensor, torch.float32)
+    for target in tensors:
+        if target.name not in frozen and target.tensor.dtype in LOW_PRECISION_DTYPES:
+            convert_in_place(target.tensor, torch.float32)

@@ -110,7 +110,7 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
     for module in model.modules():
         names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
-        if found := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
-            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(found)})")
-    if others := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
-        raise ValueError(f"the model was already cast to {min(others)}, so it cannot be cast to {dtype}")
+        if wrappers := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(wrappers)})")
+    if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
+        raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")

@@ -70,10 +70,10 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
         text += f". Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
     else:
         text += ". Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
-    numbers = next((found for module, _ in reversed(calls) if (found := numbers_of(module))), ())
+    numbers = next(filter(None, (numbers_of(module) for module, _ in reversed(calls))), ())
     if numbers:
-        given = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
-        text += f" {given} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
+        arguments = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
+        text += f" {arguments} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
     return text
 
 
@@ -95,5 +95,5 @@ def _description(module: nn.Module, names: dict[int, str]) -> str:
 def _pattern(name: str, modules: dict[str, nn.Module]) -> str:
     """A glob that matches `name` in every layer (`layers.*.attention`), or `name` if those are of different classes."""
     pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
-    found = {type(module) for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern)}
-    return pattern if len(found) == 1 else name
+    classes = {type(module) for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern)}
+    return pattern if len(classes) == 1 else name

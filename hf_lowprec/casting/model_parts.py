@@ -35,10 +35,10 @@ def output_embeddings(module: nn.Module) -> nn.Module | None:
     Not an `nn.Embedding`, which a few models return because it is tied.
     """
     try:
-        found = module.get_output_embeddings()  # type: ignore[operator]
+        embeddings = module.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         return None
-    return found if isinstance(found, nn.Module) and not isinstance(found, nn.Embedding) else None
+    return embeddings if isinstance(embeddings, nn.Module) and not isinstance(embeddings, nn.Embedding) else None
 
 
 def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
@@ -48,8 +48,8 @@ def prediction_layers(tree: ModuleTree, model: str) -> list[str]:
     """
     heads = [name for name in computing_children(tree, model) if not is_model(tree.modules[name])]
     main = [index for index, name in enumerate(heads) if "auxiliary" not in name.rpartition(".")[2]]
-    found = [part for name in heads[main[-1] if main else 0 :] for part in tree.callable_parts(name)]
+    layers = [part for name in heads[main[-1] if main else 0 :] for part in tree.callable_parts(name)]
     embeddings = output_embeddings(tree.modules[model])
-    return found + [
-        name for name, module in tree.modules.items() if module is embeddings and outermost(name, found) is None
+    return layers + [
+        name for name, module in tree.modules.items() if module is embeddings and outermost(name, layers) is None
     ]

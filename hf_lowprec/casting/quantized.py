@@ -50,20 +50,20 @@ def frozen_tensors(tensors: Iterable[ModelTensor]) -> dict[str, str]:
     """
     tensors = list(tensors)
     plain, quantized = set[str](), set[str]()
-    for found in tensors:
-        for owner in found.owners:
-            if is_quantized(found.tensor):
+    for target in tensors:
+        for owner in target.owners:
+            if is_quantized(target.tensor):
                 quantized.add(owner.module)
             elif _attribute(owner.name) == "weight":
                 plain.add(owner.module)
     frozen = {}
-    for found in tensors:
-        tensor = found.tensor
+    for target in tensors:
+        tensor = target.tensor
         if is_quantized(tensor) or tensor.dtype not in CASTABLE_DTYPES:
             kind = type(tensor if isinstance(tensor, nn.Parameter) else tensor.data)
-            frozen[found.name] = f"{(Tensor if kind is nn.Parameter else kind).__name__} of {tensor.dtype}"
-        elif _attribute(found.name) != _BIAS and any(owner.module in quantized - plain for owner in found.owners):
-            frozen[found.name] = f"{tensor.dtype} alongside quantized weights"
+            frozen[target.name] = f"{(Tensor if kind is nn.Parameter else kind).__name__} of {tensor.dtype}"
+        elif _attribute(target.name) != _BIAS and any(owner.module in quantized - plain for owner in target.owners):
+            frozen[target.name] = f"{tensor.dtype} alongside quantized weights"
     return frozen
 
 

@@ -25,8 +25,8 @@ class DtypeTotal(NamedTuple):
 def dtype_totals(tensors: Iterable[ModelTensor]) -> dict[torch.dtype, DtypeTotal]:
     """Count the tensors of a model by dtype."""
     totals: dict[torch.dtype, DtypeTotal] = {}
-    for found in tensors:
-        tensor, count = found.tensor, found.tensor.numel()
+    for target in tensors:
+        tensor, count = target.tensor, target.tensor.numel()
         total = totals.get(tensor.dtype, DtypeTotal(0, 0, 0))
         parameters, buffers = (count, 0) if isinstance(tensor, nn.Parameter) else (0, count)
         size = count * tensor.element_size()

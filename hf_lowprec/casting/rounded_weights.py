@@ -37,14 +37,14 @@ def rounded_weight_warnings(modules: Iterable[nn.Module], kept: Iterable[KeptTen
         modules: every module of the model; those of transformers say which checkpoint they were loaded from.
         kept: the tensors kept in FP32, rotary tables excluded.
     """
-    candidates = [found for found in kept if found.loaded_dtype in LOW_PRECISION_DTYPES]
+    candidates = [weight for weight in kept if weight.loaded_dtype in LOW_PRECISION_DTYPES]
     stored = dict(_stored_dtypes(modules)) if candidates else {}
     stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
     rounded = []
-    for found in candidates:
-        dtype = _stored_dtype_of(found.name, stored)
-        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(found.tensor)):
-            rounded.append(found)
+    for weight in candidates:
+        dtype = _stored_dtype_of(weight.name, stored)
+        if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(weight.tensor)):
+            rounded.append(weight)
     if rounded:
         yield (
             f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) arrived in "

@@ -78,6 +78,6 @@ def _backend(device: str) -> str:
     """The backend that `backend="auto"` takes on a device."""
     import torch
 
-    from hf_lowprec.optim.backends.selection import expected
+    from hf_lowprec.optim.backends.selection import expected_backend
 
-    return f"backend {expected('auto', torch.device(device))}"
+    return f"backend {expected_backend('auto', torch.device(device))}"

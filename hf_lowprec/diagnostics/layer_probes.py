@@ -137,8 +137,10 @@ def _slice_means(values: Tensor) -> Tensor:
     """The means of the slices along each dimension, one dimension after the other."""
     if values.dim() < 2:
         return values.reshape(-1)
-    half = values.dim() // 2
-    return torch.cat((_slice_means(values.flatten(half).mean(-1)), _slice_means(values.flatten(0, half - 1).mean(0))))
+    middle = values.dim() // 2
+    return torch.cat(
+        (_slice_means(values.flatten(middle).mean(-1)), _slice_means(values.flatten(0, middle - 1).mean(0)))
+    )
 
 
 def _largest(errors: Iterable[float]) -> float:

@@ -12,7 +12,7 @@ from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.diagnostics.memory import expected_states, storage_tensors
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.backends.selection import expected
+from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.rounding import dtype_name
 
 
@@ -65,7 +65,7 @@ def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:
     devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    return ", ".join(sorted({expected(optimizer.backend, device) for device in devices}))
+    return ", ".join(sorted({expected_backend(optimizer.backend, device) for device in devices}))
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:

@@ -59,5 +59,5 @@ class Algorithm(torch.optim.Optimizer):
 
     def stored_states(self, group: ParamGroup, dtype: torch.dtype) -> tuple[State, ...]:
         """The algorithm's states and, if parameters of `dtype` are low-precision, those of the rounding mode."""
-        own = self.states(group)
-        return own if dtype == torch.float32 else own + MODES[group["rounding"]].auxiliary
+        states = self.states(group)
+        return states if dtype == torch.float32 else states + MODES[group["rounding"]].auxiliary

@@ -73,11 +73,11 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
     It may be one of another library, which has no compensation, or not the one that trains them, which may have one.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    ours = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
     names = [
         name
         for name, param in model.named_parameters()
-        if param.requires_grad and param.dtype in LOW_PRECISION_DTYPES and id(param) not in ours
+        if param.requires_grad and param.dtype in LOW_PRECISION_DTYPES and id(param) not in stepped
     ]
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

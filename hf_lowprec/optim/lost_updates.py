@@ -59,10 +59,10 @@ def _changes(
     segments = fused_group.segments
     count, shift = int(segments.end[segment]), int(segments.shift[segment])
     taken = min(sample, count)
-    places = torch.arange(taken, device=fused_group.device) * count // taken
-    elements = fused_group.elements(int(segments.entry_index[segment]), places)
+    positions = torch.arange(taken, device=fused_group.device) * count // taken
+    elements = fused_group.elements(int(segments.entry_index[segment]), positions)
     update, _ = algorithm_update(fused_group.spec, *elements)
-    new_weight, new_state = fused_step(fused_group.spec, *elements, (places + shift).to(torch.int32), keys)
+    new_weight, new_state = fused_step(fused_group.spec, *elements, (positions + shift).to(torch.int32), keys)
     stored = new_weight.double() - elements.weight.double()
     if "compensation" in elements.state:
         stored += new_state["compensation"].double() - elements.state["compensation"].double()

@@ -13,12 +13,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import parameter_numbers as numbering
-from hf_lowprec.optim import state_dict as checkpoint
-from hf_lowprec.optim import validation
+from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
+from hf_lowprec.optim.state_dict import (
+    changed_options,
+    prepare_for_loading,
+    restore_dtypes,
+    to_saved_form,
+    warn_about_changed_options,
+)
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
@@ -108,7 +113,7 @@ class LowPrecisionOptimizer(Algorithm):
         if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
             execution = (backend, capturable, max_grad_norm, skip_nonfinite)
             kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
-            if number := numbering.next_number((*kind, *execution)):
+            if number := parameter_numbers.next_number((*kind, *execution)):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
     def _reset(self) -> None:
@@ -135,7 +140,7 @@ class LowPrecisionOptimizer(Algorithm):
             with torch.enable_grad():
                 loss = closure()
 
-        numbering.reset_numbers()
+        parameter_numbers.reset_numbers()
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
             for fused_group in plan.fused_groups:
                 fused_group.compute_scalars(self.scalars)
@@ -182,7 +187,7 @@ class LowPrecisionOptimizer(Algorithm):
                 plan = self._plan = StepPlan(self, clipped)
                 plan.collect_gradients(self, clipped)
             if len(plan.backend_steps) < len(plan.fused_groups):
-                plan.backend_steps = [selection.backend_step(self.backend, group) for group in plan.fused_groups]
+                plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
             check_capture(plan.backend_steps, self.capturable)
         except BaseException:
             if plan is not None:
@@ -285,7 +290,7 @@ class LowPrecisionOptimizer(Algorithm):
 
         Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
         """
-        return checkpoint.to_saved_form(self, super().state_dict())
+        return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
@@ -301,8 +306,8 @@ class LowPrecisionOptimizer(Algorithm):
         changed: list[str] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            final.append(checkpoint.prepare_for_loading(self, incoming))
-            changed.extend(checkpoint.changed_options(self, final[0]["param_groups"]))
+            final.append(prepare_for_loading(self, incoming))
+            changed.extend(changed_options(self, final[0]["param_groups"]))
             return final[0]
 
         # Torch's loader casts states to the parameter's dtype; registered last, this sees what it will load.
@@ -311,8 +316,8 @@ class LowPrecisionOptimizer(Algorithm):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        checkpoint.restore_dtypes(self, final[0])
-        checkpoint.warn_about_changed_options(self, changed)
+        restore_dtypes(self, final[0])
+        warn_about_changed_options(self, changed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

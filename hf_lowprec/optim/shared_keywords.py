@@ -28,9 +28,9 @@ def full_signature(algorithm: type, base: type) -> inspect.Signature:
 
     So `help()`, editors and `inspect.signature` show them. `LowPrecisionOptimizer.__init_subclass__` sets it.
     """
-    own = inspect.signature(algorithm.__init__).parameters.values()  # type: ignore[misc]
+    parameters_of_init = inspect.signature(algorithm.__init__).parameters.values()  # type: ignore[misc]
     shared = inspect.signature(base.__init__).parameters  # type: ignore[misc]
-    parameters = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in own):  # type: ignore[misc]
+    parameters = [p for p in parameters_of_init if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in parameters_of_init):  # type: ignore[misc]
         parameters += [shared[name] for name in Shared.__annotations__]
     return inspect.Signature(parameters)

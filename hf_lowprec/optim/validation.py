@@ -277,9 +277,9 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
         )
 
 
-def check_placement(index: int, param: Tensor, other: Tensor) -> None:
-    """Raise ValueError unless `other`, a gradient or state, has the placements of its parameter."""
-    actual, expected = (getattr(tensor, "placements", None) for tensor in (other, param))
+def check_placement(index: int, param: Tensor, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor`, a gradient or state, has the placements of its parameter."""
+    actual, expected = (getattr(each, "placements", None) for each in (tensor, param))
     if actual != expected:
         raise ValueError(
             f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
@@ -311,12 +311,12 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
         )
 
 
-def check_memory(group: ParamGroup, place: int, index: int, what: str, tensor: Tensor) -> None:
+def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor: Tensor) -> None:
     """Raise RuntimeError if the memory of `tensor` was freed.
 
     Args:
         group: the group of the parameter that `tensor` belongs to.
-        place: the parameter's position in the group.
+        position: the parameter's position in the group.
         index: its position in the optimizer.
         what: what messages call the tensor.
         tensor: the parameter, its gradient or one of its states.
@@ -325,7 +325,7 @@ def check_memory(group: ParamGroup, place: int, index: int, what: str, tensor: T
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
     available = tensor.untyped_storage().nbytes()
     if available < needed:
-        name = f" ({group['param_names'][place]})" if "param_names" in group else ""
+        name = f" ({group['param_names'][position]})" if "param_names" in group else ""
         raise RuntimeError(
             f"parameter {index}{name} cannot be stepped: the memory of {what} was freed (its storage has {available} "
             f"bytes and {needed} are needed), as by untyped_storage().resize_(0); step while it is there"
@@ -334,8 +334,8 @@ def check_memory(group: ParamGroup, place: int, index: int, what: str, tensor: T
 
 def raise_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn:
     """Raise the ValueError for a gradient or state whose shape or device is not that of its parameter."""
-    others = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}
-    listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in others.items() if t is not None)
+    tensors = {"grad": param.grad, **{name: value for name, value in state.items() if name != "step"}}
+    listed = ", ".join(f"{name} {tuple(t.shape)} on {t.device}" for name, t in tensors.items() if t is not None)
     raise ValueError(
         f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was resized or moved "
         "after its first step; build a new optimizer, or change its state accordingly"

@@ -138,9 +138,9 @@ def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if module in sharded:
             continue
-        direct_dtypes = {param.dtype for param in module.parameters(recurse=False) if param.requires_grad}
-        dtypes |= direct_dtypes
-        if torch.float32 not in direct_dtypes:
+        module_dtypes = {param.dtype for param in module.parameters(recurse=False) if param.requires_grad}
+        dtypes |= module_dtypes
+        if torch.float32 not in module_dtypes:
             continue
         params = {param: param.dtype for param in _parameters_of_group(module) if param.requires_grad}
         if set(params.values()) != {torch.float32}:

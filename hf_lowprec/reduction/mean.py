@@ -36,9 +36,9 @@ def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
     # A tensor, because torch multiplies by the reciprocal of a number on some devices.
     divisor_tensor = torch.full((), divisor, dtype=dtype, device=per_rank.device)
     for begin in range(0, out.numel(), CHUNK):
-        first, *others = per_rank[:, begin : begin + CHUNK]
+        first, *rest = per_rank[:, begin : begin + CHUNK]
         total = first.to(dtype, copy=True)
-        for other in others:
-            total += other
+        for gradient in rest:
+            total += gradient
         out[begin : begin + CHUNK] = total.div_(divisor_tensor)
     return out

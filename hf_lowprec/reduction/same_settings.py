@@ -111,8 +111,8 @@ def _describe_difference(name: str, values: list[Any]) -> str | None:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(_MISSING if value is _MISSING else repr(value), []).append(rank)
-    first, *others = (f"{value} on {_describe_ranks(having)}" for value, having in ranks.items())
-    return f"{name} is {', '.join(others[:_SHOWN])} and {first}"
+    first, *rest = (f"{value} on {_describe_ranks(having)}" for value, having in ranks.items())
+    return f"{name} is {', '.join(rest[:_SHOWN])} and {first}"
 
 
 def _describe_ranks(ranks: list[int]) -> str:

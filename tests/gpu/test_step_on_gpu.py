@@ -14,7 +14,7 @@ from torch import nn
 from hf_lowprec.diagnostics.memory import memory_use
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends import triton as triton_backend
-from hf_lowprec.optim.backends.selection import expected
+from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.step.fused import fused_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,7 +48,7 @@ def model_like() -> list[nn.Parameter]:
 
 def test_auto_is_triton():
     (param,) = make([(10,)])
-    assert expected("auto", param.device) == "triton"
+    assert expected_backend("auto", param.device) == "triton"
 
 
 @pytest.mark.parametrize("options", MODES)

@@ -53,6 +53,6 @@ def test_auto_on_a_gpu_without_a_working_triton_warns_and_is_eager(monkeypatch):
     monkeypatch.setattr(selection, "_warned", set())
     gpu = torch.device("cuda", 0)
     with pytest.warns(RuntimeWarning, match="'eager' backend on cuda:0, with the same results: no compiler"):
-        assert type(selection.backend_step("auto", SimpleNamespace(device=gpu))) is EagerStep
+        assert type(selection.build_backend_step("auto", SimpleNamespace(device=gpu))) is EagerStep
     with pytest.raises(triton_backend.TritonError, match="no compiler"):
-        selection.backend_step("triton", SimpleNamespace(device=gpu))
+        selection.build_backend_step("triton", SimpleNamespace(device=gpu))

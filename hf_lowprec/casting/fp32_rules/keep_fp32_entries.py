@@ -49,8 +49,8 @@ def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
 def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
     """Raise ValueError for an entry that names nothing in the model, with the names that come near."""
     for entry in entries:
-        found = named_by_caller(tree, entry)
-        if found.modules or found.tensors:
+        parts = named_by_caller(tree, entry)
+        if parts.modules or parts.tensors:
             continue
         name = entry if isinstance(entry, str) else entry.__name__
         names = {*tree.modules, *(owner.name for tensor in tree.tensors for owner in tensor.owners)}

@@ -14,8 +14,8 @@ _NAME = re.compile(r"(Loss|Criterion)$")
 
 def losses(tree: ModuleTree) -> Fp32Parts:
     """Keep every loss module. Loss functions of models are in `loss_hooks.py`."""
-    found = {name: type(module).__name__ for name, module in tree.modules.items() if is_loss(module)}
-    return Fp32Parts({name: Reason("loss", f"loss ({class_name})") for name, class_name in found.items()})
+    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_loss(module)}
+    return Fp32Parts({name: Reason("loss", f"loss ({class_name})") for name, class_name in class_names.items()})
 
 
 def is_loss(module: nn.Module) -> bool:

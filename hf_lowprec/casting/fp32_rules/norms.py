@@ -13,8 +13,8 @@ _NAME = re.compile(r"Norm(\d+[a-z]?|Gated|PerHead|Layer)*$", re.IGNORECASE)
 
 def norms(tree: ModuleTree) -> Fp32Parts:
     """Keep every norm."""
-    found = {name: type(module).__name__ for name, module in tree.modules.items() if is_norm(module)}
-    return Fp32Parts({name: Reason("norm", f"norm ({class_name})") for name, class_name in found.items()})
+    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_norm(module)}
+    return Fp32Parts({name: Reason("norm", f"norm ({class_name})") for name, class_name in class_names.items()})
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -8,8 +8,8 @@ from hf_lowprec.casting.quantized import acts_as_fp32
 def quantized_as_fp32(tree: ModuleTree) -> Fp32Parts:
     """Keep every module that owns a quantized weight which acts as FP32."""
     parts = Fp32Parts()
-    for found in tree.tensors:
-        if acts_as_fp32(found.tensor):
-            text = f"weights quantized as {type(found.tensor.data).__name__} of {found.tensor.dtype}"
-            parts.modules |= {owner.module: Reason("quantized", text) for owner in found.owners}
+    for target in tree.tensors:
+        if acts_as_fp32(target.tensor):
+            text = f"weights quantized as {type(target.tensor.data).__name__} of {target.tensor.dtype}"
+            parts.modules |= {owner.module: Reason("quantized", text) for owner in target.owners}
     return parts

@@ -14,8 +14,8 @@ _FREQUENCIES = re.compile(r"(\w+_)?inv_freq")
 
 def rotary_embeddings(tree: ModuleTree) -> Fp32Parts:
     """Keep every rotary embedding and every table of frequencies."""
-    found = {name: type(module).__name__ for name, module in tree.modules.items() if is_rotary(module)}
-    return Fp32Parts({name: Reason("rotary", f"rotary ({class_name})") for name, class_name in found.items()})
+    class_names = {name: type(module).__name__ for name, module in tree.modules.items() if is_rotary(module)}
+    return Fp32Parts({name: Reason("rotary", f"rotary ({class_name})") for name, class_name in class_names.items()})
 
 
 def is_rotary(module: nn.Module) -> bool:

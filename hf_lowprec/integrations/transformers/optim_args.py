@@ -72,7 +72,7 @@ def _option_strings(text: str) -> dict[str, str]:
     """`"key=value,key=value"` as a dictionary of strings."""
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        key, separator, value = (piece.strip() for piece in part.partition("="))
+        key, separator, value = (field.strip() for field in part.partition("="))
         if not (key and separator and value) or "=" in value:
             raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
         if key in options:
@@ -107,12 +107,12 @@ def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ..
     except ValueError:
         numbers = ()
     if len(numbers) != len(default):
-        expected = f"give {len(default)} numbers as {joined(default)}"
+        expected = f"give {len(default)} numbers as {join_numbers(default)}"
         raise ValueError(f"optim_args: {key}={text!r} does not parse; {expected}")
     return numbers
 
 
-def joined(numbers: tuple[float, ...]) -> str:
+def join_numbers(numbers: tuple[float, ...]) -> str:
     """Several numbers as the text of one option."""
     return "|".join(map(str, numbers))
 

@@ -102,7 +102,7 @@ def check_best(checkpoint: Path) -> None:
     _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
-            f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listed(damaged)}; "
+            f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listing(damaged)}; "
             "training has finished, and its last checkpoint has the last weights"
         )
 
@@ -213,7 +213,11 @@ def _warn_of_missing_files(checkpoint: Path) -> None:
     """Warn if files are missing that resuming does not need; missing files that it needs are an error before."""
     manifest = _manifest_or_none(checkpoint) if _is_first() else None
     if manifest is not None and (missing := [*checkpoint_damage.missing_files(checkpoint, manifest)]):
-        _warn("%s was saved with files that are gone, and are not needed to resume: %s", checkpoint, _listed(missing))
+        _warn(
+            "%s was saved with files that are gone, and are not needed to resume: %s",
+            checkpoint,
+            _listing(missing),
+        )
 
 
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
@@ -293,12 +297,12 @@ def _problem_here(checkpoint: Path) -> Problem | None:
         damaged = checkpoint_damage.changed_files(checkpoint, manifest)
     if not damaged:
         return None
-    return Problem(_DAMAGED, _listed(damaged))
+    return Problem(_DAMAGED, _listing(damaged))
 
 
-def _listed(damaged: list[str]) -> str:
-    more = f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
-    return ", ".join(damaged[:_SHOWN]) + more
+def _listing(files: list[str]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(files[:_SHOWN]) + more
 
 
 def _checks_here() -> bool:

@@ -32,7 +32,7 @@ _EVERY_TRAINER: dict[str, Wrapper] = {
 _OUR_TRAINERS: dict[str, Wrapper] = {
     # Leaves autocast off, lets gradients be summed in FP32.
     "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
-    # Chooses an intact checkpoint to resume from, and reads its state.
+    # Chooses a good checkpoint to resume from, and reads its state.
     "train": trainer_checkpoints.train,
     # Ends a run that is resumed from its final checkpoint, which Trainer would train for one more step.
     private_apis.RUN_EPOCH: trainer_checkpoints.run_epoch,

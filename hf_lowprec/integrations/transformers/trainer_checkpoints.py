@@ -20,7 +20,7 @@ from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 
 def train(call: TrainerCall) -> Any:
-    """`Trainer.train`: choose an intact checkpoint to resume from, and begin the run's manifests.
+    """`Trainer.train`: choose a good checkpoint to resume from, and begin the run's manifests.
 
     Raises:
         ValueError: see `resume_from_checkpoint.resolve`.
@@ -86,7 +86,7 @@ def load_checkpoint(call: TrainerCall) -> None:
 
 
 def load_best(call: TrainerCall) -> None:
-    """Trainer's loading of the best weights at the end, if their files are intact.
+    """Trainer's loading of the best weights at the end, if their files are not damaged.
 
     Raises:
         ValueError: they are not.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from hf_lowprec.integrations.transformers.optim_args import joined, optim_args_of, optimizer_name
+from hf_lowprec.integrations.transformers.optim_args import join_numbers, optim_args_of, optimizer_name
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import optimizer_factory
 from hf_lowprec.optim.validation import keywords
@@ -88,7 +88,7 @@ def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
         if len(defaults["betas"]) != 2:
             raise ValueError(
                 f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, whose "
-                f"betas are {len(defaults['betas'])}: give optim_args='betas={joined(defaults['betas'])}'"
+                f"betas are {len(defaults['betas'])}: give optim_args='betas={join_numbers(defaults['betas'])}'"
             )
         first, second = defaults["betas"]
         kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))

@@ -31,8 +31,8 @@ def check_backend(backend: str) -> None:
         require_compiler()
 
 
-def backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
-    """How `fused_group` is stepped, with kernel and tables built.
+def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
+    """Build the `BackendStep` that steps `fused_group`, with its kernel and tables.
 
     `"auto"` falls back to `eager`, with a warning.
 
@@ -43,7 +43,7 @@ def backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
     Raises:
         RuntimeError: `backend` was asked for explicitly and cannot run on the group's device.
     """
-    name = expected(backend, fused_group.device)
+    name = expected_backend(backend, fused_group.device)
     if name == "eager":
         return eager.EagerStep(fused_group)
     if name == "triton":
@@ -67,7 +67,7 @@ def backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
         return eager.EagerStep(fused_group)
 
 
-def expected(backend: str, device: torch.device) -> str:
+def expected_backend(backend: str, device: torch.device) -> str:
     """The name of the backend that will step parameters on `device`, as far as it is known before compiling."""
     if backend != "auto":
         return backend

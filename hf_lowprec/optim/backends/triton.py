@@ -178,7 +178,7 @@ class TritonStep(BackendStep):
         """This step's tables on the device, sent there on the first call of a step."""
         if self._tables is None:
             group = self.fused_group
-            if group.device_scalars:
+            if group.scalars_on_device:
                 self._tables = _StepTables(self._pointers_on_device(), group.scalars, group.counts)
             else:
                 host_tables = (group.pointers(), group.scalars, group.counts)

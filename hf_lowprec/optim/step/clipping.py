@@ -235,10 +235,12 @@ class PendingClip:
         Raises:
             RuntimeError: they are clipped, and were written to or joined by others since.
         """
-        mine, versions = [grad() for grad in self._grads], _versions(grads)
-        if len(mine) == len(grads) and all(map(operator.is_, mine, grads)) and versions == self._versions:
+        clipped, versions = [grad() for grad in self._grads], _versions(grads)
+        if len(clipped) == len(grads) and all(map(operator.is_, clipped, grads)) and versions == self._versions:
             return True
-        version_of = {id(grad): version for grad, version in zip(mine, self._versions, strict=True) if grad is not None}
+        version_of = {
+            id(grad): version for grad, version in zip(clipped, self._versions, strict=True) if grad is not None
+        }
         if self.limit is None or not any(id(grad) in version_of for grad in grads):
             return False
         changed = [grad for grad, version in zip(grads, versions, strict=True) if version_of.get(id(grad)) != version]

@@ -54,7 +54,7 @@ class FusedGroup:
         weights: the entries' `weight`, which a step writes to.
         segments: the static tables of the entries' elements.
         step_scalars: the entries' step counts, and the coming step's scalars.
-        device_scalars: whether these are on `device`, so that a step can be captured in a graph, and skipped without
+        scalars_on_device: whether these are on `device`, so that a step can be captured in a graph, and skipped without
             asking.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
@@ -69,7 +69,7 @@ class FusedGroup:
         device: torch.device,
         sharding: Sharding | None,
         entries: list[ParamEntry],
-        device_scalars: bool,
+        scalars_on_device: bool,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -77,10 +77,10 @@ class FusedGroup:
         self.entries = entries
         self.weights = [entry.weight for entry in entries]
         self.segments = Segments(spec, entries)
-        self.device_scalars = device_scalars
+        self.scalars_on_device = scalars_on_device
         self.step_scalars: StepScalars = (
             DeviceScalars(entries, len(spec.scalars), device)
-            if device_scalars
+            if scalars_on_device
             else HostScalars(entries, len(spec.scalars))
         )
         self.clip_factor: Tensor | None = None
@@ -97,7 +97,7 @@ class FusedGroup:
 
     @property
     def counts(self) -> Tensor:
-        """The steps taken so far, int64 of shape (entries); on the CPU, or on `device` if `device_scalars`."""
+        """The steps taken so far, int64 of shape (entries); on the CPU, or on `device` if `scalars_on_device`."""
         return self.step_scalars.counts
 
     @property
@@ -167,7 +167,7 @@ class FusedGroup:
     def segment_keys(self) -> list[dict[int, tuple[int, int]]]:
         """The coming step's keys as numbers, by random word, for every segment.
 
-        Kernels compute the same keys themselves. Waits for the device if `device_scalars`.
+        Kernels compute the same keys themselves. Waits for the device if `scalars_on_device`.
         """
         step = self.counts.to("cpu", torch.int32)[self.segments.entry_index] + 1
         streams = self.segments.streams.to(torch.int32).unbind(1)

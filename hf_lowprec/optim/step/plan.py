@@ -79,8 +79,8 @@ class StepPlan:
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
-        device_scalars = optimizer.capturable or optimizer.skip_nonfinite
-        self.fused_groups = [FusedGroup(*key, entries, device_scalars) for key, entries in entries_by_key.items()]
+        scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
+        self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
@@ -260,9 +260,9 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
     """Raise RuntimeError, naming the parameter, if the memory of a gradient was freed."""
     index = 0
     for group in optimizer.param_groups:
-        for place, param in enumerate(group["params"]):
+        for position, param in enumerate(group["params"]):
             if param.grad is not None:
-                validation.check_memory(group, place, index, "its gradient", local_shard(param.grad))
+                validation.check_memory(group, position, index, "its gradient", local_shard(param.grad))
             index += 1
 
 
@@ -278,10 +278,10 @@ def _initialized_state(
     optimizer_state: dict[str, Any] = optimizer.state[param]
     if "step" not in optimizer_state:
         optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for place, state in enumerate(states):
+    for position, state in enumerate(states):
         if state.name not in optimizer_state:
             dtype = validation.state_dtype(state.name, param.dtype, group)
-            optimizer_state[state.name] = zeros_apart(param, dtype, place, len(states))
+            optimizer_state[state.name] = zeros_apart(param, dtype, position, len(states))
     return optimizer_state
 
 

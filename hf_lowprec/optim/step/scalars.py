@@ -140,8 +140,8 @@ def _shared_scalars(entries: Sequence[ParamEntry], count_offsets: Sequence[int])
     keys = zip((entry.group for entry in entries), count_offsets, strict=True)
     shared = []
     for _, neighbours in groupby(keys, lambda key: (id(key[0]), key[1])):
-        (group, offset), *others = neighbours
-        shared.append(_SharedScalars(group, offset, 1 + len(others)))
+        (group, offset), *rest = neighbours
+        shared.append(_SharedScalars(group, offset, 1 + len(rest)))
     return shared
 
 
@@ -149,6 +149,6 @@ def _group_sizes(entries: Sequence[ParamEntry]) -> list[tuple[ParamGroup, int]]:
     """The parameter groups, each with the number of its entries, which are neighbours."""
     sizes = []
     for _, neighbours in groupby(entries, lambda entry: id(entry.group)):
-        first, *others = neighbours
-        sizes.append((first.group, 1 + len(others)))
+        first, *rest = neighbours
+        sizes.append((first.group, 1 + len(rest)))
     return sizes

@@ -43,7 +43,7 @@ class Segments:
     def __init__(self, spec: StepSpec, entries: Sequence[ParamEntry]) -> None:
         rows, firsts = [], []
         for entry_index, entry in enumerate(entries):
-            keys = [half for word in spec.random_words for half in stream_keys(entry.group["seed"], entry.number, word)]
+            keys = [key for word in spec.random_words for key in stream_keys(entry.group["seed"], entry.number, word)]
             for first, length, start in _runs_of_one_high_word(entry.param):
                 rows.append((entry_index, first + length, start - first, start // _HIGH_WORD, *keys))
                 firsts.append(first)

@@ -115,9 +115,9 @@ class StepSpec:
     @cached_property
     def stream_names(self) -> tuple[str, ...]:
         """Names of a segment's stream keys (see `stream_keys`), two for each random word."""
-        return tuple(f"stream{word}_{half}" for word in self.random_words for half in (0, 1))
+        return tuple(f"stream{word}_{k}" for word in self.random_words for k in (0, 1))
 
     @cached_property
     def key_names(self) -> tuple[str, ...]:
         """Names of the step keys that a step derives from the stream keys, in the same order."""
-        return tuple(f"key{word}_{half}" for word in self.random_words for half in (0, 1))
+        return tuple(f"key{word}_{k}" for word in self.random_words for k in (0, 1))

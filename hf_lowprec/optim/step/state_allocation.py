@@ -21,20 +21,20 @@ SMALLEST = 16 * PAGE
 _LINE = 64
 
 
-def zeros_apart(param: Tensor, dtype: torch.dtype, place: int, places: int) -> Tensor:
+def zeros_apart(param: Tensor, dtype: torch.dtype, position: int, count: int) -> Tensor:
     """A new state: contiguous zeros of `param`'s shape, on its device and distributed as it is.
 
     Args:
         param: the parameter.
         dtype: dtype of the zeros.
-        place: which of the parameter's states this is, from 0.
-        places: how many states it has; they divide the page that begins at the weight.
+        position: which of the parameter's states this is, from 0.
+        count: how many states it has; they divide the page that begins at the weight.
     """
     part = local_shard(param)
     if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")
-    target = part.data_ptr() + PAGE * (place + 1) // (places + 1)
+    target = part.data_ptr() + PAGE * (position + 1) // (count + 1)
     first = (target - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize
     zeros = memory[first : first + part.numel()].view(part.shape)
     # Torch makes of a shard with an offset in its storage a DTensor that it cannot copy, so a shard goes without one. A
