@@ -90,10 +90,12 @@ def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) 
     """The qualified names of the 16-bit parameters and buffers that the line names on which a module's code failed."""
     frames = [(frame, summary) for frame, summary in zip(_frames(trace), traceback.extract_tb(trace), strict=True)]
     frame, summary = next((frame, summary) for frame, summary in reversed(frames) if _called_module(frame) is module)
-    first, last = summary.lineno or 0, summary.end_lineno or summary.lineno or 0
+    first = summary.lineno or 0
+    last = getattr(summary, "end_lineno", None) or first  # Python 3.11 and later
+    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
     lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
-    if len(lines) == 1 and summary.colno is not None:
-        lines = [lines[0].encode()[summary.colno : summary.end_colno].decode()]
+    if len(lines) == 1 and start is not None:
+        lines = [lines[0].encode()[start:end].decode()]
     attributes = re.findall(rf"\b{frame.f_code.co_varnames[0]}\.([\w.]+)", "".join(lines))
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     found = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from hf_lowprec.casting.argument_roles import names_numbers
 from hf_lowprec.rounding import dtype_name
 
+_PARTS_OF_LAYERS = ("weight", "weights", "bias", "original0", "original1")  # the last two are torch's parametrizations
+
 
 def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
     """Yield one line about numbers that lose digits in a cast, if there are any.
@@ -31,11 +33,11 @@ def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -
 
 
 def _holds_numbers(name: str, tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter):
-        return tensor.numel() == 1
     last = name.rpartition(".")[2]
-    # A table called "weight" or "weights" alone is that of a layer, such as sines of positions.
-    return tensor.dim() < 2 or (names_numbers(last) and last not in ("weight", "weights"))
+    if isinstance(tensor, nn.Parameter):
+        return tensor.numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
+    # Tables of sines for positions are activations.
+    return tensor.dim() < 2 or (names_numbers(last) and last not in _PARTS_OF_LAYERS and "emb" not in last)
 
 
 def _loses_digits(tensor: Tensor, dtype: torch.dtype) -> bool:
