@@ -1,4 +1,4 @@
-"""Models outside of transformers that compute a loss in `forward`: FP32 copies only where nothing needs equal dtypes."""
+"""Models outside of transformers that compute a loss in `forward`: FP32 copies where nothing needs equal dtypes."""
 
 import copy
 from collections.abc import Callable
@@ -211,8 +211,8 @@ def test_runs_and_is_near_fp32(net: type[Net]) -> None:
     loss, expected = model(X, Y), exact(X.to(BF16).float(), Y.to(BF16).float())
     loss.backward()
     expected.backward()
-    # Each of at most 8 roundings in sequence moves a number by 2⁻⁹ of its size. Scores are at most about 12 (cosines times
-    # e^2.5), a loss of scores moves as far as a score does, and products of errors are negligible.
+    # Each of at most 8 roundings in sequence moves a number by 2⁻⁹ of its size. Scores are at most about 12 (cosines
+    # times e^2.5), a loss of scores moves as far as a score does, and products of errors are negligible.
     assert abs(loss.item() - expected.item()) <= 8 * 2**-9 * max(12, expected.item())
     upcast = [name for name, module in model.named_modules() if name and module._forward_hooks and name != "norm"]
     assert sorted(upcast) == UPCAST[net]
@@ -249,7 +249,8 @@ def test_two_models_with_projections() -> None:
     outputs["loss"].backward()
     assert outputs["loss"].dtype == outputs["logits"].dtype == FP32
     assert torch.equal(outputs["logits"].argmax(-1), exact(**batch)["logits"].argmax(-1))
-    # Normalized embeddings after about 12 roundings of 2⁻⁹ each; a cosine is off by twice that, a score e^2.65 times so.
+    # Normalized embeddings after about 12 roundings of 2⁻⁹ each; a cosine is off by twice that, a score by e^2.65 times
+    # as much.
     assert abs(outputs["loss"] - expected) <= 2 * 12 * 2**-9 * 2.718**2.65
     assert all(module.weight.grad.any() for module in (model.text_projection, model.image_projection))
 

@@ -1,4 +1,4 @@
-"""What a cast says about tables of numbers and parameters of one number that it rounds; nothing where nothing is lost."""
+"""What a cast says about tables of numbers and parameters of one number that it rounds."""
 
 import re
 
