@@ -125,6 +125,26 @@ def loss_weights(
     return [] if flow is None else sorted(flow.weights - flow.bound_tensors)
 
 
+def multiplies_with_16_bits(module: nn.Module, path: str) -> bool:
+    """Whether a module's `forward` multiplies FP32 outputs of a module inside it with 16-bit tensors, as far as seen.
+
+    Args:
+        module: a module that is cast.
+        path: the qualified name of the inner module below `module`. The modules around it may hand its outputs on.
+    """
+    function = _forward_source(module)
+    if function is None:
+        return False
+    names = path.split(".")
+    inner = frozenset(".".join(names[:depth]) for depth in range(1, len(names) + 1))
+    flow = _Flow(module, True, lambda tensor: tensor.dtype, frozenset(), inner, keeps_weights=False)
+    try:
+        flow.run(function)
+    except (_NotUnderstood, RecursionError):
+        return False
+    return not flow.in_products.isdisjoint(inner)
+
+
 def _evaluate(
     module: nn.Module,
     mixes_dtypes: bool,
@@ -170,6 +190,7 @@ class _Flow:
     keeps_weights: bool  # whether weights of losses are kept in FP32 where the predictions are FP32
     excluded: set[str] = field(default_factory=set)  # layers whose copies meet what needs equal dtypes
     reached: set[str] = field(default_factory=set)  # layers whose copies reach a loss
+    in_products: set[str] = field(default_factory=set)  # layers whose copies are multiplied with 16-bit tensors
     layers: set[str] = field(default_factory=set)  # all layers with copies
     weights: set[str] = field(default_factory=set)  # tensors that weigh classes in losses of copies
     bound_tensors: set[str] = field(default_factory=set)  # tensors that are also used where equal dtypes are needed
@@ -476,6 +497,7 @@ class _Flow:
         """A product of tensors, which must all be copies, or else none of them."""
         if any(operand.is_16_bit for operand in operands):
             self.exclude(operands)
+            self.in_products.update(*(operand.layers for operand in operands))
         return _any(operands)
 
     def conversion(self, base: _Value, targets: Sequence[_Value], nodes: Sequence[ast.expr]) -> _Value:
