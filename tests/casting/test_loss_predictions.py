@@ -344,6 +344,37 @@ def test_an_inherited_forward_of_transformers_is_treated_as_theirs() -> None:
     assert model(input_ids=torch.arange(28).view(4, 7), labels=torch.arange(4) % 3).loss.dtype == FP32
 
 
+class Inherits(transformers.BertForSequenceClassification):
+    """Computes another loss of the same predictions; torch does not mix dtypes in it."""
+
+    weights = torch.tensor([1.0, 2.0, 3.3])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        outputs = super().forward(input_ids=input_ids)
+        return F.cross_entropy(outputs.logits, labels, weight=self.weights)
+
+
+class InheritsAndMultiplies(transformers.BertForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.matrix = nn.Parameter(torch.eye(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(input_ids=input_ids).logits @ self.matrix, labels)
+
+
+@pytest.mark.parametrize("model_class", [Inherits, InheritsAndMultiplies])
+def test_a_loss_of_what_an_inherited_forward_returns(model_class: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = model_class(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES))
+    cast_model(model)
+    return_float32(model)
+    loss = model(torch.arange(28).view(4, 7), torch.arange(4) % 3)
+    loss.backward()
+    assert (loss.item() != loss.to(BF16).item()) == (model_class is Inherits)
+    assert model.classifier.weight.grad.any()
+
+
 WEIGHTS = torch.tensor([1.0, 1001.0, 3.3])
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 
