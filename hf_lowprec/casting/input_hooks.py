@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_lowprec.casting.argument_roles import is_time, role_of
 from hf_lowprec.casting.forward_code import is_code_of_transformers, uses_torch_losses
 from hf_lowprec.casting.hooks import convert_floats, install_output_upcast, remove_hooks
-from hf_lowprec.casting.loss_predictions import loss_predictions
+from hf_lowprec.casting.loss_predictions import INHERITED_FORWARD, loss_predictions
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, join
 
@@ -155,6 +155,8 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
 def loss_prediction_layers(tree: ModuleTree, name: str) -> list[str]:
     """The layers whose FP32 copies a module's `forward` can give to torch's losses, in classes outside transformers."""
     paths = loss_predictions(tree.modules[name], losses_mix_dtypes(), tree.dtype_of)
+    if INHERITED_FORWARD in paths:
+        return prediction_layers(tree, name)
     return [join(name, path) for path in paths]
 
 
