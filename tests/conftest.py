@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# pytest explains failed asserts of test modules alone, unless it is asked before the import.
+pytest.register_assert_rewrite("tests.support")
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -54,11 +54,13 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         raise ValueError("the optimizer holds none of the model's parameters; give the one that trained this model")
 
     def estimate(tensor: Tensor) -> Tensor:
+        """An FP32 copy of a parameter or buffer, with its compensation added; other dtypes as they are."""
         if not tensor.is_floating_point():
             return tensor
         weight = tensor.detach().to(torch.float32, copy=True)
         if groups.get(id(tensor), {}).get("rounding") == "kahan":
-            compensation = optimizer.state[tensor].get("compensation")
+            # `state[tensor]` would create an entry for a parameter that was never stepped.
+            compensation = optimizer.state.get(tensor, {}).get("compensation")
             weight = weight if compensation is None else weight + compensation.float()
         return weight
 

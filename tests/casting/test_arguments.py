@@ -10,8 +10,8 @@ import transformers
 from transformers.utils import TransformersKwargs
 
 from hf_lowprec.casting.argument_roles import role_of
-from tests.casting import model_support
-from tests.casting.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
+from tests.support.every_architecture.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
+from tests.support.every_architecture.model_classes import classes_by_type
 
 pytestmark = pytest.mark.slow
 # Of a tensor that may be floating, of a result that holds one, of a number, of anything.
@@ -20,7 +20,7 @@ FLOATING = re.compile(r"(?<![A-Za-z])Tensor|FloatTensor|Output\b|\bfloat\b|\bAny
 
 def floating_arguments() -> dict[str, set[str]]:
     """Argument -> classes that have it, of the support table's and every model inside, whose calls round too."""
-    names = {name for classes in model_support.classes_by_type().values() for name in classes}
+    names = {name for classes in classes_by_type().values() for name in classes}
     listed = {model for name in names if isinstance(model := getattr(transformers, name, None), type)}
     classes = set(listed)
     for module in {sys.modules[model.__module__] for model in listed if model.__module__ in sys.modules}:

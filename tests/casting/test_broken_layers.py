@@ -5,11 +5,12 @@ from transformers import HubertForCTC
 
 from hf_lowprec.casting import apply
 from hf_lowprec.casting.fp32_rules import norms
-from tests.broken_kernels import break_function, fill, off_by
-from tests.casting import architecture_check, broken_layers
-from tests.casting.architecture_check import FAILS, TRAINS
-from tests.casting.float_input_models import MODELS
-from tests.casting.test_input_models import check_training
+from tests.support.broken_kernels import broken_layers
+from tests.support.broken_kernels.planted import break_function, fill, off_by
+from tests.support.every_architecture import architecture_check
+from tests.support.every_architecture.architecture_check import FAILS, TRAINS
+from tests.support.models.training_check import check_training
+from tests.support.models.vision_and_speech_models import MODELS
 
 pytestmark = pytest.mark.usefixtures("own_kernels")
 POSITIONS = "hubert.encoder.pos_conv_embed.conv"

@@ -1,7 +1,6 @@
 """A cast model copied, pickled, checkpointed, compiled, on the meta device."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -10,26 +9,29 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, assert_same_bits, bits, dtypes, gradient_dtypes, hook_counts
-from tests.casting.norm_classes import ScaleRMSNorm
-from tests.tiny_models import ARCHITECTURES
+from tests.support.models import tiny_models
+from tests.support.models.inspection import (
+    BF16,
+    COPIES,
+    FP16,
+    FP32,
+    assert_same_bits,
+    bits,
+    copy_of,
+    dtypes,
+    gradient_dtypes,
+    hook_counts,
+)
+from tests.support.models.norm_layers import ScaleRMSNorm
+from tests.support.models.tiny_models import ARCHITECTURES
 
 
 class TestComposition:
-    @pytest.mark.parametrize("through", ["deepcopy", "pickle", "torch.save"])
+    @pytest.mark.parametrize("through", COPIES)
     def test_copies(self, through: str) -> None:
         model, batch = tiny_models.llama(tied=True)
         cast_model(model, keep_fp32=nn.Embedding)
-        if through == "deepcopy":
-            twin = copy.deepcopy(model)
-        elif through == "pickle":
-            twin = pickle.loads(pickle.dumps(model))
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            twin = torch.load(buffer, weights_only=False)
+        twin = copy_of(model, through)
         assert_same_bits(bits(twin), bits(model))
         assert hook_counts(twin) == hook_counts(model)
         one, two = model(**batch).loss, twin(**batch).loss

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.fp32_outputs import upcast_predictions
-from tests.casting.architecture_check import without_chance
-from tests.casting.inspection import BF16, FP32
-from tests.casting.tiny_batches import offers
-from tests.casting.tiny_configs import tiny_config
+from tests.support.every_architecture.architecture_check import without_chance
+from tests.support.every_architecture.tiny_batches import offers
+from tests.support.every_architecture.tiny_configs import tiny_config
+from tests.support.models.inspection import BF16, FP32
 
 Batch = dict[str, Any]
 UNIT = 2.0**-24  # FP32 has 24 significant bits: rounding to nearest errs by at most this much of the value

@@ -13,7 +13,7 @@ from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.input_hooks import numbers_of
-from tests.casting.inspection import BF16, FP16, hook_counts
+from tests.support.models.inspection import BF16, FP16, hook_counts
 
 
 class Head(nn.Module):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import FP16, FP32, dtypes, norm_modules, output_dtypes
-from tests.tiny_models import ARCHITECTURES
+from tests.support.models import tiny_models
+from tests.support.models.inspection import FP16, FP32, dtypes, norm_modules, output_dtypes
+from tests.support.models.tiny_models import ARCHITECTURES
 
 
 @pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int8, torch.float8_e4m3fn, "bfloat16", None])

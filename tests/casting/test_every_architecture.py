@@ -6,15 +6,16 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from tests.casting import model_support
-from tests.casting.architecture_check import FAILS, NO_REFERENCE, TRAINS
-from tests.casting.broken_layers import report
-from tests.casting.tiny_exceptions import LONG
+from tests.support.broken_kernels.broken_layers import report
+from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS
+from tests.support.every_architecture.batch_exceptions import LONG
+from tests.support.every_architecture.model_classes import classes_by_type, main_class, try_class
+from tools import model_support
 
 TEXT = model_support.PAGE.read_text(encoding="utf-8")
 SAID = model_support.read(TEXT)
 SAME_VERSION = model_support.version_of(TEXT) == transformers.__version__
-TYPES = model_support.classes_by_type()
+TYPES = classes_by_type()
 ADVICE = f"if that is right, write the page anew: {model_support.COMMAND}"
 
 
@@ -30,11 +31,11 @@ def silence() -> Iterator[None]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_trains_as_the_page_says(model_type: str) -> None:
-    name = model_support.main_class(TYPES[model_type])
+    name = main_class(TYPES[model_type])
     said = SAID.get((model_type, name))
     if model_type in LONG or (said is None and not SAME_VERSION):
         return  # walked for the page only; or not there in the version the page was written with
-    outcome = model_support.try_class(name, model_type)
+    outcome = try_class(name, model_type)
     report(name, outcome.broken)
     found = (
         f"{name} ({model_type}): {outcome.kind}, {outcome.note or 'no note'}; {model_support.PAGE.name} says: {said}"
@@ -55,19 +56,3 @@ def test_the_page_has_every_class() -> None:
 def test_enough_train() -> None:
     kinds = [kind for kind in SAID.values() if kind != NO_REFERENCE]
     assert kinds.count(TRAINS) >= 0.95 * len(kinds) and len(kinds) > 500
-
-
-def test_reading_is_the_inverse_of_writing() -> None:
-    outcomes = {
-        "llama": {
-            "LlamaForCausalLM": model_support.Outcome(TRAINS, ""),
-            "LlamaModel": model_support.Outcome(TRAINS, ""),
-        },
-        "fnet": {"FNetModel": model_support.Outcome(FAILS, "a | b: `c`"), "Other": model_support.Outcome(TRAINS, "x")},
-        "detr": {"Detr": model_support.Outcome(NO_REFERENCE, "requires the timm library")},
-    }
-    text = model_support.page(outcomes)
-    said = {(model_type, name): o.kind for model_type, classes in outcomes.items() for name, o in classes.items()}
-    assert model_support.read(text) == said
-    assert model_support.version_of(text) == transformers.__version__
-    assert "3 of 4 classes" in text and "1 of 2 model types" in text and "needs timm" in text

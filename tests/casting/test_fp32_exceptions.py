@@ -14,8 +14,8 @@ from hf_lowprec.casting.fp32_exceptions import (
     CLASSES_COMPUTING_IN_FP32,
     CLASSES_RETURNING_FP32,
 )
-from tests.casting.inspection import BF16, FP32
-from tests.casting.tiny_configs import tiny_config
+from tests.support.every_architecture.tiny_configs import tiny_config
+from tests.support.models.inspection import BF16, FP32
 
 MODELS = (
     *("autoformer", "blip_2", "bros", "clvp", "fastspeech2_conformer", "fnet", "hiera", "minimax_m3_vl", "mra"),

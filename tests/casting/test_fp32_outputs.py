@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.fp32_outputs import computes_loss_itself, upcast_predictions
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP32
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP32
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},

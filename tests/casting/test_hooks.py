@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_lowprec.casting import cast_model
-from tests.casting.inspection import BF16, FP32
+from tests.support.models.inspection import BF16, FP32, assert_downcast
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -44,21 +44,7 @@ def test_output_structures(make: Any) -> None:
     plain = model(x)
     cast_model(model, keep_fp32=Returns)
 
-    def check(value: Any, like: Any) -> None:
-        assert type(value) is type(like)
-        if isinstance(like, torch.Tensor):
-            assert torch.equal(value, like.to(BF16) if like.is_floating_point() else like)
-        elif isinstance(like, dict):
-            assert list(value) == list(like)
-            for key in like:
-                check(value[key], like[key])
-        elif isinstance(like, tuple | list):
-            for one, two in zip(value, like, strict=True):
-                check(one, two)
-        else:
-            assert value == like
-
-    check(model(x), plain)
+    assert_downcast(model(x), plain)
     if isinstance(plain, BaseModelOutput):
         assert model(x).last_hidden_state.dtype == BF16
 

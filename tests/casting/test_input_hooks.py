@@ -1,8 +1,6 @@
 """FP32 tensors handed to a cast model: rounded where they enter it, unless a loss is measured against them."""
 
 import copy
-import io
-import pickle
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -13,8 +11,17 @@ from torch import nn
 
 from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.input_hooks import losses_mix_dtypes
-from tests.casting.float_input_models import MODELS
-from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.models.inspection import (
+    BF16,
+    COPIES,
+    FP16,
+    FP32,
+    assert_downcast,
+    copy_of,
+    gradient_dtypes,
+    hook_counts,
+)
+from tests.support.models.vision_and_speech_models import MODELS
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -147,23 +154,9 @@ class TestPlain:
         cast_model(model)
         given = make(torch.randn(3, 2))
 
-        def check(value: Any, like: Any) -> None:
-            assert type(value) is type(like)
-            if isinstance(like, torch.Tensor):
-                assert torch.equal(value, like.to(BF16) if like.is_floating_point() else like)
-            elif isinstance(like, dict):
-                assert list(value) == list(like)
-                for key in like:
-                    check(value[key], like[key])
-            elif isinstance(like, tuple | list):
-                for one, two in zip(value, like, strict=True):
-                    check(one, two)
-            else:
-                assert value == like
-
         model(given, pixels=given)
-        check(model.got[0], given)
-        check(model.got[3]["pixels"], given)
+        assert_downcast(model.got[0], given)
+        assert_downcast(model.got[3]["pixels"], given)
 
 
 class TestWhere:
@@ -220,19 +213,11 @@ class TestComposition:
         assert report.inputs == ("",) and report.changed and not cast_model(model).changed
         assert hook_counts(model) == [(1, 1), (1, 0), (0, 0)]
 
-    @pytest.mark.parametrize("through", ["deepcopy", "pickle", "torch.save"])
+    @pytest.mark.parametrize("through", COPIES)
     def test_copies(self, through: str) -> None:
         model, x = Net(), torch.randn(3, 2, 8)
         cast_model(model)
-        if through == "deepcopy":
-            twin = copy.deepcopy(model)
-        elif through == "pickle":
-            twin = pickle.loads(pickle.dumps(model))
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            twin = torch.load(buffer, weights_only=False)
+        twin = copy_of(model, through)
         labels = torch.full((3,), 1000.3)
         assert torch.equal(twin(x, labels)[0], model(x, labels)[0])
         assert not cast_model(twin).changed

@@ -10,9 +10,18 @@ from torch import nn
 from transformers.core_model_loading import build_glob_alternation
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP32, assert_same_bits, bits, dtypes, fp32_names, hook_counts, output_dtypes
-from tests.tiny_models import LAYERS
+from tests.support.models import tiny_models
+from tests.support.models.inspection import (
+    BF16,
+    FP32,
+    assert_same_bits,
+    bits,
+    dtypes,
+    fp32_names,
+    hook_counts,
+    output_dtypes,
+)
+from tests.support.models.tiny_models import LAYERS
 
 
 class TestKeepPatterns:

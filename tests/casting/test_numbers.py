@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
-from tests import tiny_models
-from tests.casting.diffusion_models import DiT, Preconditioned, UNet
-from tests.casting.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.models import tiny_models
+from tests.support.models.diffusion_models import DiT, Preconditioned, UNet
+from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits, so rounding to nearest errs by at most this much of the value
 FP32_UNIT = 2.0**-24

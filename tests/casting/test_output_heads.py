@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, hook_counts, output_dtypes
-from tests.tiny_models import ARCHITECTURES
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP16, FP32, hook_counts, output_dtypes
+from tests.support.models.tiny_models import ARCHITECTURES
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,

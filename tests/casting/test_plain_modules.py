@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests.casting.inspection import BF16, FP32, assert_same_bits, bits, fp32_names, gradient_dtypes
-from tests.casting.norm_classes import (
+from tests.support.models.inspection import BF16, FP32, assert_same_bits, bits, fp32_names, gradient_dtypes
+from tests.support.models.norm_layers import (
     Derived,
     EncoderStableLayerNorm,
     FrozenBatchNorm2d,

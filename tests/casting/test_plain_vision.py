@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import hf_lowprec
 from hf_lowprec.casting import cast_model
-from tests.casting.inspection import BF16, FP32, bits, fp32_names
+from tests.support.models.inspection import BF16, FP32, bits, fp32_names
 
 UNIT = 2.0**-8  # rounding to BF16 errs by at most this much of the value
 

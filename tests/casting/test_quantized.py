@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP32, dtypes, output_dtypes
-from tests.quantized_models import Int8Linear, Int8Weight, StoredLinear, quantize_linears, subclassed
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP32, dtypes, output_dtypes
+from tests.support.models.quantized_models import Int8Linear, Int8Weight, StoredLinear, quantize_linears, subclassed
 
 FORMS = {"buffers": Int8Linear, "parameter_subclass": StoredLinear, "wrapper_subclass": subclassed}
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP32
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP32
 
 
 class TestReport:

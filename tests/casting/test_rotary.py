@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, norm_modules, output_dtypes
-from tests.tiny_models import ARCHITECTURES
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP16, FP32, norm_modules, output_dtypes
+from tests.support.models.tiny_models import ARCHITECTURES
 
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},

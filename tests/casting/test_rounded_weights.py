@@ -12,8 +12,8 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, NORM_PATH
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP16, FP32, NORM_PATH
 
 SAID = r"tensors that are kept in FP32 \(.*Norm.*\) arrived in bfloat16\. .*from_pretrained\(…, dtype=torch\.float32\)"
 

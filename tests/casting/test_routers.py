@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests.casting.inspection import BF16, FP32
-from tests.casting.tiny_configs import tiny_config
+from tests.support.every_architecture.tiny_configs import tiny_config
+from tests.support.models.inspection import BF16, FP32
 
 
 def mixture(name: str, model_type: str) -> nn.Module:

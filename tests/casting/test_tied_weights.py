@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP32, fp32_names, hook_counts, output_dtypes
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP32, fp32_names, hook_counts, output_dtypes
 
 
 class TestTies:

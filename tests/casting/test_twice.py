@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
-from tests import tiny_models
-from tests.casting.inspection import BF16, FP16, FP32, NORM_PATH, assert_same_bits, bits, fp32_names, hook_counts
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16, FP16, FP32, NORM_PATH, assert_same_bits, bits, fp32_names, hook_counts
 
 
 class TestTwice:

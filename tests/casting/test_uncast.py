@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from tests.tiny_models import llama
+from tests.support.models.tiny_models import llama
 
 
 def test_hooks_of_others_stay_and_ours_go():

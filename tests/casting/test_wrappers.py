@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_lowprec.casting import cast_model
-from tests import tiny_models
-from tests.casting.inspection import NORM_PATH
+from tests.support.models import tiny_models
+from tests.support.models.inspection import NORM_PATH
 
 
 @pytest.fixture

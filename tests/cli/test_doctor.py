@@ -11,8 +11,8 @@ from hf_lowprec import AdamW
 from hf_lowprec.cli import app
 from hf_lowprec.doctor.layers import probe_layers
 from hf_lowprec.optim.backends import native
-from tests.broken_kernels import break_function, off_by
-from tests.ranks import run_ranks
+from tests.support.broken_kernels.planted import break_function, off_by
+from tests.support.processes.ranks import run_ranks
 
 CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
 

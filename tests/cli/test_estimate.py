@@ -16,7 +16,7 @@ from hf_lowprec.cli import app, estimate
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
-from tests.integrations.tiny_training import arguments, counting_data, llama
+from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 GIB = 2**30
 

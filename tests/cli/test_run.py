@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
 from hf_lowprec.cli.run import launcher_command
-from tests.integrations.tiny_text import sentences, tokenizer
-from tests.integrations.tiny_training import llama
+from tests.support.training.counting_text import sentences, tokenizer
+from tests.support.training.tiny_trainer import llama
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -10,7 +10,7 @@ from hf_lowprec.diagnostics import broken_convolutions
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.layer_computations import layer_computations
 from hf_lowprec.diagnostics.layer_probes import probe_layer
-from tests.broken_kernels import break_function, off_by
+from tests.support.broken_kernels.planted import break_function, off_by
 
 pytestmark = pytest.mark.usefixtures("own_kernels")
 

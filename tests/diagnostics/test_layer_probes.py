@@ -9,8 +9,8 @@ from torch import nn
 from hf_lowprec.diagnostics.layer_computations import layer_computations
 from hf_lowprec.diagnostics.layer_probes import TOLERANCE, probe_layer
 from hf_lowprec.doctor import layers as doctor
-from tests import nursery
-from tests.broken_kernels import break_function, fill, off_by
+from tests.support.broken_kernels.planted import break_function, fill, off_by
+from tests.support.processes import forkserver
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "probe_layers.py"
 
@@ -106,7 +106,7 @@ def test_correct_kernels_are_within_the_tolerance(instructions):
 
     They round each of the 128 taps of a convolution: √(129/2)/√3 = 4.6 units of 2⁻⁸, if all of them add up numbers.
     """
-    done = nursery.run(SCRIPT, [], timeout=120, ONEDNN_MAX_CPU_ISA=instructions)
+    done = forkserver.run(SCRIPT, [], timeout=120, ONEDNN_MAX_CPU_ISA=instructions)
     assert done.returncode == 0, done.stderr
     count, unsupported, worst = done.stdout.split()
     assert (int(count), int(unsupported)) == (len(doctor.layers()) + len(doctor.functions()), 0)

@@ -3,7 +3,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.processes import Processes
+from tests.support.processes.watched import Processes
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
-from tests import nursery
-from tests.ranks import SCRIPTS
+from tests.support.processes import forkserver
+from tests.support.processes.ranks import SCRIPTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -32,17 +32,17 @@ def fsdp2(state_dict_type: str) -> list[str]:
 WRAPPED = {"ddp": ["ddp"], "sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
 
 
-def train(out: Path, wrapped: str, killed: tuple[int, int, float]) -> nursery.Done:
+def train(out: Path, wrapped: str, killed: tuple[int, int, float]) -> forkserver.Done:
     """Train in `out`, from the last intact checkpoint if there is one."""
     words = "--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim adamw_bf16_kahan"
     words += f" --per_device_train_batch_size 2 --output_dir {out}"
     if last_complete(out) is not None:
         words += " --resume_from_checkpoint True"
     arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED[wrapped], *words.split()]
-    return nursery.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120)
+    return forkserver.run(SCRIPTS / "forked_ranks.py", [str(word) for word in arguments], timeout=120)
 
 
-def digest(done: nursery.Done) -> str:
+def digest(done: forkserver.Done) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("digest="))
 
 

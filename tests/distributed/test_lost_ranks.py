@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.ranks import SCRIPTS
+from tests.support.processes.ranks import SCRIPTS
 
 pytestmark = [
     pytest.mark.distributed,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.processes.ranks import run_ranks
 
 
 @pytest.mark.distributed

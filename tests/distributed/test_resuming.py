@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from hf_lowprec.integrations.transformers.checkpoint_manifest import MANIFEST_NAME
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import resolve
-from tests.ranks import run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

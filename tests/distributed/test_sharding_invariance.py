@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROUNDINGS = ("stochastic", "kahan")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete
-from tests.distributed.machines import CABLE, LOOPBACK, Machine, two_machines
-from tests.distributed.processes import Process, Processes
-from tests.ranks import SCRIPTS
+from tests.support.processes.ranks import SCRIPTS
+from tests.support.processes.two_machines import CABLE, LOOPBACK, Machine, two_machines
+from tests.support.processes.watched import Process, Processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 

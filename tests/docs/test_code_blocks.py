@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import hf_lowprec
-from tests.docs.pages import DOCS, blocks
-from tests.integrations.tiny_text import preferences, sentences, tokenizer
-from tests.integrations.tiny_training import counting_data, llama
+from tests.support.docs.pages import DOCS, blocks
+from tests.support.training.counting_text import preferences, sentences, tokenizer
+from tests.support.training.tiny_trainer import counting_data, llama
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 """The name that pages load by; a folder with a tiny model takes its place."""

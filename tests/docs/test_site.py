@@ -19,7 +19,7 @@ from filelock import FileLock
 
 import hf_lowprec
 from hf_lowprec.cli import app
-from tests.docs.pages import DOCS, ROOT, blocks, pages, prose
+from tests.support.docs.pages import DOCS, ROOT, blocks, pages, prose
 from tools.site_hooks import relink
 
 COMMANDS = typer.main.get_command(app)

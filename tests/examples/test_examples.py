@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import nursery
-from tests.ranks import many_ranks
+from tests.support.processes import forkserver
+from tests.support.processes.ranks import many_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(script: str, *words: object) -> str:
-    result = nursery.run(EXAMPLES / script, [str(word) for word in words], timeout=240)
+    result = forkserver.run(EXAMPLES / script, [str(word) for word in words], timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -26,11 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.golden import trainer
 from tests.golden.exact import digest
 from tests.golden.models import MICRO_BATCHES, Scales, digests, full
 from tests.golden.steps import ALGORITHMS, MODES, OPTIONS
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 
 STEPS = 4
 WRAPPERS = {"one process": Scales, "DDP": DistributedDataParallel, "FSDP2": FSDPModule}

@@ -6,7 +6,7 @@ import pytest
 
 import hf_lowprec
 from tests.golden import casting, checkpoints, recording, steps
-from tests.triton_here import require_triton
+from tests.support.triton_available import require_triton
 
 RECORDED = recording.read()
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.

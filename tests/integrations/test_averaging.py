@@ -9,8 +9,8 @@ from torch.optim.swa_utils import SWALR, get_ema_avg_fn, get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 import hf_lowprec
-from tests.integrations.tiny_training import counting_data, llama, optimizer_of, trained
-from tests.tiny_models import gpt2
+from tests.support.models.tiny_models import gpt2
+from tests.support.training.tiny_trainer import counting_data, llama, optimizer_of, trained
 
 OURS = hf_lowprec.AveragedModel
 STEPS, DECAY = 40, 0.99

@@ -10,8 +10,8 @@ from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.integrations import first_step_warnings
-from tests.integrations.tiny_training import arguments, counting_data, llama, trained
-from tests.ranks import run_ranks
+from tests.support.processes.ranks import run_ranks
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 BF16 = torch.bfloat16
 

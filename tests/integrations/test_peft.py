@@ -9,13 +9,13 @@ import torch
 from transformers import Trainer
 
 import hf_lowprec
-from tests import tiny_models
-from tests.integrations.tiny_training import arguments, counting_data, losses, optimizer_of, trained
+from tests.support.models import tiny_models
+from tests.support.training.tiny_trainer import arguments, counting_data, losses, optimizer_of, trained
 
 peft = pytest.importorskip("peft")
 loraplus = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
 
-from tests.integrations.tiny_adapters import (  # noqa: E402
+from tests.support.training.peft_adapters import (  # noqa: E402
     ATTENTION,
     METHODS,
     adapted,

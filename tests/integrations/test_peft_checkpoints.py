@@ -7,12 +7,12 @@ import torch
 from transformers import Trainer
 
 import hf_lowprec
-from tests import tiny_models
-from tests.integrations.tiny_training import arguments, counting_data, optimizer_of
+from tests.support.models import tiny_models
+from tests.support.training.tiny_trainer import arguments, counting_data, optimizer_of
 
 peft = pytest.importorskip("peft")
 
-from tests.integrations.tiny_adapters import adapted, trainable  # noqa: E402
+from tests.support.training.peft_adapters import adapted, trainable  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

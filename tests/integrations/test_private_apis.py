@@ -22,7 +22,7 @@ from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import trainer_checkpoints
 from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
 from hf_lowprec.reduction import reduce_in_fp32
-from tests.integrations.tiny_training import arguments, counting_data, llama, trained
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tiny.py"
 WHERE = f"in transformers {transformers.__version__}; adapt hf_lowprec/integrations/private_apis.py"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from tests.integrations.tiny_text import pairs, tokenizer
-from tests.integrations.tiny_training import arguments, assert_follows, losses
+from tests.support.training.counting_text import pairs, tokenizer
+from tests.support.training.tiny_trainer import arguments, assert_follows, losses
 
 library = pytest.importorskip("sentence_transformers")
 datasets = pytest.importorskip("datasets")

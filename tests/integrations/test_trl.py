@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import hf_lowprec
-from tests.integrations.tiny_text import preferences, sentences, tokenizer
-from tests.integrations.tiny_training import arguments, assert_follows, assert_pure_bf16, llama, optimizer_of
+from tests.support.training.counting_text import preferences, sentences, tokenizer
+from tests.support.training.tiny_trainer import arguments, assert_follows, assert_pure_bf16, llama, optimizer_of
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

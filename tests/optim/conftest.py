@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.triton_here import require_triton
+from tests.support.triton_available import require_triton
 
 
 @pytest.fixture(params=["eager", "native", "triton"])

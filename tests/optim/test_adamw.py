@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from tests.optim.against_formula import (
+from tests.support.optim.against_formula import (
     BF16,
     EPS,
     FP16,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
-from tests.triton_here import require_triton
+from tests.support.triton_available import require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.

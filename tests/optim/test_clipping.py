@@ -14,7 +14,7 @@ from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.backends.native import NativeStep
 from hf_lowprec.optim.backends.triton import TritonStep
 from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
-from tests.triton_here import require_triton
+from tests.support.triton_available import require_triton
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from tests.optim.every_optimizer import (
+from tests.support.optim.every_optimizer import (
     BF16,
     FP16,
     FP32,
@@ -28,7 +28,7 @@ from tests.optim.every_optimizer import (
     same,
     train,
 )
-from tests.optim.test_torch_conventions import assert_equal, everything, refuses
+from tests.support.optim.optimizer_contents import assert_equal, everything, refuses
 
 # Steps.
 

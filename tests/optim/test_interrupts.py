@@ -9,14 +9,14 @@ import pytest
 
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.interrupts import deferred
-from tests import nursery
+from tests.support.processes import forkserver
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "interrupted_steps.py"
 
 
 @pytest.mark.parametrize("backend", ["eager", "native"])
 def test_a_step_that_is_interrupted_anywhere_is_taken_as_a_whole_or_not_at_all(backend):
-    done = nursery.run(SCRIPT, [backend], timeout=300)
+    done = forkserver.run(SCRIPT, [backend], timeout=300)
     assert done.returncode == 0 and "interruptions" in done.stdout, done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hf_lowprec.optim.backends import c_compiler, library_cache, native
 from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
-from tests import nursery
+from tests.support.processes import forkserver
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
 
@@ -131,7 +131,7 @@ def test_without_a_writable_cache_the_step_still_works(kind, tmp_path):
 def run_script(cache: Path | str, *changes: str, **environment: str) -> dict:
     """Run scripts/native_step.py, which steps with both backends, and return its report."""
     environment = {"CC": "", "HF_LOWPREC_CACHE": str(cache), **environment}
-    done = nursery.run(STEP, list(changes), 60, **environment)
+    done = forkserver.run(STEP, list(changes), 60, **environment)
     assert done.returncode == 0, (done.returncode, done.stderr)
     return json.loads(done.stdout)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, parameter_numbers
-from tests.integrations.tiny_training import arguments
+from tests.support.training.tiny_trainer import arguments
 
 OPTIONS = [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"backend": "eager", "seed": 5, "lr": torch.tensor(1e-2)}]
 

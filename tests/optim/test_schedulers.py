@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR
 
 from hf_lowprec.optim import SGD, Adam, AdamW
-from tests.optim.every_optimizer import (
+from tests.support.optim.every_optimizer import (
     FP32,
     OPTIONS,
     Problem,

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, sharding
-from tests.ranks import run_ranks
-from tests.triton_here import require_triton
+from tests.support.processes.ranks import run_ranks
+from tests.support.triton_available import require_triton
 
 
 @pytest.mark.slow

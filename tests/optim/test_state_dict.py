@@ -23,9 +23,9 @@ from torch.optim import lr_scheduler
 from hf_lowprec.optim import SGD, AdamW, Lion
 from hf_lowprec.optim import state_dict as checkpoint
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from tests.optim.test_torch_conventions import assert_equal, everything, params_of, refuses, train
 from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build
 from tests.scripts.write_state_dicts import train as train_on
+from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 
 FORMAT_1 = json.loads(Path(__file__).with_name("state_dicts_format_1.json").read_text())
 PAIRS = list(permutations(sorted(ALGORITHMS), 2))

@@ -10,7 +10,7 @@ from torch import nn
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import triton as triton_backend
 from hf_lowprec.optim.step.fused import fused_step
-from tests.triton_here import require_triton
+from tests.support.triton_available import require_triton
 
 require_triton()
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

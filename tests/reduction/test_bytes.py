@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.ranks import SCRIPTS
+from tests.support.processes.ranks import SCRIPTS
 
 
 def namespace() -> tuple[str, ...]:

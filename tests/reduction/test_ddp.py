@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_script
+from tests.support.processes.ranks import run_script
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from hf_lowprec.reduction import mean as module
 from hf_lowprec.reduction import mean_in_rank_order
 from hf_lowprec.reduction.mean import CHUNK
-from tests.reduction.numpy_reference import (
+from tests.support.reduction.numpy_reference import (
     ALL_PATTERNS,
     as_tensor,
     bf16_to_fp32,

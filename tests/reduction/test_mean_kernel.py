@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.reduction.numpy_reference import ALL_PATTERNS, as_tensor, bf16_to_fp32, gradients, mean, same_bits
-from tests.triton_here import require_triton
+from tests.support.reduction.numpy_reference import ALL_PATTERNS, as_tensor, bf16_to_fp32, gradients, mean, same_bits
+from tests.support.triton_available import require_triton
 
 # Triton's interpreter computes with NumPy, which warns of overflow and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

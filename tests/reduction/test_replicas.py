@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.replicas import synchronized_parameters
-from tests.ranks import run_script
+from tests.support.processes.ranks import run_script
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.nn.functional import cross_entropy
 
 import hf_lowprec
-from tests import tiny_models
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
+from tests.support.models import tiny_models
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 
 def main(kind: str) -> None:

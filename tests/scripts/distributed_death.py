@@ -16,9 +16,9 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from tests.distributed.rendezvous import wait_for_imports
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.integrations.tiny_training import arguments, counting_data, llama
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.rendezvous import wait_for_imports
+from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 VICTIM, STEP = 1, 3
 BUCKET_MB = 0.01  # several buckets, some of which are on their way when the rank goes

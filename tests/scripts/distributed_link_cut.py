@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from tests.distributed.rendezvous import wait_for_imports
+from tests.support.processes.rendezvous import wait_for_imports
 
 step, seconds, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 sys.argv = [sys.argv[0], *sys.argv[4:]]

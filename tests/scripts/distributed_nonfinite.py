@@ -18,9 +18,9 @@ from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.integrations.tiny_training import arguments, counting_data, llama, losses, optimizer_of
-from tests.ranks import leave
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, losses, optimizer_of
 
 STEP, STEPS, MICRO_BATCHES = 2, 3, 3
 PLACES = {"model.layers.0.mlp.down_proj": (1, (3, 5)), "model.norm": (0, (7,))}

@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from tests.ranks import leave
+from tests.support.processes.ranks import leave
 
 runpy.run_path(str(Path(__file__).with_name("train_tiny.py")), run_name="__main__")
 leave()

@@ -4,8 +4,8 @@ import os
 import runpy
 import sys
 
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
 allow_fsdp_on_cpu()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_lowprec
 from hf_lowprec.integrations import first_step_warnings
 from hf_lowprec.reduction import reduce_in_fp32
-from tests.ranks import leave
+from tests.support.processes.ranks import leave
 
 messages: list[str] = []
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hf_lowprec
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
 from tests.scripts.trainer_ranks import digest, llama
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 WIDTH, STEPS = 16, 2
 

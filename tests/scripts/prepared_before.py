@@ -12,8 +12,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 import hf_lowprec
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 
 def accelerator(kind: str) -> Accelerator:

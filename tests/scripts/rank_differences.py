@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_lowprec
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 RANK = int(os.environ["RANK"])
 ODD = RANK == 1

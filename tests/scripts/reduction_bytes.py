@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_lowprec.reduction import BucketAverager
 from hf_lowprec.reduction.fsdp2 import FP32ReduceScatter
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
-from tests.scripts.reduction_worlds import run_worlds
+from tests.support.processes.worlds import run_worlds
 
 RANKS = 4
 ELEMENTS = 4 << 20

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction import BucketAverager, reduce_in_fp32
-from tests.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 from tests.scripts.reduction_buckets import check_buckets, check_scratch
-from tests.scripts.reduction_worlds import run_worlds
+from tests.support.processes.worlds import run_worlds
+from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(5, 3), (1,), (1001,), (2, 2, 9), (64, 4), (7,), (), (33, 3)]

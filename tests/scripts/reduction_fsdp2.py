@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
-from tests.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
-from tests.scripts.reduction_worlds import run_worlds
+from tests.support.processes.worlds import run_worlds
+from tests.support.reduction.numpy_reference import as_tensor, bf16_to_fp32, gradients, mean, round_to_bf16, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE = MixedPrecisionPolicy(reduce_dtype=FP32)

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
-from tests.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 from tests.scripts.reduction_fsdp2 import BF16, FP16, FP32, WIDE, Block, Linear, mean_of_replicas, replicated
-from tests.scripts.reduction_worlds import run_worlds
+from tests.support.processes.worlds import run_worlds
+from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 
 SHAPES = [(333, 3), (7,)]
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.reduction import check_replicas
-from tests.scripts.reduction_worlds import run_worlds
+from tests.support.processes.worlds import run_worlds
 
 RANKS = 4
 

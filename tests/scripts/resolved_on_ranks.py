@@ -11,7 +11,7 @@ import sys
 from accelerate import PartialState
 
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import resolve
-from tests.ranks import leave
+from tests.support.processes.ranks import leave
 
 rank = int(os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
 from tests.scripts.trainer_ranks import digest, llama, text
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 HALF = 3
 DDP = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")

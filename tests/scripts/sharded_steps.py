@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.lost_updates import lost_updates
-from tests.ranks import leave
+from tests.support.processes.ranks import leave
 
 CASES = {
     "rows": ("line", [(10, 6), (4, 3), (2, 5), (1,), (7,), (0, 3)], [Shard(0)]),

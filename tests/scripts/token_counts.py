@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec  # noqa: F401
-from tests.ranks import leave
+from tests.support.processes.ranks import leave
 
 LENGTH = 65  # 64 of them are predicted
 

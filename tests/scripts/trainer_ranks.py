@@ -24,8 +24,8 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.reduction import check_replicas
-from tests.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.ranks import leave
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
 
 LENGTH = 32
 

@@ -24,7 +24,7 @@ from transformers import Trainer
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
-from tests.integrations.tiny_training import arguments, counting_data, llama
+from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
 @pytest.fixture(autouse=True)

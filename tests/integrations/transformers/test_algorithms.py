@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_lowprec import OPTIMIZER_NAMES, hidden_matrices
-from tests.integrations.tiny_training import assert_pure_bf16, llama, losses, optimizer_of, trained
+from tests.support.training.tiny_trainer import assert_pure_bf16, llama, losses, optimizer_of, trained
 
 RATES = {"lion": 2e-3, "sgd": 0.3, "radam": 0.1}  # RAdam's first steps are those of SGD
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import HubertConfig, HubertForSequenceClassification, Trainer
 
-from tests.broken_kernels import break_function, off_by
-from tests.integrations.tiny_training import arguments, trained
+from tests.support.broken_kernels.planted import break_function, off_by
+from tests.support.training.tiny_trainer import arguments, trained
 
 pytestmark = pytest.mark.usefixtures("own_kernels")
 NAME = "hubert.encoder.pos_conv_embed.conv"

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer
 
 import hf_lowprec
-from tests.integrations.tiny_training import arguments, assert_pure_bf16, counting_data, llama, trained
+from tests.support.training.tiny_trainer import arguments, assert_pure_bf16, counting_data, llama, trained
 
 
 def test_the_callback_alone_trains_bf16_with_any_optimizer(tmp_path, capsys):

@@ -24,7 +24,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import (
 )
 from hf_lowprec.integrations.transformers.file_checksums import checksums
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
-from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 STATE = "trainer_state.json"

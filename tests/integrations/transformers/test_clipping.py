@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401
-from tests.integrations.tiny_training import losses, optimizer_of, trained
+from tests.support.training.tiny_trainer import losses, optimizer_of, trained
 
 
 class Watch(TrainerCallback):

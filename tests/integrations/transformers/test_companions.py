@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 import hf_lowprec
-from tests.integrations.tiny_training import (
+from tests.support.training.tiny_trainer import (
     arguments,
     assert_follows,
     assert_pure_bf16,

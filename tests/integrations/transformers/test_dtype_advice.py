@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from tests.integrations.tiny_training import arguments, losses
+from tests.support.training.tiny_trainer import arguments, losses
 
 
 class Pooler(nn.Module):

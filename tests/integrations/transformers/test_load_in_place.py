@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
 from hf_lowprec.integrations.transformers.load_in_place import load_in_place
-from tests.integrations.tiny_training import arguments, counting_data, llama, trained
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 
 def test_values_move_and_parameters_stay():

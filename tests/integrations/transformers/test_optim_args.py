@@ -9,7 +9,7 @@ from transformers import Trainer
 from hf_lowprec.integrations.transformers import optim_args
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.training_arguments import optimizer_arguments
-from tests.integrations.tiny_training import arguments, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
 
 
 def test_optim_args_reach_every_keyword(tmp_path):

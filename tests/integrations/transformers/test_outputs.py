@@ -23,9 +23,9 @@ from transformers import (
 )
 
 import hf_lowprec
-from tests import tiny_models
-from tests.integrations.tiny_training import arguments
-from tests.ranks import run_ranks
+from tests.support.models import tiny_models
+from tests.support.processes.ranks import run_ranks
+from tests.support.training.tiny_trainer import arguments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

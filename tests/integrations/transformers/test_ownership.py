@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
-from tests.integrations.tiny_training import arguments, counting_data, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 
 def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):

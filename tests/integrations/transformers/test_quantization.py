@@ -1,6 +1,7 @@
 """Adapters on quantized bases (QLoRA): what is stored how, learning as in FP32 on the same base, and what is refused.
 
-The stand-ins of `tests/quantized_models.py` need no package; the real quantizers run where they are installed.
+The stand-ins of `tests/support/models/quantized_models.py` need no package; the real quantizers run where they are
+installed.
 """
 
 import re
@@ -16,13 +17,20 @@ import hf_lowprec
 from hf_lowprec.diagnostics.memory import memory_use
 from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import quantization_notes
-from tests import tiny_models
-from tests.integrations.tiny_training import arguments, counting_data, losses, optimizer_of, trained
-from tests.quantized_models import Int8Linear, Int8Weight, StoredLinear, quantize, quantize_linears, subclassed
+from tests.support.models import tiny_models
+from tests.support.models.quantized_models import (
+    Int8Linear,
+    Int8Weight,
+    StoredLinear,
+    quantize,
+    quantize_linears,
+    subclassed,
+)
+from tests.support.training.tiny_trainer import arguments, counting_data, losses, optimizer_of, trained
 
 peft = pytest.importorskip("peft")
 
-from tests.integrations.tiny_adapters import METHODS, moved, trainable  # noqa: E402
+from tests.support.training.peft_adapters import METHODS, moved, trainable  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMS = {"buffers": Int8Linear, "parameter_subclass": StoredLinear, "wrapper_subclass": subclassed}

@@ -17,8 +17,8 @@ from transformers import TrainerState
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
-from tests import nursery
-from tests.integrations.tiny_training import llama, optimizer_of, trained
+from tests.support.processes import forkserver
+from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
@@ -44,8 +44,8 @@ def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> 
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def run(script: Path, *words: object) -> nursery.Done:
-    return nursery.run(script, [str(word) for word in words], timeout=240)
+def run(script: Path, *words: object) -> forkserver.Done:
+    return forkserver.run(script, [str(word) for word in words], timeout=240)
 
 
 def train(*words: object) -> str:

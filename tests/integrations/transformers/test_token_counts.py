@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.ranks import run_ranks
 from tests.scripts.token_counts import llama, sequences, stepped
+from tests.support.processes.ranks import run_ranks
 
 # Rounded to BF16 they are 256, 264 and 4096: off by 0.39%, 0.38% and 0.36%.
 COUNTS = (257, 263, 4111)

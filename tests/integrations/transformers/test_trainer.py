@@ -13,7 +13,7 @@ from transformers import (
 
 import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
-from tests.integrations.tiny_training import (
+from tests.support.training.tiny_trainer import (
     VOCABULARY,
     arguments,
     assert_pure_bf16,

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from tests.integrations.tiny_training import arguments, assert_pure_bf16, counting_data, llama
+from tests.support.training.tiny_trainer import arguments, assert_pure_bf16, counting_data, llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import hf_lowprec
-from tests.integrations.tiny_training import (
+from tests.support.training.tiny_trainer import (
     VOCABULARY,
     arguments,
     assert_follows,

@@ -12,7 +12,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
-from tests.integrations.tiny_training import arguments
+from tests.support.training.tiny_trainer import arguments
 
 
 def test_names_on_the_command_line():

@@ -1,0 +1,38 @@
+"""Fork the ranks of a process group from a process that has imported everything already, with torch.multiprocessing."""
+
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+
+GRACE = 2.0
+"""Seconds in which the other ranks may fail as well, once one has."""
+
+
+def fork_ranks(action: Callable[[int], object], size: int) -> str | None:
+    """Run `action(rank)` in `size` processes; if one of them fails, end the others, which would wait for it.
+
+    Returns:
+        Which ranks failed by themselves, with their tracebacks; None if all succeeded.
+    """
+    ranks = start_processes(action, nprocs=size, join=False, start_method="fork")
+    try:
+        while not ranks.join(grace_period=GRACE):
+            pass
+    except ProcessException:  # it has the traceback of one rank
+        return "\n".join(_failures(ranks))
+    return None
+
+
+def _failures(ranks: ProcessContext) -> list[str]:
+    failures = []
+    for rank, (process, name) in enumerate(zip(ranks.processes, ranks.error_files, strict=True)):
+        trace, file = "", Path(name)
+        if file.exists():
+            trace = pickle.loads(file.read_bytes())
+            file.unlink()
+        if process.exitcode not in (0, -signal.SIGTERM):  # which `join` sends to ranks that still run
+            failures.append(f"rank {rank} of {len(ranks.processes)} failed\n{trace}")
+    return failures

@@ -1,0 +1,15 @@
+"""What scripts import: the fork server imports this module once, so that no script has to."""
+
+import gc
+
+import accelerate.utils  # noqa: F401
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.fsdp import fully_shard  # noqa: F401
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: F401
+
+import hf_lowprec.integrations  # noqa: F401
+import tests.support.processes.ranks  # noqa: F401
+
+torch.set_num_threads(1)  # ranks share few cores
+gc.freeze()  # scripts' collections neither visit nor copy what was imported

@@ -1,0 +1,42 @@
+"""Run a script of `tests/scripts` on several ranks, real processes on gloo, and end a rank safely."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.processes import forkserver
+
+many_ranks = pytest.mark.skipif(not os.environ.get("HF_LOWPREC_MANY_RANKS"), reason="runs with make test-distributed")
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+"""The programs that tests start."""
+
+
+def run_ranks(script: str, ranks: int, *arguments: str, fails: bool = False, **environment: str) -> str:
+    """Run `tests/scripts/SCRIPT` on a number of ranks, and return what they print.
+
+    Fails the test if a rank fails, or with `fails=True` if none does.
+    """
+    return run_script("forked_ranks.py", ranks, SCRIPTS / script, *arguments, fails=fails, **environment)
+
+
+def run_script(script: str, *arguments: object, fails: bool = False, **environment: str) -> str:
+    """Run `tests/scripts/SCRIPT` in one process, and return what it prints; `fails` is as in `run_ranks`."""
+    done = forkserver.run(SCRIPTS / script, [str(argument) for argument in arguments], timeout=280, **environment)
+    assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr if fails else done.stdout
+
+
+def leave() -> None:
+    """End this rank, once all ranks are here, without destroying gloo's groups.
+
+    That aborts the process now and then, if one of gloo's threads is still joinable.
+    """
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.barrier()
+        time.sleep(1)
+    os._exit(0)

@@ -1,0 +1,84 @@
+"""A tiny Llama, data that it learns within a few steps, and a Trainer that has trained on them."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    """An FP32 model; equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+def counting_data(rows: int = 64) -> list[dict[str, torch.Tensor]]:
+    """Sequences that count upwards: learnable within a few steps."""
+    start = torch.randint(0, VOCABULARY, (rows, 1), generator=torch.Generator().manual_seed(1))
+    tokens = (start + torch.arange(LENGTH)) % VOCABULARY
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(tmp_path, cls=TrainingArguments, **settings):
+    defaults = {
+        "output_dir": str(tmp_path),
+        "learning_rate": 1e-2,
+        "max_steps": 12,
+        "per_device_train_batch_size": 8,
+        "logging_steps": 4,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return cls(**{**defaults, **settings})
+
+
+def trained(tmp_path, model=None, trainer_cls=Trainer, resume=None, **settings):
+    options = {
+        key: settings.pop(key) for key in ("callbacks", "model_init", "optimizer_cls_and_kwargs") if key in settings
+    }
+    model = None if "model_init" in options else (model or llama())
+    args = arguments(tmp_path, **settings)
+    trainer = trainer_cls(
+        model=model, args=args, train_dataset=counting_data(), eval_dataset=counting_data(16), **options
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer) -> list[float]:
+    """The logged training losses."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_follows(trainer, reference, share: float = 0.005) -> None:
+    """Assert equal numbers of trainable parameters, the same keys in both logs, and losses within rounding noise.
+
+    BF16 activations carry a relative error of 2^-9 per operation, √10 · 2^-9 = 0.6% of a logit of size one after ten; a
+    loss is the mean over some hundred tokens, most of whose errors cancel.
+    """
+    count, expected = (sum(p.numel() for p in t.model.parameters() if p.requires_grad) for t in (trainer, reference))
+    assert count == expected
+    ours, theirs = ([e for e in t.state.log_history if "loss" in e] for t in (trainer, reference))
+    assert [set(e) - {"lost_updates"} for e in ours] == [set(e) for e in theirs] != []
+    assert all("lost_updates" in entry for entry in ours)
+    bound = share * abs(theirs[0]["loss"])
+    found = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True)]
+    assert max(found) < bound, (losses(trainer), losses(reference))
+
+
+def optimizer_of(trainer) -> torch.optim.Optimizer:
+    """The optimizer inside of accelerate's wrapper, if there is one."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def assert_pure_bf16(model: nn.Module) -> None:
+    """Assert that norms are FP32 and all other parameters BF16."""
+    for name, parameter in model.named_parameters():
+        expected = torch.float32 if "norm" in name else torch.bfloat16
+        assert parameter.dtype == expected, name

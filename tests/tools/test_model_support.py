@@ -1,0 +1,31 @@
+"""The generator of `docs/model-support.md`."""
+
+import transformers
+
+from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS, Outcome
+from tests.support.processes import forkserver
+from tools import model_support
+
+
+def test_it_prints_the_page_of_the_classes_named():
+    script = forkserver.ROOT / "tools" / "model_support.py"
+    done = forkserver.run(script, ["BertModel", "ViTModel"], timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert model_support.read(done.stdout) == {("bert", "BertModel"): TRAINS, ("vit", "ViTModel"): TRAINS}
+    assert model_support.version_of(done.stdout) == transformers.__version__
+
+
+def test_reading_is_the_inverse_of_writing() -> None:
+    outcomes = {
+        "llama": {
+            "LlamaForCausalLM": Outcome(TRAINS, ""),
+            "LlamaModel": Outcome(TRAINS, ""),
+        },
+        "fnet": {"FNetModel": Outcome(FAILS, "a | b: `c`"), "Other": Outcome(TRAINS, "x")},
+        "detr": {"Detr": Outcome(NO_REFERENCE, "requires the timm library")},
+    }
+    text = model_support.page(outcomes)
+    said = {(model_type, name): o.kind for model_type, classes in outcomes.items() for name, o in classes.items()}
+    assert model_support.read(text) == said
+    assert model_support.version_of(text) == transformers.__version__
+    assert "3 of 4 classes" in text and "1 of 2 model types" in text and "needs timm" in text
