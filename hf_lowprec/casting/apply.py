@@ -23,6 +23,7 @@ from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.plan import CastPlan
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
+from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
 from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -51,6 +52,8 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
     """Give every tensor its planned dtype, and recompute rotary tables that had been rounded."""
     modules = dict(model.named_modules(remove_duplicate=False))
     dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
+    to_cast = [planned for planned in plan.tensors if planned.action == "cast"]
+    numbers = tuple(rounded_number_warnings({planned.name: planned.target.tensor for planned in to_cast}, plan.dtype))
     for planned in plan.tensors:
         if planned.action != "leave":
             convert_in_place(planned.target.tensor, planned.dtype)
@@ -71,6 +74,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
         warnings=(
             *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
             *rounded_weight_warnings(modules.values(), weights),
+            *numbers,
         ),
     )
 

@@ -69,6 +69,12 @@ def _role_by_name(name: str) -> Role:
     return "number" if any(_names_numbers(words) for _, words in parts) else "activation"
 
 
+def names_numbers(name: str) -> bool:
+    """Whether the name of a buffer says that it holds numbers: a word of `NUMBERS`, or a frequency."""
+    words = words_of(name)
+    return _names_numbers(words) or not {"freq", "freqs", "frequency", "frequencies"}.isdisjoint(words)
+
+
 @functools.lru_cache(maxsize=4096)
 def is_time(name: str) -> bool:
     """Whether an argument holds points in time (`timesteps`, `t`), by the last word of its name (not `time_ids`)."""

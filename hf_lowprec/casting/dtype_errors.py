@@ -1,10 +1,12 @@
 """Advice on torch's errors about mixed dtypes in a cast model: which module failed, and what to keep in FP32."""
 
 import fnmatch
+import linecache
 import re
 import sys
+import traceback
 from collections.abc import Iterator
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 
 from hf_lowprec.casting.hooks import remove_hooks
 from hf_lowprec.casting.input_hooks import numbers_of
+from hf_lowprec.casting.module_tree import join
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 # Phrases of torch 2.13's messages about products, convolutions, attention, norms, recurrent layers, losses and
 # indexed writes.
@@ -69,21 +73,54 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
         keep = _pattern(keep, dict(model.named_modules()))
         text += f". Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."
     else:
-        text += ". Convert in its code (`a.to(b.dtype)`), or keep what it calls there in FP32 (`keep_fp32=`)."
-    numbers = next(filter(None, (numbers_of(module) for module, _ in reversed(calls))), ())
+        text += ". Convert in its code (`a.to(b.dtype)`)"
+        if tensors := _tensors_in_failed_line(trace, failed, names[id(failed)]):
+            entries = repr(tensors[0] if len(tensors) == 1 else tensors)
+            text += f", or keep what it computes with there in FP32: `cast_model(model, keep_fp32={entries})`, "
+            text += f'or `optim_args="keep_fp32={"|".join(tensors)}"`'
+        text += "."
+    numbers = next((found for module, _ in reversed(calls) if (found := numbers_of(module))), ())
     if numbers:
         arguments = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
         text += f" {arguments} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
     return text
 
 
+def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) -> list[str]:
+    """The qualified names of the 16-bit parameters and buffers that the line names on which a module's code failed."""
+    frames = [(frame, summary) for frame, summary in zip(_frames(trace), traceback.extract_tb(trace), strict=True)]
+    frame, summary = next((frame, summary) for frame, summary in reversed(frames) if _called_module(frame) is module)
+    first = summary.lineno or 0
+    last = getattr(summary, "end_lineno", None) or first  # Python 3.11 and later
+    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
+    lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
+    if len(lines) == 1 and start is not None:
+        lines = [lines[0].encode()[start:end].decode()]
+    attributes = re.findall(rf"\b{frame.f_code.co_varnames[0]}\.([\w.]+)", "".join(lines))
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    found = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]
+    return [join(name, attribute) for attribute in found]
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _called_module(frame: FrameType) -> nn.Module | None:
+    """The module whose method a frame runs: the first argument, whatever its name is."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
+
+
 def _calls(trace: TracebackType | None) -> Iterator[tuple[nn.Module, CodeType]]:
     """Yield the methods of modules that were running, outermost first: the module, and the method's code."""
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            yield module, trace.tb_frame.f_code
-        trace = trace.tb_next
+    for frame in _frames(trace):
+        module = _called_module(frame)
+        if module is not None:
+            yield module, frame.f_code
 
 
 def _description(module: nn.Module, names: dict[int, str]) -> str:

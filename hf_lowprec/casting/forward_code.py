@@ -26,5 +26,11 @@ def uses_torch_losses(module: nn.Module) -> bool:
     return not TORCH_LOSSES.isdisjoint(names_in_forward(module))
 
 
+def is_code_of_transformers(module: nn.Module) -> bool:
+    """Whether transformers defines the `forward` of a module, also where a class of the user inherits it."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner.__module__.startswith("transformers.")
+
+
 def _code(module: nn.Module) -> CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -8,9 +8,14 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.casting.forward_code import arguments_of_forward, names_in_forward, uses_torch_losses
+from hf_lowprec.casting.forward_code import (
+    arguments_of_forward,
+    is_code_of_transformers,
+    names_in_forward,
+    uses_torch_losses,
+)
 from hf_lowprec.casting.hooks import install_model_output_upcast, install_output_upcast
-from hf_lowprec.casting.input_hooks import install_input_downcast
+from hf_lowprec.casting.input_hooks import install_input_downcast, loss_prediction_layers
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 
@@ -54,15 +59,23 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     tree = ModuleTree.of(model)
     models = [name for name, module in tree.modules.items() if module is tree.root or is_model(module)]
     for name in models:
-        layers = contrastive_layers(tree, name)
-        if not layers and computes_loss_itself(tree.modules[name]):
-            layers = prediction_layers(tree, name)
-        upcast = [layer for layer in layers if tree.computes_in(layer, dtype)]
+        upcast = [layer for layer in _layers_to_upcast(tree, name) if tree.computes_in(layer, dtype)]
         for layer in upcast:
             install_output_upcast(tree.modules[layer])
         for part in _parts_given_copies(tree, name, upcast):
             if tree.computes_in(part, dtype):
                 install_input_downcast(tree.modules[part], dtype)
+
+
+def _layers_to_upcast(tree: ModuleTree, model: str) -> list[str]:
+    """The layers whose outputs a model's `forward` computes a loss from."""
+    module = tree.modules[model]
+    if "loss_function" in names_in_forward(module):
+        return contrastive_layers(tree, model)
+    if not is_code_of_transformers(module):
+        return loss_prediction_layers(tree, model)
+    layers = contrastive_layers(tree, model)
+    return layers or (prediction_layers(tree, model) if computes_loss_itself(module) else [])
 
 
 def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list[str]:
@@ -76,17 +89,10 @@ def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list
 
 
 def computes_loss_itself(model: nn.Module) -> bool:
-    """Whether a model's `forward` uses torch's losses and no `loss_function`.
-
-    Classes outside of transformers count only if their `forward` does not multiply with weights itself, as far as can
-    be seen: it could go on computing with an FP32 prediction and 16-bit weights.
-    """
-    names = names_in_forward(model)
-    if "loss_function" in names or not uses_torch_losses(model):
+    """Whether a model has a `forward` of transformers that uses torch's losses and no `loss_function`."""
+    if "loss_function" in names_in_forward(model) or not uses_torch_losses(model):
         return False
-    if type(model).__module__.startswith("transformers."):
-        return is_model(model)
-    return "weight" not in names and not _has_matrices(model)
+    return is_code_of_transformers(model) and is_model(model)
 
 
 def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
@@ -97,7 +103,7 @@ def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
     (FLAVA's `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
     """
     module = tree.modules[model]
-    if not type(module).__module__.startswith("transformers.") or "return_loss" not in arguments_of_forward(module):
+    if not is_code_of_transformers(module) or "return_loss" not in arguments_of_forward(module):
         return []
     names = names_in_forward(module)
     children = computing_children(tree, model)
@@ -108,8 +114,3 @@ def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
     if len(heads) > 1:
         return heads
     return [] if computes_loss_itself(module) else parts
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    """Whether a module owns parameters that can be multiplied with a prediction of another dtype."""
-    return any(param.dim() > 1 for param in module.parameters(recurse=False))

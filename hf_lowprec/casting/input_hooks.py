@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.argument_roles import is_time, role_of
-from hf_lowprec.casting.forward_code import uses_torch_losses
+from hf_lowprec.casting.forward_code import is_code_of_transformers, uses_torch_losses
 from hf_lowprec.casting.hooks import convert_floats, install_output_upcast, remove_hooks
+from hf_lowprec.casting.loss_predictions import loss_predictions
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
-from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.module_tree import ModuleTree, join
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
@@ -144,9 +145,17 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
         if tree.computes_in(name, dtype):
             install_input_downcast(tree.modules[name], dtype)
     if weights and uses_torch_losses(module):
-        for name in prediction_layers(tree, ""):
+        # Without copies the loss fails for certain, so code that is not understood gets them as well.
+        is_own = not is_code_of_transformers(module)
+        for name in (loss_prediction_layers(tree, "") if is_own else []) or prediction_layers(tree, ""):
             if tree.computes_in(name, dtype):
                 install_output_upcast(tree.modules[name])
+
+
+def loss_prediction_layers(tree: ModuleTree, name: str) -> list[str]:
+    """The layers whose FP32 copies a module's `forward` can give to torch's losses, in classes outside transformers."""
+    paths = loss_predictions(tree.modules[name], losses_mix_dtypes(), tree.dtype_of)
+    return [join(name, path) for path in paths]
 
 
 def _parts_taking_numbers(tree: ModuleTree, name: str) -> list[str]:

@@ -78,11 +78,15 @@ class ModuleTree:
             return [name]
         return [part for child in self.children(name) for part in self.callable_parts(child)]
 
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype of a tensor, as it is or as it is planned."""
+        return self.planned_dtypes.get(id(tensor), tensor.dtype)
+
     def floating_dtypes(self, name: str) -> set[torch.dtype]:
         """The dtypes of the floating tensors in a module and below it, as they are or as they are planned."""
         module = self.modules[name]
         tensors = (*module.parameters(), *module.buffers())
-        return {self.planned_dtypes.get(id(t), t.dtype) for t in tensors if t.is_floating_point()}
+        return {self.dtype_of(t) for t in tensors if t.is_floating_point()}
 
     def computes_in(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a module is called and holds tensors of `dtype`."""

@@ -20,6 +20,7 @@ from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     named_by_caller,
 )
 from hf_lowprec.casting.fp32_rules.listed_classes import listed_classes
+from hf_lowprec.casting.fp32_rules.loss_weights import keep_loss_weights
 from hf_lowprec.casting.fp32_rules.losses import is_loss, losses
 from hf_lowprec.casting.fp32_rules.model_attributes import named_by_model_class
 from hf_lowprec.casting.fp32_rules.norms import norms
@@ -39,6 +40,7 @@ from hf_lowprec.casting.hook_placement import (
     loss_function_hooks,
     models_calling_loss_function,
     output_heads,
+    weighted_prediction_hooks,
 )
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
@@ -101,10 +103,10 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     """
     tree, earlier, new = ModuleTree.of(model), earlier_entries(model), as_entries(keep_fp32)
     check_entries_match(tree, new)
-    parts = fp32_parts(tree, (*earlier, *new))
+    parts = fp32_parts(tree, (*earlier, *new), dtype)
     check_no_quantized_weights(tree, parts)
     if marks_in(model):
-        check_not_rounded(tree, parts, fp32_parts(tree, earlier))
+        check_not_rounded(tree, parts, fp32_parts(tree, earlier, dtype))
 
     tensors = plan_tensors(tree, parts, dtype)
     kept = kept_in_fp32(tree, parts, tensors)
@@ -123,12 +125,13 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     )
 
 
-def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
-    """Apply every rule, then the entries of `keep_fp32`, then ties: which modules and tensors stay in FP32."""
+def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry], dtype: torch.dtype) -> Fp32Parts:
+    """Apply every rule, then the entries of `keep_fp32`, ties and class weights: what stays in FP32."""
     decisions = [rule(tree) for rule in FP32_RULES]
     decisions += [named_by_caller(tree, entry) for entry in keep_fp32]
     parts = Fp32Parts.combine(decisions)
     keep_tied_weights(tree, parts)
+    keep_loss_weights(tree, parts, dtype, output_heads(tree, parts, dtype).names)
     return parts
 
 
@@ -167,6 +170,7 @@ def plan_hooks(
         *loss_function_hooks(tree),
         *fp32_result_hooks(tree, parts),
         *fp32_prediction_hooks(tree, dtype),
+        *weighted_prediction_hooks(tree, parts, dtype),
         *input_hooks,
         *dtype_error_hooks(tree, [hook.module for hook in input_hooks]),
     )

@@ -180,6 +180,56 @@ class TestNames:
         with pytest.raises(RuntimeError, match=r"this failed in the model \(Computes\)\. Convert in its code"):
             alone(X)
 
+    def test_a_tensor_of_the_model_itself(self) -> None:
+        class Root(nn.Module):
+            def __init__(this) -> None:
+                super().__init__()
+                this.body = nn.Linear(4, 4)
+                this.matrix = nn.Parameter(torch.eye(4))
+                this.register_buffer("shift", torch.ones(4))
+
+            def forward(this, x: Tensor) -> Tensor:
+                h = this.body(x) + this.shift
+                return torch.addmm(
+                    this.shift,
+                    h.float(),
+                    this.matrix,
+                ) if x.sum() > 100 else h.float() @ this.matrix  # fmt: skip
+
+        model, fresh = Root(), Root()
+        cast_model(model)
+        for x, entries, option in (
+            (X, "matrix", "matrix"),
+            (X + 1000, ["shift", "matrix"], "shift|matrix"),
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"this failed in the model \(Root\)\. Convert in its code"
+            ) as caught:
+                model(x)
+            assert f"keep_fp32={entries!r})" in str(caught.value)
+            assert f'optim_args="keep_fp32={option}"' in str(caught.value)
+            kept = copy.deepcopy(fresh)
+            cast_model(kept, keep_fp32=entries)
+            kept(x).sum().backward()
+            assert kept.matrix.grad is not None
+
+    def test_no_tensor_of_the_model_itself(self) -> None:
+        """There is nothing that can be kept in FP32 to help."""
+
+        class Root(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.first(x).float() @ self.second(x).T
+
+        model = Root()
+        cast_model(model)
+        with pytest.raises(RuntimeError, match=r"Convert in its code \(`a\.to\(b\.dtype\)`\)\.$") as caught:
+            model(X)
+        assert "keep_fp32" not in str(caught.value)
+
     def test_what_bf16_cannot(self) -> None:
         model = Net(lambda: Computes(lambda x, w: x + torch.cdist(w, w)[:3]))
         cast_model(model)
