@@ -40,7 +40,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
 
 @dataclass(frozen=True)
 class ConvertedTensors:
-    """What the conversion of a model's tensors has done."""
+    """The result of converting a model's tensors."""
 
     cast: tuple[str, ...]  # tensors that were converted to 16 bits
     upcast: dict[str, torch.dtype]  # tensors that were converted to FP32 -> the dtype they came in

@@ -98,8 +98,8 @@ def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) 
         lines = [lines[0].encode()[start:end].decode()]
     attributes = re.findall(rf"\b{frame.f_code.co_varnames[0]}\.([\w.]+)", "".join(lines))
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    found = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]
-    return [join(name, attribute) for attribute in found]
+    attributes = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]
+    return [join(name, attribute) for attribute in attributes]
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

@@ -13,7 +13,7 @@ _ATTRIBUTE = "_low_precision_cast"
 
 @dataclass(frozen=True)
 class CastMark:
-    """What a cast has done to a module."""
+    """The note that a cast leaves on a module."""
 
     dtype: torch.dtype
     keep_fp32: tuple[Entry, ...] = ()  # on the module that `cast_model` was called with, else empty

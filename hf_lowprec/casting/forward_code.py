@@ -1,4 +1,4 @@
-"""What the code of a module's `forward` shows: its arguments, the names it uses, whether it computes a loss."""
+"""Read the code of a module's `forward`: its arguments, the names it uses, whether it computes a loss."""
 
 import inspect
 from types import CodeType

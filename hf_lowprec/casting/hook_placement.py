@@ -1,4 +1,4 @@
-"""Which hooks a cast installs on which modules: one function per kind of hook.
+"""Decide which modules get which hooks: one function per kind of hook.
 
 They see the dtypes that the model's tensors are planned to have.
 """

@@ -165,10 +165,10 @@ def _evaluate(
         except (_NotUnderstood, RecursionError):
             return None
         # What reaches no loss is not upcast: the rest must do without it.
-        found = flow.excluded | (flow.layers - flow.reached)
-        if found <= excluded:
+        rejected = flow.excluded | (flow.layers - flow.reached)
+        if rejected <= excluded:
             return flow
-        excluded |= found
+        excluded |= rejected
     return None
 
 
@@ -259,9 +259,9 @@ class _Flow:
                 self.execute(orelse, env)
             case ast.With(items=managers, body=body):
                 for manager in managers:
-                    found = self.value(manager.context_expr, env)
+                    entered = self.value(manager.context_expr, env)
                     if manager.optional_vars is not None:
-                        self.assign(manager.optional_vars, found, env)
+                        self.assign(manager.optional_vars, entered, env)
                 self.execute(body, env)
             case (
                 ast.Raise() | ast.Delete() | ast.Pass() | ast.Break() | ast.Continue() | ast.Import() | ast.ImportFrom()
@@ -294,8 +294,8 @@ class _Flow:
                 and not any(isinstance(item, ast.Starred) for item in (*target.elts, *value.elts))
             ):
                 values = [self.value(item, env) for item in value.elts]
-                for item, found in zip(target.elts, values, strict=True):
-                    self.assign(item, found, env)
+                for item, element in zip(target.elts, values, strict=True):
+                    self.assign(item, element, env)
             else:
                 self.assign(target, self.value(value, env), env)
 
@@ -332,16 +332,16 @@ class _Flow:
             case ast.UnaryOp(_, operand) | ast.Starred(operand):
                 return self.value(operand, env)
             case ast.NamedExpr(target, inner):
-                found = self.value(inner, env)
-                self.assign(target, found, env)
-                return found
+                value = self.value(inner, env)
+                self.assign(target, value, env)
+                return value
             case ast.BoolOp(_, operands):
                 return _any(self.value(operand, env) for operand in operands)
             case ast.IfExp(test, body, orelse):
                 self.value(test, env)
                 return self.value(body, env) | self.value(orelse, env)
-            case ast.Compare(left, _, others):
-                for operand in (left, *others):
+            case ast.Compare(left, _, comparators):
+                for operand in (left, *comparators):
                     self.value(operand, env)
                 return _PLAIN
             case ast.Tuple(items) | ast.List(items) | ast.Set(items):
@@ -384,8 +384,8 @@ class _Flow:
         tensor = owner._parameters.get(name, owner._buffers.get(name, vars(owner).get(name)))
         if not isinstance(tensor, Tensor):
             return _PLAIN
-        own = join(base.module, name) if name in owner._parameters or name in owner._buffers else None
-        return _Value(is_16_bit=self.is_16_bit(tensor), tensor=own)
+        qualified_name = join(base.module, name) if name in owner._parameters or name in owner._buffers else None
+        return _Value(is_16_bit=self.is_16_bit(tensor), tensor=qualified_name)
 
     def call(
         self,
@@ -394,9 +394,9 @@ class _Flow:
         keywords: Sequence[ast.keyword],
         env: _Environment,
     ) -> _Value:
-        given = [self.value(argument, env) for argument in arguments]
+        positional = [self.value(argument, env) for argument in arguments]
         named = {keyword.arg or "**": self.value(keyword.value, env) for keyword in keywords}
-        operands = [*given, *named.values()]
+        operands = [*positional, *named.values()]
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         if self.is_inherited_forward(function):
             self.exclude(operands)
@@ -412,7 +412,7 @@ class _Flow:
 
         called = self.value(function, env)
         if called.loss is not None:
-            return self.loss(called.loss, given, named, called)
+            return self.loss(called.loss, positional, named, called)
         if called.module is not None:
             return self.layer(called.module, operands)
         if base is not None and base.module is not None:
@@ -420,7 +420,7 @@ class _Flow:
         if name in _LOSSES:
             if name[0].isupper():  # a loss module, which is called later
                 return replace(_any(operands), loss=name)
-            return self.loss(name, given, named, _PLAIN)
+            return self.loss(name, positional, named, _PLAIN)
 
         if base is not None:
             operands = [base, *operands]
@@ -437,13 +437,13 @@ class _Flow:
         if name in _PROMOTING:
             return _promoted(operands)
         if name in _CONTAINERS and isinstance(function, ast.Attribute | ast.Name):
-            found = _any(operands)
+            combined = _any(operands)
             if name in ("append", "extend") and isinstance(function, ast.Attribute):
                 if not isinstance(function.value, ast.Name):
-                    self.exclude([found])
+                    self.exclude([combined])
                 else:
-                    env[function.value.id] = found
-            return found
+                    env[function.value.id] = combined
+            return combined
         if name.endswith("Output"):  # of a model
             return _any(operands)
         if name == "super":  # its other methods call layers of this module
@@ -532,24 +532,28 @@ class _Flow:
         self.exclude([base])
         return replace(base, is_16_bit=True)
 
-    def loss(self, name: str, given: Sequence[_Value], named: dict[str, _Value], constructed: _Value) -> _Value:
+    def loss(self, name: str, positional: Sequence[_Value], named: dict[str, _Value], constructed: _Value) -> _Value:
         """A call of one of torch's losses: it takes copies, with FP32 weights, and targets that it can mix with."""
-        tensors = [*given, *named.values()]
+        tensors = [*positional, *named.values()]
         if name in _PRODUCTS or name.startswith("Linear"):
             return self.product(tensors)
-        weights = [constructed, *given[2:], *(named[key] for key in ("weight", "pos_weight", "var") if key in named)]
-        others = [*given[:2]] + [found for key, found in named.items() if key not in ("weight", "pos_weight")]
+        weights = [
+            constructed,
+            *positional[2:],
+            *(named[key] for key in ("weight", "pos_weight", "var") if key in named),
+        ]
+        compared = [*positional[:2]] + [value for key, value in named.items() if key not in ("weight", "pos_weight")]
         needs_one_dtype = name in _EQUAL_DTYPES or not self.mixes_dtypes
-        is_fp32 = any(found.layers and not found.is_16_bit for found in others)
+        is_fp32 = any(value.layers and not value.is_16_bit for value in compared)
         for weight in weights:
             if self.keeps_weights and weight.tensor is not None and is_fp32:
                 self.weights.add(weight.tensor)
             elif weight.is_16_bit:
                 self.exclude([*tensors, constructed])
-        if needs_one_dtype and name not in _OF_CLASSES and any(found.is_16_bit for found in others):
+        if needs_one_dtype and name not in _OF_CLASSES and any(value.is_16_bit for value in compared):
             self.exclude(tensors)
-        for found in (*tensors, constructed):
-            self.reached |= found.layers
+        for value in (*tensors, constructed):
+            self.reached |= value.layers
         return replace(_any(tensors), tensor=None)
 
 
@@ -568,9 +572,9 @@ def _any(values: Iterable[_Value]) -> _Value:
 
 def _promoted(values: Sequence[_Value]) -> _Value:
     """The result of an elementwise operation: FP32 if an operand is certainly an FP32 copy."""
-    found = _any(values)
+    combined = _any(values)
     return replace(
-        found, tensor=None, is_16_bit=found.is_16_bit and not any(v.layers and not v.is_16_bit for v in values)
+        combined, tensor=None, is_16_bit=combined.is_16_bit and not any(v.layers and not v.is_16_bit for v in values)
     )
 
 
@@ -604,7 +608,7 @@ def _names_used(cls: type, method: str) -> set[str]:
         if isinstance(function, property):
             function = function.fget
         if isinstance(function, FunctionType):
-            found = set(function.__code__.co_names) - names
-            names |= found
-            pending += found
+            new = set(function.__code__.co_names) - names
+            names |= new
+            pending += new
     return names

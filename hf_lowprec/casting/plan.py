@@ -58,7 +58,7 @@ FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What a cast does with a tensor."""
+    """The plan for one tensor."""
 
     name: str
     dtype: torch.dtype  # the dtype it is to have
@@ -69,7 +69,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class CastPlan:
-    """What a cast is to do. `str()` of it lists every tensor and hook. Names are qualified; the model itself is ""."""
+    """The plan of a cast. `str()` of it lists every tensor and hook. Names are qualified; the model itself is ""."""
 
     dtype: torch.dtype
     tensors: tuple[TensorPlan, ...]

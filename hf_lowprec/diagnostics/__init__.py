@@ -1,1 +1,1 @@
-"""What training in low precision costs and where it goes wrong: memory, the precision report, probes of layers."""
+"""The cost of training in low precision, and faults in it: memory, the precision report, probes of layers."""

@@ -54,7 +54,7 @@ def _remainder_dtype(gradient: Tensor, mode: str) -> torch.dtype:
 
 @dataclass
 class _Remainder:
-    """What is kept of a sum in addition to `p.grad`.
+    """The part of a sum that is stored in addition to `p.grad`.
 
     Attributes:
         value: with `"fp32"` the whole sum in a wider dtype, with `"kahan"` the sum's residual: exact sum − `p.grad`.

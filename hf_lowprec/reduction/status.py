@@ -1,4 +1,4 @@
-"""Which models' gradients are reduced in FP32, and the memory that takes: the answer to "is it active?"."""
+"""The status of reduction: whose gradients are reduced in FP32, and the memory that takes. `print` it to see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReducedModel:
 
 @dataclass
 class ReductionStatus:
-    """What `prepare_accelerator` has set up so far; it fills as models are prepared. Print it to see.
+    """The reductions that `prepare_accelerator` has set up; the list grows as models are prepared. `print` it.
 
     Attributes:
         grad_accumulation: how gradients of micro-batches are added up: `"nearest"`, `"kahan"` or `"fp32"`.

@@ -1,4 +1,4 @@
-"""What the rules decide: the modules and tensors that stay in FP32, each with a reason."""
+"""The result of the rules: the modules and tensors that stay in FP32, each with a reason."""
 
 from __future__ import annotations
 

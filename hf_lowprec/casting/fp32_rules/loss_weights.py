@@ -27,11 +27,11 @@ def keep_loss_weights(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype, he
     if is_code_of_transformers(tree.root):
         return
     fixed = {*parts.tensors, *frozen_tensors(tree.tensors)}
-    cast = {id(found.tensor) for found in tree.tensors if found.name not in fixed}
+    cast = {id(target.tensor) for target in tree.tensors if target.name not in fixed}
 
     def dtype_of(tensor: Tensor) -> torch.dtype:
         return dtype if id(tensor) in cast and tensor.is_floating_point() else tensor.dtype
 
-    names = {owner.name: found.name for found in tree.tensors for owner in found.owners}
+    names = {owner.name: target.name for target in tree.tensors for owner in target.owners}
     for weight in loss_weights(tree.root, losses_mix_dtypes(), dtype_of, frozenset(heads)):
         parts.tensors[names[weight]] = Reason("loss", "weights of classes in a loss")

@@ -1,1 +1,1 @@
-"""What `prepare_accelerator` changes on an `accelerate.Accelerator`."""
+"""`prepare_accelerator`, and its checks of an `accelerate.Accelerator` and of its ranks."""

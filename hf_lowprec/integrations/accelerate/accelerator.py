@@ -37,7 +37,7 @@ from hf_lowprec.reduction.status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 _REDUCTION = "_hf_lowprec"
-"""Where an accelerator keeps what `prepare_accelerator` has returned for it."""
+"""The attribute of an accelerator that holds the status which `prepare_accelerator` returned."""
 AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""What `TrainingArguments(optim=…)` starts: the Trainer's additions, its callback, its checkpoints."""
+"""Support for `TrainingArguments(optim=…)`: additions to Trainer, the callback, checkpoints."""

@@ -38,7 +38,7 @@ _LOADED_IF_PRESENT = (
 
 
 class FileRecord(NamedTuple):
-    """What a file had when it was written: its size in bytes, and its checksum (see `file_checksums.py`)."""
+    """A file as it was written: its size in bytes, and its checksum (see `file_checksums.py`)."""
 
     size: int
     checksum: str

@@ -23,7 +23,7 @@ _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 @dataclasses.dataclass(frozen=True)
 class OptimArgs:
-    """What `optim_args` says, parsed. What it does not mention is empty or None.
+    """The parsed `optim_args`. Keys that it does not mention are empty or None.
 
     Attributes:
         optimizer: keyword arguments of the optimizer's class.

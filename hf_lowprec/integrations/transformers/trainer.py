@@ -1,4 +1,4 @@
-"""Which methods of `Trainer` this package adds to, and why; and the registration of its optimizer names.
+"""Wrap methods of `Trainer`, listed here with the reasons, and register our optimizer names.
 
 A Trainer without one of our names or callbacks runs its methods as they are.
 """

@@ -1,4 +1,4 @@
-"""What the wrappers of Trainer's methods share: the call that they wrap, and what this package keeps on a Trainer."""
+"""The call that wrappers of Trainer's methods receive, and the state that this package keeps on a Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter
 
 _ATTRIBUTE = "_hf_lowprec"
-"""Where a Trainer keeps its `Attachment`."""
+"""The attribute of a Trainer that holds its `Attachment`."""
 
 
 class TrainerCall:
@@ -36,7 +36,7 @@ class TrainerCall:
 
     @property
     def attachment(self) -> Attachment:
-        """What this package keeps on the Trainer, which is one of ours."""
+        """The state that this package keeps on the Trainer, which is one of ours."""
         attachment = attachment_of(self.trainer)
         assert attachment is not None
         return attachment
@@ -44,7 +44,7 @@ class TrainerCall:
 
 @dataclasses.dataclass
 class Attachment:
-    """What this package keeps on a Trainer.
+    """The state that this package keeps on a Trainer.
 
     Attributes:
         callback: the one that it was built with.
@@ -61,5 +61,5 @@ def attach(trainer: Trainer, callback: LowPrecisionCallback) -> None:
 
 
 def attachment_of(trainer: Trainer) -> Attachment | None:
-    """What this package keeps on `trainer`; None if it is not one of ours."""
+    """The state that this package keeps on `trainer`; None if it is not one of ours."""
     return getattr(trainer, _ATTRIBUTE, None)

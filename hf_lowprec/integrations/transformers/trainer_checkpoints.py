@@ -1,4 +1,4 @@
-"""What is added to the Trainer methods that save checkpoints, load them and resume from them."""
+"""Additions to the Trainer methods that save checkpoints, load them and resume from them."""
 
 from __future__ import annotations
 

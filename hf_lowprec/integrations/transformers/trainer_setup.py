@@ -1,4 +1,4 @@
-"""What is added to the Trainer methods that set up a run: the constructor, the accelerator, the optimizer."""
+"""Additions to the Trainer methods that set up a run: the constructor, the accelerator, the optimizer."""
 
 from __future__ import annotations
 

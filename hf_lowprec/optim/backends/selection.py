@@ -1,4 +1,4 @@
-"""Which backend runs a step: the one asked for, or the best one the device has."""
+"""Choose the backend that runs a step: the one asked for, or the best one the device has."""
 
 from __future__ import annotations
 

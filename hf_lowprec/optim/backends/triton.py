@@ -217,7 +217,7 @@ class _SentPointers(NamedTuple):
 
 
 _captured: list[tuple[TritonStep, Tensor]] = []
-"""What captured graphs read, as long as they may be replayed: steps with their tables, and pinned host memory."""
+"""Objects that captured graphs read, kept alive for replays: steps with their tables, and pinned host memory."""
 _RESERVE = 4
 """Pinned tables that a step keeps ready, one for each time that a capture asks for pointers."""
 

@@ -1,4 +1,4 @@
-"""What a backend does for one fused group: the interface between a step and the backends."""
+"""The interface between a step and the backends: what a backend does for one fused group."""
 
 from __future__ import annotations
 

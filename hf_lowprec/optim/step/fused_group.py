@@ -25,7 +25,7 @@ CHUNK = 1 << 22
 
 
 class Elements(NamedTuple):
-    """What `fused_step` computes from: FP32 values of some elements, and the step's scalars."""
+    """The inputs of `fused_step`: FP32 values of some elements, and the step's scalars."""
 
     weight: Tensor
     grad: Tensor

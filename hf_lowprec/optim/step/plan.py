@@ -1,4 +1,4 @@
-"""What stays from step to step: the parameters that are stepped together, and their tables.
+"""The plan of a step: which parameters are stepped together, and their tables; reused from step to step.
 
 Building a plan checks every parameter and creates its states, which takes microseconds each. A step on an existing
 plan only checks that nothing it was built on has changed.
@@ -34,7 +34,7 @@ _LOW = 1 << 36
 
 
 class _GroupKey(NamedTuple):
-    """What parameters must have in common to be one fused group."""
+    """Properties that parameters must share to be in one fused group."""
 
     spec: StepSpec
     device: torch.device
@@ -169,7 +169,7 @@ class StepPlan:
     def _compute_fingerprint(
         self, optimizer: Algorithm, clipped: bool, params: list[Tensor], maybe_grads: list[Tensor | None]
     ) -> _Fingerprint:
-        """What the plan depends on, as it is now. A dozen calls per parameter, all from C: this runs in every step."""
+        """Compute the fingerprint as of now. A dozen calls per parameter, all from C, since every step runs this."""
         grads = [grad for grad in maybe_grads if grad is not None]
         states = optimizer.state.values()
         try:
@@ -212,7 +212,7 @@ class StepPlan:
 
 
 class _Fingerprint(NamedTuple):
-    """What a plan depends on; a plan whose fingerprint is not equal any more is built anew.
+    """Everything that a plan depends on; when it changes, a new plan is built.
 
     Attributes:
         settings: what shapes the arithmetic, see `_settings`.

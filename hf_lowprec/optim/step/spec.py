@@ -1,4 +1,4 @@
-"""What shapes the arithmetic of a step: the algorithm's formula, the rounding mode, dtypes, states and scalars.
+"""Everything that shapes the arithmetic of a step: formula, rounding mode, dtypes, states and names of scalars.
 
 A `StepSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
 """

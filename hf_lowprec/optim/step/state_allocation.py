@@ -1,4 +1,4 @@
-"""Where states lie in memory: on a CPU, at other distances from page boundaries than their weight and each other.
+"""Allocate states: on a CPU, at other distances from page boundaries than their weight and each other.
 
 A load waits for an earlier store in flight if the last twelve bits of their addresses are equal, even if they are pages
 apart (AMD, Software Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it 4-KByte
