@@ -196,9 +196,11 @@ def test_residual_bytes_are_those_held(mode, each, norm):
 
 def test_what_cannot_be_estimated_is_said(tmp_path):
     folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
-    assert "unknown: adamw_torch; there are" in refused(folder, "--optim", "adamw_torch")
+    assert "unknown: adamw_torch; valid are" in refused(folder, "--optim", "adamw_torch")
     assert "'state_dtpe' is not an argument" in refused(folder, "--optim-args", "state_dtpe=float32")
-    assert "'kahan' does not go with FSDP2" in refused(folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan")
+    assert "'kahan' is not supported with FSDP2" in refused(
+        folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan"
+    )
     assert "no file or folder" in refused(tmp_path / "absent")
     config = BertConfig(architectures=["BertOfTomorrow"])
     assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "tomorrow", config))
