@@ -1,1 +1,1 @@
-"""What training in low precision costs and where it goes wrong: memory, the precision report, probes of layers."""
+"""Diagnostics for low-precision training: memory use, the precision report, and probes of layers."""

@@ -1,4 +1,4 @@
-"""What connects hf_lowprec with transformers and accelerate: the only importer of their internals."""
+"""The integration with transformers and accelerate. No other package imports their internals."""
 
 from hf_lowprec.integrations import former_names
 

@@ -36,7 +36,7 @@ def test_what_cannot_be_used_is_no_reason_to_fail(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "gcc '")
     monkeypatch.setenv("HF_LOWPREC_CACHE", "~no-such-user/cache")
     found = facts()
-    assert found["C compiler"].startswith('none ($CC="gcc \'" cannot be read as a command')
+    assert found["C compiler"].startswith('none ($CC="gcc \'" is not a valid shell command')
     assert found["cache of compiled steps"].startswith("none (~no-such-user/cache: Could not determine home")
     compiler = tmp_path / "compiler"
     compiler.write_text("no program")

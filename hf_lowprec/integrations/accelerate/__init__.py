@@ -1,1 +1,1 @@
-"""What `prepare_accelerator` changes on an `accelerate.Accelerator`."""
+"""The changes that `prepare_accelerator` makes to an `accelerate.Accelerator`."""

@@ -155,7 +155,7 @@ class BuildsTorchs(Halved):
 
 
 def test_an_optimizer_that_is_not_the_one_asked_for_is_refused(tmp_path):
-    asked = r"optim='adamw_bf16_kahan' was asked for, and AdamW of optimizers= or create_optimizer"
+    asked = r"optim='adamw_bf16_kahan' was requested, but AdamW from optimizers= or create_optimizer"
     with pytest.raises(ValueError, match=asked):
         trained(tmp_path, trainer_cls=BuildsTorchs, optim="adamw_bf16_kahan")
     model = llama()
