@@ -17,7 +17,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import Manifest, r
 from hf_lowprec.integrations.transformers.file_checksums import checksums
 
 _NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
-"""Files that no Trainer needs to resume. (Sentence-transformers' Trainer needs `config.json` and the tokenizer files.)"""
+"""Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
 """Folders that torch.distributed.checkpoint writes."""

@@ -109,7 +109,7 @@ def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ..
     except ValueError:
         numbers = ()
     if len(numbers) != len(default):
-        expected = f"give {len(default)} numbers as {joined(default)}"
+        expected = f"use {len(default)} numbers, as in {joined(default)}"
         raise ValueError(f"optim_args: {key}={text!r} cannot be parsed; {expected}")
     return numbers
 

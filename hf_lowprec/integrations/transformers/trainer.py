@@ -24,7 +24,7 @@ Wrapper = Callable[[TrainerCall], Any]
 _EVERY_TRAINER: dict[str, Wrapper] = {
     # Casts the model before it is moved or wrapped, adds the callback, prepares the accelerator.
     "__init__": trainer_setup.build,
-    # Casts what has been added to the model since then, such as adapters, before the optimizer's parameters are collected.
+    # Casts what has been added to the model since then, such as adapters, before the optimizer collects parameters.
     "create_optimizer": trainer_setup.create_optimizer,
 }
 """Method -> its replacement, for every Trainer: these methods determine whether a Trainer is one of ours."""

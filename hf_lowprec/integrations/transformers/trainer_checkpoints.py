@@ -35,7 +35,7 @@ def train(call: TrainerCall) -> Any:
 def run_epoch(call: TrainerCall) -> None:
     """Trainer's loop over an epoch: skip it if all steps are done.
 
-    Trainer checks `max_steps` only after a step, so a run that resumes from its final checkpoint would take one too many.
+    Trainer checks `max_steps` only after a step, so a run resumed from its final checkpoint would take one too many.
     """
     trainer = call.trainer
     if trainer.state.global_step >= trainer.state.max_steps:

@@ -58,8 +58,8 @@ def build(call: TrainerCall) -> None:
     call.proceed()
     if trainer.args.n_gpu > 1:  # not earlier: Trainer sets it to 1 for a model that is spread over the GPUs
         raise ValueError(
-            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process per "
-            "GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "
+            "per GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
         )
     private_apis.read_checkpoints_in_float32(trainer)
     if callback.reduction is None:  # a subclass creates its accelerator in another way

@@ -77,7 +77,7 @@ def test_optim_args_win_over_the_callback(tmp_path, capsys):
     ("words", "message"),
     [
         ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'kahan', 'fp32'"),
-        ("check_replicas_every=often", "check_replicas_every='often' does not parse; give an integer"),
+        ("check_replicas_every=often", "check_replicas_every='often' cannot be parsed; use an integer"),
         ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_way_out_that_is_offered_works(tmp_path):
 
 
 def test_modules_of_galore_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("optim_target_modules=['mlp'] chooses the modules of GaLore")):
+    with pytest.raises(ValueError, match=re.escape("optim_target_modules=['mlp'] selects modules for GaLore")):
         trained(tmp_path, optim="adamw_bf16_kahan", optim_target_modules=["mlp"])
 
 
