@@ -85,7 +85,7 @@ class ManifestWriter:
         self._records_of_ranks: dict[str, FileRecord] = {}
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
-        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer would load."""
+        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads."""
         groups = getattr(optimizer, "param_groups", [])
         if self._folder is None:
             self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])

@@ -54,6 +54,7 @@ def checked_arguments(args: Any) -> dict[str, Any]:
             "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
         )
     param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
     cls([param], **{"first_parameter": 0, **kwargs})
     return kwargs
 

@@ -93,5 +93,5 @@ def test_best_weights_are_not_given_the_last_ones_compensation(tmp_path):
 
 def test_a_model_of_another_optimizer_has_no_estimate(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+    with pytest.raises(ValueError, match="has none of the model's parameters"):
         hf_lowprec.fp32_state_dict(llama(), trainer.optimizer)
