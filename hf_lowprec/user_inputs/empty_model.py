@@ -125,8 +125,8 @@ def _check_config(content: dict[str, Any], name: str) -> None:
         # timm reads the name with urlsplit, which drops tabs and line breaks.
         if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
             raise InputError(
-                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which estimate does not do; use "
-                "the name of a timm architecture"
+                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which estimate does not do; "
+                "use the name of a timm architecture"
             )
         if key == "backbone" and isinstance(value, str) and "/" in value:
             raise InputError(
