@@ -34,12 +34,12 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
 }
-"""How each kind of hook is installed; returns whether it is new."""
+"""The function that installs each kind of hook; it returns whether the hook is new."""
 
 
 @dataclass(frozen=True)
 class ConvertedTensors:
-    """What the conversion of a model's tensors has done."""
+    """The result of converting a model's tensors."""
 
     cast: tuple[str, ...]  # tensors that were converted to 16 bits
     upcast: dict[str, torch.dtype]  # tensors that were converted to FP32 -> the dtype they came in
@@ -76,7 +76,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
 
 
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor and its gradient. The tensor object stays, since optimizers and tied modules hold it."""
+    """Convert a tensor and its gradient in place, since optimizers and tied modules hold the tensor object."""
     tensor.data = tensor.data.to(dtype)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(dtype)
@@ -85,7 +85,7 @@ def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 def install_hooks(model: nn.Module, plan: CastPlan) -> bool:
     """Install the planned hooks that are not there yet. Return whether any was missing.
 
-    Upcasts of outputs of what has become a part of a larger model are removed: the rest of that model takes 16 bits.
+    If a model has become part of a larger one, the upcast of its outputs is removed: the larger model takes 16 bits.
     """
     tree = ModuleTree.of(model)
     removed = [remove_model_output_upcast(module) for module in tree.modules.values() if module is not tree.root]

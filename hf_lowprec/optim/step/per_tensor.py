@@ -1,4 +1,4 @@
-"""What some algorithms compute of whole tensors before the fused step: a mean, or an orthogonalized matrix.
+"""What some algorithms compute from whole tensors before the fused step: a mean, or an orthogonalized matrix.
 
 A sharded tensor counts as one: sums are taken over all its shards, and every rank orthogonalizes the full matrix, which
 takes no further communication and gives all of them the same bits.
@@ -36,7 +36,7 @@ class MatrixAlgorithm(Protocol):
 
 
 def compute_per_tensor(optimizer: Algorithm, backend_steps: Iterable[BackendStep]) -> None:
-    """Give every fused group what its formula needs of whole tensors, for the coming step.
+    """Compute what each fused group's formula needs from whole tensors, for the coming step.
 
     Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
     """
