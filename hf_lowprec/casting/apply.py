@@ -35,7 +35,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
 }
-"""How each kind of hook is installed; returns whether it is new."""
+"""The function that installs each kind of hook; it returns whether the hook is new."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Mod
 
 
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor and its gradient. The tensor object stays, since optimizers and tied modules hold it."""
+    """Convert a tensor and its gradient in place, since optimizers and tied modules hold the tensor object."""
     tensor.data = tensor.data.to(dtype)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(dtype)
@@ -96,7 +96,7 @@ def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 def install_hooks(model: nn.Module, plan: CastPlan) -> bool:
     """Install the planned hooks that are not there yet. Return whether any was missing.
 
-    Upcasts of outputs of what has become a part of a larger model are removed: the rest of that model takes 16 bits.
+    If a model has become part of a larger one, the upcast of its outputs is removed: the larger model takes 16 bits.
     """
     tree = ModuleTree.of(model)
     removed = [remove_model_output_upcast(module) for module in tree.modules.values() if module is not tree.root]

@@ -39,9 +39,9 @@ def losses_mix_dtypes() -> bool:
 class DowncastInputs:
     """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
 
-    Labels do too where `keeps_labels` is false. Nothing else changes: an argument without an activation stays the same
-    object. Where FP32 numbers stay, `follow_numbers` prepares the module for what it computes with them. The same
-    holds for integer timesteps outside of transformers, since diffusion models make FP32 sines of them.
+    Labels do too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the same
+    object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same holds
+    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them.
     """
 
     dtype: torch.dtype
@@ -104,17 +104,17 @@ def _is_integer(value: Any) -> bool:
 
 
 def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memory: str = _NUMBERS) -> None:
-    """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
+    """Prepare a module for FP32 numbers among its arguments, at the first call that passes any.
 
-    What it computes with them is FP32, so its children downcast their inputs. A child that receives the numbers keeps
-    them in FP32 and prepares its own children, so that only modules on their path get a hook. torch takes no FP32
-    weights of classes for 16-bit predictions, so a module that computes a loss and is given weights gets FP32 copies of
-    its predictions.
+    Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
+    numbers keeps them in FP32 and prepares its own children, so that only modules on their path get a hook. torch does
+    not accept FP32 class weights with 16-bit predictions, so a module that computes a loss and is given weights gets
+    FP32 copies of its predictions.
 
     Args:
-        module: what is called.
+        module: the module that is called.
         dtype: the 16-bit dtype that it computes in.
-        names: of its arguments that are FP32 numbers, or integers that become such.
+        names: the names of its arguments that are FP32 numbers, or integers that become FP32 numbers.
         memory: the attribute of the module that remembers for which names this was done.
     """
     followed: tuple[str, ...] = getattr(module, memory, ())
@@ -179,6 +179,6 @@ def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def remove_input_downcast(module: nn.Module) -> None:
-    """Take `install_input_downcast`, and what followed from it, back."""
+    """Undo `install_input_downcast` and its consequences."""
     remove_hooks(module, lambda hook: isinstance(hook, DowncastInputs))
     forget_numbers(module)
