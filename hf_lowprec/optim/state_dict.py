@@ -293,7 +293,7 @@ def _check_state(
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
-    """Names of the states that a parameter of `group` has with all options on. States of options turned off may stay."""
+    """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
     options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
     switched_on = {key: group[key] or True for key in options}
     return {state.name for state in optimizer.states({**group, **switched_on})}
