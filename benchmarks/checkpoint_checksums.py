@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hf_lowprec.integrations.transformers.checkpoint_damage import changed_files
-from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter, read_manifest
-from hf_lowprec.integrations.transformers.file_checksums import CHUNK_BYTES
+from hf_lowprec.integrations.transformers.checkpoints.checksums import CHUNK_BYTES
+from hf_lowprec.integrations.transformers.checkpoints.damage import changed_files
+from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, read_manifest
 
 HASHES = {
     "crc32": zlib.crc32,

@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends import triton as triton_backend
+from hf_lowprec.optim.backends import triton_launch as triton_backend
 from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name
 
 ACCESS_BITS = 128

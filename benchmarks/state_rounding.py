@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim.step import plan
-from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.optim.step import step_plan
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -44,7 +44,7 @@ def _mixed_layout(optimizer: MixedRounding, *args: Any) -> StepSpec:
 
 
 # No user needs this choice, so the package has no word for it.
-_plain_layout, plan._step_spec = plan._step_spec, _mixed_layout  # type: ignore[assignment]
+_plain_layout, step_plan._step_spec = step_plan._step_spec, _mixed_layout  # type: ignore[assignment]
 
 
 ALL = ("exp_avg", "exp_avg_sq", "compensation")

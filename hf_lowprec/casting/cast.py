@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from hf_lowprec.casting.apply import convert_tensors, install_hooks, remove_cast
+from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove_cast
+from hf_lowprec.casting.cast_plan import make_plan
+from hf_lowprec.casting.cast_report import CastReport, dtype_totals
 from hf_lowprec.casting.earlier_casts import cast_dtypes, marks_in, set_marks
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
-from hf_lowprec.casting.plan import make_plan
-from hf_lowprec.casting.report import CastReport, dtype_totals
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hf_lowprec.casting.forward_code import is_code_of_transformers
-from hf_lowprec.casting.fp32_exceptions import (
+from hf_lowprec.casting.fp32_classes import (
     CLASSES_CALLED_WITH_FP32,
     CLASSES_COMPUTING_IN_FP32,
     CLASSES_PREDICTING_IN_FP32,

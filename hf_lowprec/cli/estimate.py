@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from hf_lowprec.diagnostics.memory import MemoryUse
+    from hf_lowprec.diagnostics.memory_estimate import MemoryUse
 
 FP32 = "FP32 or autocast, AdamW"
 """The row to compare with: torch's AdamW on FP32 weights, which take the same memory with BF16 autocast and without."""
@@ -124,7 +124,7 @@ def _fp32_row(model: nn.Module, gpus: int, steps: int) -> Row:
     """The memory of `model` in FP32 with torch's AdamW."""
     import torch
 
-    from hf_lowprec.diagnostics.memory import MemoryUse
+    from hf_lowprec.diagnostics.memory_estimate import MemoryUse
 
     count = sum(param.numel() for param in model.parameters())
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
@@ -139,7 +139,7 @@ def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus
     from transformers import Trainer, TrainingArguments
 
     from hf_lowprec import cast_model
-    from hf_lowprec.diagnostics.memory import expected_memory
+    from hf_lowprec.diagnostics.memory_estimate import expected_memory
     from hf_lowprec.integrations.transformers.optim_args import optim_args_of
     from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
     from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors

@@ -23,7 +23,7 @@ from transformers import (
 from hf_lowprec.demo.lost_updates import LostUpdates
 from hf_lowprec.demo.text import Blocks
 from hf_lowprec.demo.variants import Variant
-from hf_lowprec.diagnostics.memory import memory_use
+from hf_lowprec.diagnostics.memory_estimate import memory_use
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.diagnostics.memory import expected_states, storage_tensors
+from hf_lowprec.diagnostics.memory_estimate import expected_states, storage_tensors
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.rounding import dtype_name

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.step.fused import algorithm_update, fused_step
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.per_tensor import compute_per_tensor
+from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_per_tensor
 
 SAMPLE = 1 << 12
 """Elements per parameter."""

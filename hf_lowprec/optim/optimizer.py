@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import parameter_numbers, validation
-from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
 from hf_lowprec.optim.state_dict import (
@@ -27,8 +27,8 @@ from hf_lowprec.optim.state_dict import (
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
-from hf_lowprec.optim.step.per_tensor import compute_per_tensor
-from hf_lowprec.optim.step.plan import StepPlan
+from hf_lowprec.optim.step.step_plan import StepPlan
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_per_tensor
 
 
 class LowPrecisionOptimizer(Algorithm):

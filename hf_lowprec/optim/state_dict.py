@@ -21,7 +21,7 @@ from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, k
 from hf_lowprec.rounding import MODES, dtype_name
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
+    from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 FORMAT = 2
 """Version of the state dicts that are saved. Those of format 1 have no header."""

@@ -1,7 +1,7 @@
 """Checks of the optimizers' arguments, parameter groups, parameters, gradients and states.
 
 Every message names the argument, its value and what is valid. `optimizer.py` calls the checks of arguments and groups,
-`step/plan.py` those of parameters, gradients and states.
+`step/step_plan.py` those of parameters, gradients and states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_lowprec.optim.sharding import check_placements, is_sharded
 from hf_lowprec.rounding import MODES
 
 if TYPE_CHECKING:
-    from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
+    from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)

@@ -19,9 +19,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
-from hf_lowprec.reduction.mean import mean_in_rank_order
+from hf_lowprec.reduction.private_torch_apis import forget_comm_hooks
+from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
-from hf_lowprec.reduction.torch_private import forget_comm_hooks
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""

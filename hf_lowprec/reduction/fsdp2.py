@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
-from hf_lowprec.reduction.mean import mean_in_rank_order
+from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.reduction.torch_private import is_view, version_of
+from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 GRAD_ACCUMULATION_MODES = ("nearest", "kahan", "fp32")

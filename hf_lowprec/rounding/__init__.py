@@ -10,7 +10,7 @@ from hf_lowprec.rounding.fp32_math import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.modes import MODES, Mode, State
 from hf_lowprec.rounding.nearest import round_nearest
-from hf_lowprec.rounding.random import random_bits, random_word, step_keys, stream_keys
+from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
 from hf_lowprec.rounding.stochastic import round_stochastic
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "dtype_name",
     "kahan_add",
     "quiet_nan",
-    "random_bits",
     "random_word",
     "round_nearest",
     "round_stochastic",

@@ -43,8 +43,8 @@ def test_a_planted_fault_is_reported(change, fault):
     program = f"""
 import functools, sys, triton
 import benchmarks.compiled_step as script
-from hf_lowprec.optim.backends import triton as triton_backend
-from hf_lowprec.optim.codegen.triton import TritonRenderer
+from hf_lowprec.optim.backends import triton_launch as triton_backend
+from hf_lowprec.optim.codegen.triton_source import TritonRenderer
 original = triton.compile
 def compile_(*args, fusion, options, **kwargs):
     return original(*args, options={{**options, "enable_fp_fusion": fusion}}, **kwargs)

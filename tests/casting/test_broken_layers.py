@@ -3,7 +3,7 @@
 import pytest
 from transformers import HubertForCTC
 
-from hf_lowprec.casting import apply
+from hf_lowprec.casting import apply_plan as apply
 from hf_lowprec.casting.fp32_rules import norms
 from tests.support.broken_kernels import broken_layers
 from tests.support.broken_kernels.planted import break_function, fill, off_by

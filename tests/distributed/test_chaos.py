@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
 

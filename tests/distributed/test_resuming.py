@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_lowprec.integrations.transformers.checkpoint_manifest import MANIFEST_NAME
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import resolve
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete
+from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete
 from tests.support.processes.ranks import SCRIPTS
 from tests.support.processes.two_machines import CABLE, LOOPBACK, Machine, two_machines
 from tests.support.processes.watched import Process, Processes

@@ -19,8 +19,8 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.transformers import trainer_checkpoints
-from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
+from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
+from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.reduction import reduce_in_fp32
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -55,13 +55,13 @@ def test_a_private_name_that_went_away_is_said_with_a_way_out(monkeypatch):
 def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
     """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
     assert hasattr(Trainer, private_apis.SAVE_RANDOM_STATE), f"Trainer.{private_apis.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited, wait = [], trainer_checkpoints.gather_objects
+    waited, wait = [], trainer_methods.gather_objects
 
     def gather_objects(*args):
         waited.append(sorted(tmp_path.glob("*/*")))
         return wait(*args)
 
-    monkeypatch.setattr(trainer_checkpoints, "gather_objects", gather_objects)
+    monkeypatch.setattr(trainer_methods, "gather_objects", gather_objects)
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
     there = {path.name for path in waited[-1]}
     assert "rng_state.pth" in there

@@ -8,7 +8,7 @@ import torch
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.backends import triton as triton_backend
+from hf_lowprec.optim.backends import triton_launch as triton_backend
 from hf_lowprec.optim.backends.eager import EagerStep
 
 GPU = torch.cuda.is_available()

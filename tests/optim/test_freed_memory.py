@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, validation
-from hf_lowprec.optim.step import plan
 
 SCRIPT = """
 import itertools
@@ -92,5 +91,5 @@ def test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch):
 
 
 def test_low_addresses_are_ordinary(monkeypatch):
-    monkeypatch.setattr(plan, "_LOW", 1 << 63)
+    monkeypatch.setattr(step_plan, "_LOW", 1 << 63)
     test_an_empty_gradient_costs_no_check_of_all_the_others(monkeypatch)

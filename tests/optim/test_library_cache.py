@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim.backends import library_cache, trusted_paths
+from hf_lowprec.optim.backends import library_cache
+from hf_lowprec.optim.backends import path_ownership as trusted_paths
 from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
 
 NAME = "step-0123.so"

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.rounding import random_bits, round_stochastic
+from hf_lowprec.rounding import round_stochastic
+from hf_lowprec.rounding.random_bits import random_bits
 
 # Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

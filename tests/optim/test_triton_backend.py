@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
-from hf_lowprec.optim.backends import triton as triton_backend
-from hf_lowprec.optim.step.fused import fused_step
+from hf_lowprec.optim.backends import triton_launch as triton_backend
+from hf_lowprec.optim.step.fused_step import fused_step
 from tests.support.triton_available import require_triton
 
 require_triton()

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.rounding import kahan_add, random_bits, round_nearest, round_stochastic
+from hf_lowprec.rounding import kahan_add, round_nearest, round_stochastic
+from hf_lowprec.rounding.random_bits import random_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BITS = {BF16: 8, FP16: 11, FP32: 24}  # significant bits

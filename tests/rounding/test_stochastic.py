@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.rounding import random_bits, round_stochastic
+from hf_lowprec.rounding import round_stochastic
+from hf_lowprec.rounding.random_bits import random_bits
 
 FP32 = torch.float32
 INF, WORDS = 0x7F800000, 1 << 16

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_lowprec.reduction import BucketAverager, ddp
-from hf_lowprec.reduction.mean import CHUNK
+from hf_lowprec.reduction.rank_mean import CHUNK
 from tests.support.reduction.numpy_reference import as_tensor, gradients, mean, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

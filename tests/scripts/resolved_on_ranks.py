@@ -10,7 +10,7 @@ import sys
 
 from accelerate import PartialState
 
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from tests.support.processes.ranks import leave
 
 rank = int(os.environ["RANK"])

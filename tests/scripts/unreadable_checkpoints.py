@@ -9,8 +9,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from hf_lowprec.integrations.transformers import checkpoint_damage, resume_from_checkpoint
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, resolve
+from hf_lowprec.integrations.transformers.checkpoints import damage as checkpoint_damage
+from hf_lowprec.integrations.transformers.checkpoints import resume as resume_from_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, resolve
 
 RANK = int(os.environ["RANK"])
 FOLDER = sys.argv[1]

@@ -1,6 +1,6 @@
-"""Classes whose own code computes in FP32 stay in FP32; `casting/fp32_exceptions.py` lists them."""
+"""Classes whose own code computes in FP32 stay in FP32; `casting/fp32_classes.py` lists them."""
 
-from hf_lowprec.casting.fp32_exceptions import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.fp32_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
 from hf_lowprec.casting.module_tree import ModuleTree
 

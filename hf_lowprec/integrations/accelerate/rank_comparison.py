@@ -13,8 +13,12 @@ from accelerate import Accelerator
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.reduction.compare_replicas import (
+    find_replica_difference,
+    synchronized_parameters,
+    with_optimizer_states,
+)
 from hf_lowprec.reduction.object_gather import gather_if_different
-from hf_lowprec.reduction.replicas import find_replica_difference, synchronized_parameters, with_optimizer_states
 from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings, to_plain_value
 
 

@@ -27,7 +27,7 @@ from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
-from hf_lowprec.reduction.status import ReductionStatus
+from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 

@@ -14,7 +14,8 @@ from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
-from hf_lowprec.integrations.transformers import trainer_checkpoints, trainer_setup
+from hf_lowprec.integrations.transformers import trainer_setup
+from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -33,17 +34,17 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     # Turns autocast off and sets up FP32 sums of gradients.
     "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
     # Chooses a good checkpoint to resume from, and reads its state.
-    "train": trainer_checkpoints.train,
+    "train": trainer_methods.train,
     # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
-    private_apis.RUN_EPOCH: trainer_checkpoints.run_epoch,
+    private_apis.RUN_EPOCH: trainer_methods.run_epoch,
     # Writes the checkpoint's manifest, incomplete before and complete after its files.
-    private_apis.SAVE_CHECKPOINT: trainer_checkpoints.save_checkpoint,
+    private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
     # Collects the checksums of every rank's own files for the manifest.
-    private_apis.SAVE_RANDOM_STATE: trainer_checkpoints.save_random_state,
+    private_apis.SAVE_RANDOM_STATE: trainer_methods.save_random_state,
     # Loads weights into the parameters that the optimizer holds.
-    private_apis.LOAD_CHECKPOINT: trainer_checkpoints.load_checkpoint,
+    private_apis.LOAD_CHECKPOINT: trainer_methods.load_checkpoint,
     # The same for the best checkpoint, once its files are checked.
-    private_apis.LOAD_BEST: trainer_checkpoints.load_best,
+    private_apis.LOAD_BEST: trainer_methods.load_best,
 }
 """Method -> its replacement, for Trainers with our callback."""
 

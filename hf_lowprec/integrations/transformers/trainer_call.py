@@ -10,7 +10,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter
+from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter
 
 _ATTRIBUTE = "_hf_lowprec"
 """The Trainer's attribute that holds its `Attachment`."""

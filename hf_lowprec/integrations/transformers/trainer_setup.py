@@ -15,10 +15,10 @@ from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
+from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach
-from hf_lowprec.integrations.transformers.trainer_checkpoints import update_manifest_on_save
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim.hidden_matrices import hidden_matrices

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import check_betas, check_range
 from hf_lowprec.rounding import State, sqrt_rn

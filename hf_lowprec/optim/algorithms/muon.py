@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.hidden_matrices import check_matrix, split_group
 from hf_lowprec.optim.shared_keywords import Shared

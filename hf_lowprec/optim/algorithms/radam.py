@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.shared_keywords import Shared
 

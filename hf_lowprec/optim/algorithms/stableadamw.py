@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_betas, check_range

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from hf_lowprec.optim.step import clipping
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused import evaluate, fused_step
 from hf_lowprec.optim.step.fused_group import CHUNK
+from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 
 
 class EagerStep(BackendStep):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hf_lowprec.optim.backends.trusted_paths import check_owner, others_can_write, trusted_folder
+from hf_lowprec.optim.backends.path_ownership import check_owner, others_can_write, trusted_folder
 
 Result = TypeVar("Result")
 

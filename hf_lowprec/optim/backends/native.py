@@ -25,12 +25,12 @@ from hf_lowprec.optim.backends.c_compiler import (
     compiler_identity,
     require_compiler,
 )
-from hf_lowprec.optim.codegen.c import CHUNK, render
+from hf_lowprec.optim.codegen.c_source import CHUNK, render
 from hf_lowprec.optim.step import clipping
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import sum_by_entry
-from hf_lowprec.optim.step.spec import StepSpec
 
 
 class NativeStep(BackendStep):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_lowprec.optim.backends import eager, native, triton
+from hf_lowprec.optim.backends import eager, native, triton_launch
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -26,7 +26,7 @@ def check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, BACKENDS))}")
     if backend == "triton":
-        triton.check_available()
+        triton_launch.check_available()
     if backend == "native":
         require_compiler()
 
@@ -48,8 +48,8 @@ def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
         return eager.EagerStep(fused_group)
     if name == "triton":
         try:
-            return triton.TritonStep(fused_group)
-        except triton.TritonError as error:
+            return triton_launch.TritonStep(fused_group)
+        except triton_launch.TritonError as error:
             if backend == "triton":
                 raise
             _warn_once(str(fused_group.device), error)
@@ -74,13 +74,13 @@ def expected_backend(backend: str, device: torch.device) -> str:
     check: Callable[[], object]
     if device.type == "cpu":
         name, check = "native", require_compiler
-    elif triton.supports_bfloat16(device):
-        name, check = "triton", triton.check_available
+    elif triton_launch.supports_bfloat16(device):
+        name, check = "triton", triton_launch.check_available
     else:
         return "eager"
     try:
         check()
-    except (CompilerError, triton.TritonError) as error:
+    except (CompilerError, triton_launch.TritonError) as error:
         _warn_once("the CPU" if device.type == "cpu" else str(device), error)
         return "eager"
     return name

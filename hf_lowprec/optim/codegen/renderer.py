@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
-from hf_lowprec.rounding.random import weyl
+from hf_lowprec.rounding.random_bits import weyl
 
 _INFIX: dict[Callable, str] = {
     operator.add: "+",
@@ -86,7 +86,7 @@ class Renderer:
         raise NotImplementedError
 
     def weyl(self, index: str, key0: str) -> str:
-        """The integer `index · GOLDEN + key0`. See `rounding.random.weyl`."""
+        """The integer `index · GOLDEN + key0`. See `rounding.random_bits.weyl`."""
         raise NotImplementedError
 
 

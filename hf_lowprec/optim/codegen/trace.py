@@ -1,7 +1,7 @@
 """Trace the step of a `StepSpec` as a `torch.fx` graph of scalar operations.
 
-Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py`, `c.py`,
-`triton.py`), so a kernel performs the same operations in the same order as the `eager` backend.
+Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py`,
+`c_source.py`, `triton_source.py`), so a kernel performs the same operations in the same order as the `eager` backend.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import cast
 
 from torch import Tensor, fx
 
-from hf_lowprec.optim.step.fused import evaluate, fused_step
-from hf_lowprec.optim.step.spec import StepSpec
+from hf_lowprec.optim.step.fused_step import evaluate, fused_step
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import step_keys
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import Sharding
+from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
 from hf_lowprec.optim.step.segments import Segments
-from hf_lowprec.optim.step.spec import CLIP, StepSpec
 from hf_lowprec.rounding import step_keys
 
 CHUNK = 1 << 22

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
-from hf_lowprec.optim.step.spec import ORTHOGONALIZED
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 
 
 @dataclass

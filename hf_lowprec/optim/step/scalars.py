@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.validation import check_scalars
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import ContiguousRun, contiguous_runs
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import stream_keys
 
 _HIGH_WORD = 1 << 32

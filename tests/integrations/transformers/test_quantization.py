@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.diagnostics.memory import memory_use
+from hf_lowprec.diagnostics.memory_estimate import memory_use
 from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import quantization_notes
 from tests.support.models import tiny_models

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from hf_lowprec.integrations.transformers.checkpoint_manifest import Manifest, read_json
-from hf_lowprec.integrations.transformers.file_checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.manifest import Manifest, read_json
 
 _NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
 """Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from hf_lowprec.optim.backends import trusted_paths
+from hf_lowprec.optim.backends import path_ownership as trusted_paths
 
 NOBODY = 65534
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
-from hf_lowprec.casting.fp32_exceptions import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.fp32_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     Entry,

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter, records_of_rank
-from hf_lowprec.integrations.transformers.load_in_place import load_in_place
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import check_best, manifest_of, resolve
+from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
+from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, manifest_of, resolve
+from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
-from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 

@@ -11,9 +11,9 @@ import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
-from hf_lowprec.optim.step.spec import StepSpec
-from hf_lowprec.rounding.random import GOLDEN
+from hf_lowprec.rounding.random_bits import GOLDEN
 
 CHUNK = 1 << 15
 """Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
@@ -116,7 +116,7 @@ def _render_segment_keys(spec: StepSpec) -> str:
 
 
 _STEP = """
-/* One element: the operations traced from `fused_step` in step/fused.py. */
+/* One element: the operations traced from `fused_step` in step/fused_step.py. */
 static inline __attribute__((always_inline)) void fused_step(
         {parameters})
 {{

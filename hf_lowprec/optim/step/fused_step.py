@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.step.spec import CLIP, StepSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
-from hf_lowprec.rounding.random import lane, word_of
+from hf_lowprec.rounding.random_bits import lane, word_of
 
 
 def fused_step(

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.rounding import random_bits
+from hf_lowprec.rounding.random_bits import random_bits
 
 LEVEL = 1e-9
 BASE = {"seed": 1234, "step": 5, "parameter": 3, "role": 1}

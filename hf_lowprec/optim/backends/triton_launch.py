@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.codegen.triton import render
+from hf_lowprec.optim.codegen.triton_source import render
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.graph_capture import is_capturing
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import sum_by_entry
-from hf_lowprec.optim.step.spec import StepSpec
 from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
@@ -132,7 +132,7 @@ class TritonStep(BackendStep):
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""
         import triton.language as tl
 
-        from hf_lowprec.optim.backends.triton_kernels import square_sum
+        from hf_lowprec.optim.backends.triton_square_sum import square_sum
 
         group = self.fused_group
         sums = torch.empty(len(self._chunks), dtype=torch.float64, device=group.device)

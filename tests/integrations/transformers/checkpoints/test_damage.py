@@ -15,15 +15,15 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
-from hf_lowprec.integrations.transformers.checkpoint_manifest import (
+from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     ManifestWriter,
     read_json,
     read_manifest,
 )
-from hf_lowprec.integrations.transformers.file_checksums import checksums
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
@@ -146,7 +146,7 @@ def test_each_manifest_is_read_once(killed, monkeypatch, asked):
     """By the search, the check of the files and the training that goes on."""
     seen = []
     monkeypatch.setattr(
-        "hf_lowprec.integrations.transformers.checkpoint_manifest.read_json",
+        "hf_lowprec.integrations.transformers.checkpoints.manifest.read_json",
         lambda path: seen.append(path) or read_json(path),
     )
     resume = str(killed / "checkpoint-4") if asked == "named" else True

@@ -1,6 +1,6 @@
 """Decides which checkpoint a run resumes from: the last good one, or the one that the user names, if it is good.
 
-A checkpoint is good if it was saved completely and none of its files is damaged (see `checkpoint_damage.py`). File
+A checkpoint is good if it was saved completely and none of its files is damaged (see `damage.py`). File
 times are not used, since copying changes them.
 
 All ranks reach the same decision: one process per machine checks the files that it sees, and a checkpoint that is
@@ -22,9 +22,9 @@ from accelerate import PartialState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_lowprec.integrations.transformers import checkpoint_damage
-from hf_lowprec.integrations.transformers.checkpoint_manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
-from hf_lowprec.integrations.transformers.trainer_state import read_trainer_state, unknown_fields
+from hf_lowprec.integrations.transformers.checkpoints import damage
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, Manifest, read_json, read_manifest
+from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state, unknown_fields
 from hf_lowprec.reduction.object_gather import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _changed_weights(checkpoint: Path) -> list[str]:
     if manifest is None:
         return []
     files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
-    return checkpoint_damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
+    return damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
 
 
 def manifest_of(resolved: str | bool | None) -> Manifest | None:
@@ -192,13 +192,13 @@ def _check_seen(checkpoint: Path) -> None:
 
 def _warn_of_missing_state(checkpoint: Path) -> None:
     """Warn if the checkpoint lacks the optimizer's state, random states or fields of the Trainer's state."""
-    if not checkpoint_damage.holds_optimizer(checkpoint):
+    if not damage.holds_optimizer(checkpoint):
         _warn(
             "%s contains no optimizer state (save_only_model=True does not save it): training continues with fresh "
             "moments and without compensation, and the learning rate schedule starts over",
             checkpoint,
         )
-    elif not checkpoint_damage.holds_random_states(checkpoint):
+    elif not damage.holds_random_states(checkpoint):
         _warn(
             "%s contains no random states: dropout and the order of batches will differ from the original run",
             checkpoint,
@@ -216,7 +216,7 @@ def _warn_of_missing_state(checkpoint: Path) -> None:
 def _warn_of_missing_files(checkpoint: Path) -> None:
     """Warn about missing files that resuming does not need. Missing files that it needs have already raised."""
     manifest = _manifest_or_none(checkpoint) if _is_first() else None
-    if manifest is not None and (missing := [*checkpoint_damage.missing_files(checkpoint, manifest)]):
+    if manifest is not None and (missing := [*damage.missing_files(checkpoint, manifest)]):
         _warn("%s has lost files that are not needed to resume: %s", checkpoint, _listing(missing))
 
 
@@ -290,11 +290,11 @@ def _problem_here(checkpoint: Path) -> Problem | None:
             read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
             return Problem(_UNFINISHED, str(error))
-        damaged = checkpoint_damage.unreadable_files(checkpoint)
+        damaged = damage.unreadable_files(checkpoint)
     elif not manifest.complete:
         return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
     else:
-        damaged = checkpoint_damage.changed_files(checkpoint, manifest)
+        damaged = damage.changed_files(checkpoint, manifest)
     if not damaged:
         return None
     return Problem(_DAMAGED, _listing(damaged))

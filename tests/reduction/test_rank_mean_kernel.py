@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def result(versions: list[np.ndarray], divisor: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
     require_triton()
-    from hf_lowprec.reduction.mean_kernel import launch_mean
+    from hf_lowprec.reduction.rank_mean_kernel import launch_mean
 
     stacked = torch.stack([as_tensor(version) for version in versions]).to(DEVICE)
     out = torch.full(stacked.shape[1:], 7, dtype=dtype or stacked.dtype, device=DEVICE)
@@ -62,7 +62,7 @@ COMPILE = """
 import re, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_lowprec.reduction import mean_kernel
+from hf_lowprec.reduction import rank_mean_kernel as mean_kernel
 
 class Recorder:
     # What is launched, in the place of the kernel.

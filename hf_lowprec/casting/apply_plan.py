@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.earlier_casts import remove_mark
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
@@ -20,7 +21,6 @@ from hf_lowprec.casting.hooks import (
 from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.plan import CastPlan, TensorPlan
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings

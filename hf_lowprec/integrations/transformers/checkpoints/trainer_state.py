@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from hf_lowprec.integrations.transformers.checkpoint_manifest import read_json
+from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
 
 
 def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.checksum import checksum
 from hf_lowprec.reduction.object_gather import gather_if_different
-from hf_lowprec.reduction.torch_private import names_ignored_by_ddp
+from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
+from hf_lowprec.reduction.tensor_checksum import checksum
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 

@@ -12,11 +12,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm import Algorithm, Formula, ParamGroup
+from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
 from hf_lowprec.optim.sharding import full_tensor, shard_like, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused import evaluate
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
+from hf_lowprec.optim.step.fused_step import evaluate
 
 
 class MatrixAlgorithm(Protocol):

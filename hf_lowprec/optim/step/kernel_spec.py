@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hf_lowprec.optim.algorithm import Formula, Update
+from hf_lowprec.optim.algorithm_interface import Formula, Update
 from hf_lowprec.rounding import State
-from hf_lowprec.rounding.random import word_of
+from hf_lowprec.rounding.random_bits import word_of
 
 CLIP = "clip"
 """Name of the scalar by which gradients are multiplied; the same for all parameters, in specs that are `clipped`."""

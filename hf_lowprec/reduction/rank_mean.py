@@ -29,7 +29,7 @@ def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
         `out`.
     """
     if per_rank.device.type in ("cuda", "xpu") and find_spec("triton"):
-        from hf_lowprec.reduction.mean_kernel import launch_mean
+        from hf_lowprec.reduction.rank_mean_kernel import launch_mean
 
         return launch_mean(per_rank, divisor, out)
     dtype = torch.float32 if per_rank.dtype.itemsize == 2 else torch.float64

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
-from hf_lowprec.optim.algorithm import Algorithm, ParamGroup
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.spec import StepSpec, StoredState
 from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_lowprec.reduction import mean as module
 from hf_lowprec.reduction import mean_in_rank_order
-from hf_lowprec.reduction.mean import CHUNK
+from hf_lowprec.reduction import rank_mean as module
+from hf_lowprec.reduction.rank_mean import CHUNK
 from tests.support.reduction.numpy_reference import (
     ALL_PATTERNS,
     as_tensor,

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_lowprec.reduction.torch_private import forget_comm_hooks, is_view, names_ignored_by_ddp, version_of
+from hf_lowprec.reduction.private_torch_apis import forget_comm_hooks, is_view, names_ignored_by_ddp, version_of
 
 HERE = f"torch {torch.__version__} has changed this"
 

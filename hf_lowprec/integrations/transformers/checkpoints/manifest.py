@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_lowprec.integrations.transformers.file_checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 1
@@ -38,7 +38,7 @@ _LOADED_IF_PRESENT = (
 
 
 class FileRecord(NamedTuple):
-    """A file's size in bytes and its checksum (see `file_checksums.py`) at the time it was written."""
+    """A file's size in bytes and its checksum (see `checksums.py`) at the time it was written."""
 
     size: int
     checksum: str

@@ -13,9 +13,9 @@ import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
-from hf_lowprec.optim.step.spec import StepSpec
-from hf_lowprec.rounding.random import GOLDEN
+from hf_lowprec.rounding.random_bits import GOLDEN
 
 _STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
 _TO_FLOAT = {
@@ -107,7 +107,7 @@ _STEP = """
 def fused_step(
     {inputs}
 ):
-    # BLOCK elements: the operations traced from `fused_step` in step/fused.py.
+    # BLOCK elements: the operations traced from `fused_step` in step/fused_step.py.
 {body}
     return {results}
 

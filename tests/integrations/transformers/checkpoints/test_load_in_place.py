@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
-from hf_lowprec.integrations.transformers.load_in_place import load_in_place
+from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import save as save_shards
 from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.resume_from_checkpoint import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
