@@ -1,4 +1,4 @@
-"""How far BF16 training drifts from FP32 AdamW, by what is stored how; the table behind the defaults.
+"""How far BF16 training drifts from FP32 AdamW for each choice of storage and rounding; the table behind the defaults.
 
 The same gradients go to torch's FP32 AdamW and to each setting: 2000 steps, lr 3e-4, decay 0.1, β2 0.999, noise of
 unit size and from step 500 on of a fifth of it; once without a mean, once around a mean that each element keeps
@@ -106,7 +106,7 @@ def main() -> None:
         name: [statistics.mean(run[name][k] for run in runs[title]) for title in MEANS for k in (0, 1)]
         for name in SETTINGS
     }
-    print(f"| what is stored how | {' | '.join(f'{title}: difference | too far by' for title in MEANS)} |")
+    print(f"| storage and rounding | {' | '.join(f'{title}: difference | too far by' for title in MEANS)} |")
     print("|---|---:|---:|---:|---:|")
     for name, (*values,) in table.items():
         print(f"| {name} | {values[0]:.2e} | {values[1]:+.2%} | {values[2]:.2e} | {values[3]:+.2%} |")

@@ -1,6 +1,6 @@
 """Pure-BF16 training of Hugging Face models: `TrainingArguments(optim="adamw_bf16_kahan")`.
 
-Importing the package adds its optimizer names to transformers, and wraps methods of `Trainer` that act on them. All
+Importing the package adds its optimizer names to transformers and wraps the methods of `Trainer` that act on them. All
 other names are imported on first use.
 """
 
@@ -71,14 +71,14 @@ def _algorithms() -> dict[str, Any]:
 
 
 def register() -> None:
-    """Add the names of `OPTIMIZER_NAMES` to transformers; runs on import, and calling it again changes nothing."""
+    """Add the names of `OPTIMIZER_NAMES` to transformers. Runs on import; calling it again has no effect."""
     from hf_lowprec.integrations.transformers.trainer import register as register_with_trainer
 
     register_with_trainer(unpickle_optimizer_name)
 
 
 def unpickle_optimizer_name(name: str) -> Any:
-    """Return the member of transformers' enum that has the value `name`, as `TrainingArguments.optim` holds it.
+    """Return the member of transformers' enum whose value is `name`, as stored in `TrainingArguments.optim`.
 
     Files such as `training_args.bin` refer to this function by its path, so loading one imports `hf_lowprec`, which
     adds the names.

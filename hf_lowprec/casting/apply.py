@@ -1,6 +1,6 @@
 """Carries out the plan of a cast: converts tensors and installs hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from hf_lowprec.casting.hooks import (
 from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.plan import CastPlan
+from hf_lowprec.casting.plan import CastPlan, TensorPlan
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
@@ -35,7 +35,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
 }
-"""How each kind of hook is installed; returns whether it is new."""
+"""The function that installs each kind of hook; it returns whether the hook is new."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
     modules = dict(model.named_modules(remove_duplicate=False))
     dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
     to_cast = [planned for planned in plan.tensors if planned.action == "cast"]
-    numbers = tuple(rounded_number_warnings({planned.name: planned.target.tensor for planned in to_cast}, plan.dtype))
+    maybe_numbers = {p.name: p.target.tensor for p in to_cast if not _is_buffer_of_transformers(p, modules)}
+    numbers = tuple(rounded_number_warnings(maybe_numbers, plan.dtype))
     for planned in plan.tensors:
         if planned.action != "leave":
             convert_in_place(planned.target.tensor, planned.dtype)
@@ -79,8 +80,14 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
     )
 
 
+def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a tensor is a buffer of a class of transformers, whose code casts such buffers itself (Gemma's scale)."""
+    owner = type(modules[planned.target.owners[0].module])
+    return not isinstance(planned.target.tensor, nn.Parameter) and owner.__module__.startswith("transformers.")
+
+
 def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Convert a tensor and its gradient. The tensor object stays, since optimizers and tied modules hold it."""
+    """Convert a tensor and its gradient in place, since optimizers and tied modules hold the tensor object."""
     tensor.data = tensor.data.to(dtype)
     if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(dtype)
@@ -89,7 +96,7 @@ def convert_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
 def install_hooks(model: nn.Module, plan: CastPlan) -> bool:
     """Install the planned hooks that are not there yet. Return whether any was missing.
 
-    Upcasts of outputs of what has become a part of a larger model are removed: the rest of that model takes 16 bits.
+    If a model has become part of a larger one, the upcast of its outputs is removed: the larger model takes 16 bits.
     """
     tree = ModuleTree.of(model)
     removed = [remove_model_output_upcast(module) for module in tree.modules.values() if module is not tree.root]

@@ -23,7 +23,7 @@ NUMBERS = {
     "past future": "observations in a unit of their own, which a series model scales, reads and predicts",
     "reward rewards return returns advantage advantages": "what actions earn, which weighs them in a loss",
 }
-"""Words in an argument's name that make it a number of whatever shape, and what they stand for."""
+"""Words in an argument's name that make it a number, whatever its shape, and what they stand for."""
 
 COMPUTED = {
     "embed embeds emb embedding embeddings encoding encodings bias": "made of numbers: `time_embeds`, `position_bias`",
@@ -59,9 +59,9 @@ def role_of(name: str, dims: int) -> Role:
 
 @functools.lru_cache(maxsize=4096)
 def _role_by_name(name: str) -> Role:
-    # A key names what is under it, but cannot hide that all of it came in as labels.
+    # A key names its value, but labels stay labels whatever their keys are called.
     parts = [(part.lower(), words_of(part)) for part in name.split(".")]
-    # What maps positions to targets (XLNet) is a matrix that activations are multiplied with.
+    # A mapping of positions to targets (XLNet) is a matrix that activations are multiplied by.
     if any(("label" in part or "target" in part) and "mapping" not in words for part, words in parts):
         return "reference"
     if "mask" in name.lower():
@@ -82,7 +82,7 @@ def is_time(name: str) -> bool:
 
 
 def _names_numbers(words: list[str]) -> bool:
-    """Whether the words of a name are those of a number, and not of what is computed from one."""
+    """Whether the words of a name denote a number, rather than something computed from one."""
     if _NUMBERS.isdisjoint(words):
         return False
     if _COMPUTED.isdisjoint(words) or {"time", "features"} <= set(words):  # `past_time_features`: times of a series

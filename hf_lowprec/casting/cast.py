@@ -1,4 +1,4 @@
-"""`cast_model` plans a cast, carries it out and reports it; `uncast_model` takes it back."""
+"""`cast_model` plans a cast, carries it out and reports it; `uncast_model` undoes it."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
     - norms, by class or by name;
     - rotary embeddings, and other modules with a buffer named `inv_freq`;
-    - loss modules, by name, if they have only scalar parameters (a temperature) or none;
+    - loss modules, by name, if they have no parameters or only scalar ones (a temperature);
     - the modules listed in the model's `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`;
     - a few transformers classes whose code computes in FP32;
     - modules whose quantized weights act as FP32 tensors;
@@ -43,7 +43,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     - If torch raises an error about mixed dtypes in a call of the model, the message also names the module and the
       entry of `keep_fp32` that avoids the error.
 
-    Hooks run when a module is called, not when one of its other methods is. If a module multiplies FP32 numbers with
+    Hooks run only when a module itself is called, not one of its other methods. If a module multiplies FP32 numbers by
     its own 16-bit parameters (`points @ self.weight`), pass those numbers in 16 bits.
 
     Args:
@@ -96,10 +96,10 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
 
 
 def uncast_model(model: nn.Module) -> None:
-    """Make a cast model an FP32 model again, in place: 16-bit tensors go to FP32, hooks are removed.
+    """Turn a cast model back into an FP32 model, in place: convert 16-bit tensors to FP32 and remove the hooks.
 
-    What the cast has rounded stays rounded. `Parameter` objects and ties survive; quantized weights stay. A model that
-    was not cast keeps its tensors' values and computes in FP32.
+    Values that the cast has rounded stay rounded. `Parameter` objects and tied weights are preserved; quantized weights
+    are not changed. A model that was not cast keeps its values and computes in FP32.
     """
     remove_cast(model)
 

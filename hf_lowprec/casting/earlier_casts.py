@@ -1,4 +1,4 @@
-"""The mark that a cast leaves on every module: a later call recognizes it, also on a part without the whole."""
+"""The mark that a cast leaves on every module. A later call recognizes it, even on a part of the model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def earlier_entries(model: nn.Module) -> tuple[Entry, ...]:
-    """The entries of `keep_fp32` in earlier casts of the model and of its parts: they hold on."""
+    """The `keep_fp32` entries of earlier casts of the model and of its parts, which stay in effect."""
     return tuple(dict.fromkeys(entry for mark in marks_in(model) for entry in mark.keep_fp32))
 
 

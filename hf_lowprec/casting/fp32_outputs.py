@@ -16,6 +16,7 @@ from hf_lowprec.casting.forward_code import (
 )
 from hf_lowprec.casting.hooks import install_model_output_upcast, install_output_upcast
 from hf_lowprec.casting.input_hooks import install_input_downcast, loss_prediction_layers
+from hf_lowprec.casting.loss_predictions import multiplies_with_16_bits
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 
@@ -59,12 +60,24 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     tree = ModuleTree.of(model)
     models = [name for name, module in tree.modules.items() if module is tree.root or is_model(module)]
     for name in models:
+        if _is_multiplied_outside(tree, name):
+            continue
         upcast = [layer for layer in _layers_to_upcast(tree, name) if tree.computes_in(layer, dtype)]
         for layer in upcast:
             install_output_upcast(tree.modules[layer])
         for part in _parts_given_copies(tree, name, upcast):
             if tree.computes_in(part, dtype):
                 install_input_downcast(tree.modules[part], dtype)
+
+
+def _is_multiplied_outside(tree: ModuleTree, model: str) -> bool:
+    """Whether code of the user around a model multiplies its outputs with 16-bit tensors."""
+    parts = model.split(".") if model else []
+    for depth in range(len(parts)):
+        around = tree.modules[".".join(parts[:depth])]
+        if not is_code_of_transformers(around) and multiplies_with_16_bits(around, ".".join(parts[depth:])):
+            return True
+    return False
 
 
 def _layers_to_upcast(tree: ModuleTree, model: str) -> list[str]:

@@ -59,7 +59,7 @@ _OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
 
 
 def install_input_upcast(module: nn.Module) -> bool:
-    """Let a module get its floating inputs in FP32. Return whether the hook is new."""
+    """Make a module get its floating inputs in FP32. Return whether the hook is new."""
     if upcast_inputs in module._forward_pre_hooks.values():
         return False
     module.register_forward_pre_hook(upcast_inputs, with_kwargs=True)
@@ -67,13 +67,13 @@ def install_input_upcast(module: nn.Module) -> bool:
 
 
 def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Let a module return its floating outputs in `dtype`. Return whether the hook is new."""
+    """Make a module return its floating outputs in `dtype`. Return whether the hook is new."""
     hook = downcast_outputs_to_bfloat16 if dtype == torch.bfloat16 else downcast_outputs_to_float16
     return _install_output_hook(module, hook)
 
 
 def install_output_upcast(module: nn.Module) -> bool:
-    """Let a module return exact FP32 copies of its floating outputs. Return whether the hook is new."""
+    """Make a module return exact FP32 copies of its floating outputs. Return whether the hook is new."""
     is_new = _install_output_hook(module, upcast_outputs)
     # Hooks that round outputs stay first: copies that were rounded after all would be 16-bit.
     for key in [key for key, hook in module._forward_hooks.items() if hook in _OUTPUT_DOWNCASTS]:
@@ -82,7 +82,7 @@ def install_output_upcast(module: nn.Module) -> bool:
 
 
 def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
-    """Let a model return FP32 to the code that calls it; with `next_to_loss` also where it returns a loss."""
+    """Make a model return FP32 to the code that calls it; with `next_to_loss`, even if it also returns a loss."""
     if any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values()):
         return
     # Last, after the hooks that round outputs.
@@ -90,7 +90,7 @@ def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
 
 
 def remove_model_output_upcast(module: nn.Module) -> bool:
-    """Take `install_model_output_upcast`, and upcasts of outputs below, back. Return whether it was installed."""
+    """Undo `install_model_output_upcast` and upcasts of outputs below. Return whether it was installed."""
     installed = any(hook in _MODEL_OUTPUT_UPCASTS for hook in module._forward_hooks.values())
     for part in module.modules() if installed else ():
         remove_hooks(part, lambda hook: hook in (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_lowprec.casting.argument_roles import is_time, role_of
 from hf_lowprec.casting.forward_code import is_code_of_transformers, uses_torch_losses
 from hf_lowprec.casting.hooks import convert_floats, install_output_upcast, remove_hooks
-from hf_lowprec.casting.loss_predictions import loss_predictions
+from hf_lowprec.casting.loss_predictions import INHERITED_FORWARD, loss_predictions
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, join
 
@@ -39,9 +39,9 @@ def losses_mix_dtypes() -> bool:
 class DowncastInputs:
     """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
 
-    Labels do too where `keeps_labels` is false. Nothing else changes: an argument without an activation stays the same
-    object. Where FP32 numbers stay, `follow_numbers` prepares the module for what it computes with them. The same
-    holds for integer timesteps outside of transformers, since diffusion models make FP32 sines of them.
+    Labels do too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the same
+    object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same holds
+    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them.
     """
 
     dtype: torch.dtype
@@ -104,17 +104,17 @@ def _is_integer(value: Any) -> bool:
 
 
 def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memory: str = _NUMBERS) -> None:
-    """Prepare a module for FP32 numbers among its arguments, at the first call that brings some.
+    """Prepare a module for FP32 numbers among its arguments, at the first call that passes any.
 
-    What it computes with them is FP32, so its children downcast their inputs. A child that receives the numbers keeps
-    them in FP32 and prepares its own children, so that only modules on their path get a hook. torch takes no FP32
-    weights of classes for 16-bit predictions, so a module that computes a loss and is given weights gets FP32 copies of
-    its predictions.
+    Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
+    numbers keeps them in FP32 and prepares its own children, so that only modules on their path get a hook. torch does
+    not accept FP32 class weights with 16-bit predictions, so a module that computes a loss and is given weights gets
+    FP32 copies of its predictions.
 
     Args:
-        module: what is called.
+        module: the module that is called.
         dtype: the 16-bit dtype that it computes in.
-        names: of its arguments that are FP32 numbers, or integers that become such.
+        names: the names of its arguments that are FP32 numbers, or integers that become FP32 numbers.
         memory: the attribute of the module that remembers for which names this was done.
     """
     followed: tuple[str, ...] = getattr(module, memory, ())
@@ -155,6 +155,8 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
 def loss_prediction_layers(tree: ModuleTree, name: str) -> list[str]:
     """The layers whose FP32 copies a module's `forward` can give to torch's losses, in classes outside transformers."""
     paths = loss_predictions(tree.modules[name], losses_mix_dtypes(), tree.dtype_of)
+    if INHERITED_FORWARD in paths:
+        return prediction_layers(tree, name)
     return [join(name, path) for path in paths]
 
 
@@ -177,6 +179,6 @@ def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def remove_input_downcast(module: nn.Module) -> None:
-    """Take `install_input_downcast`, and what followed from it, back."""
+    """Undo `install_input_downcast` and its consequences."""
     remove_hooks(module, lambda hook: isinstance(hook, DowncastInputs))
     forget_numbers(module)

@@ -48,7 +48,7 @@ def calls_loss_function(module: nn.Module) -> bool:
 
 
 def install_fp32_loss(module: Any) -> bool:
-    """Let the `loss_function` of a module that has one compute in FP32. Return whether this is new."""
+    """Make the `loss_function` of a module, if it has one, compute in FP32. Return whether this is new."""
     if isinstance(module.loss_function, Fp32Loss):
         return False
     # Through the property: nn.Module's __setattr__ fails where a module was assigned, which the property ignores.
@@ -58,7 +58,7 @@ def install_fp32_loss(module: Any) -> bool:
 
 
 def remove_fp32_loss(module: nn.Module) -> None:
-    """Take `install_fp32_loss` back."""
+    """Undo `install_fp32_loss`."""
     loss = vars(module).get(_ASSIGNED)
     if isinstance(loss, Fp32Loss) and loss.was_assigned:
         setattr(module, _ASSIGNED, loss.function)

@@ -56,6 +56,9 @@ _EQUAL_DTYPES = _names("huber_loss HuberLoss binary_cross_entropy BCELoss")
 _OF_CLASSES = _names("cross_entropy CrossEntropyLoss nll_loss NLLLoss NLLLoss2d ctc_loss CTCLoss")
 """Losses whose targets are integers, as a rule."""
 
+INHERITED_FORWARD = "super().forward"
+"""Stands for the layers that make the predictions of an inherited `forward` of transformers."""
+
 _LOSSES = TORCH_LOSSES | {"binary_cross_entropy_with_logits", "kl_div"}
 
 
@@ -96,7 +99,7 @@ def loss_predictions(
         dtype_of: the dtype that a parameter or buffer of the module has, or is going to have.
 
     Returns:
-        Their qualified names below `module`; empty if the source of `forward` is not available.
+        Their qualified names below `module`, or `INHERITED_FORWARD`; empty if the source of `forward` is not available.
     """
     flow = _evaluate(module, mixes_dtypes, dtype_of)
     return [] if flow is None else sorted(flow.reached - flow.fp32_layers)
@@ -123,6 +126,26 @@ def loss_weights(
     """
     flow = _evaluate(module, mixes_dtypes, dtype_of, frozenset(fp32_layers), keeps_weights=True)
     return [] if flow is None else sorted(flow.weights - flow.bound_tensors)
+
+
+def multiplies_with_16_bits(module: nn.Module, path: str) -> bool:
+    """Whether a module's `forward` multiplies FP32 outputs of a module inside it with 16-bit tensors, as far as seen.
+
+    Args:
+        module: a module that is cast.
+        path: the qualified name of the inner module below `module`. The modules around it may hand its outputs on.
+    """
+    function = _forward_source(module)
+    if function is None:
+        return False
+    names = path.split(".")
+    inner = frozenset(".".join(names[:depth]) for depth in range(1, len(names) + 1))
+    flow = _Flow(module, True, lambda tensor: tensor.dtype, frozenset(), inner, keeps_weights=False)
+    try:
+        flow.run(function)
+    except (_NotUnderstood, RecursionError):
+        return False
+    return not flow.in_products.isdisjoint(inner)
 
 
 def _evaluate(
@@ -170,6 +193,7 @@ class _Flow:
     keeps_weights: bool  # whether weights of losses are kept in FP32 where the predictions are FP32
     excluded: set[str] = field(default_factory=set)  # layers whose copies meet what needs equal dtypes
     reached: set[str] = field(default_factory=set)  # layers whose copies reach a loss
+    in_products: set[str] = field(default_factory=set)  # layers whose copies are multiplied with 16-bit tensors
     layers: set[str] = field(default_factory=set)  # all layers with copies
     weights: set[str] = field(default_factory=set)  # tensors that weigh classes in losses of copies
     bound_tensors: set[str] = field(default_factory=set)  # tensors that are also used where equal dtypes are needed
@@ -374,6 +398,14 @@ class _Flow:
         named = {keyword.arg or "**": self.value(keyword.value, env) for keyword in keywords}
         operands = [*positional, *named.values()]
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if self.is_inherited_forward(function):
+            self.exclude(operands)
+            self.exclude_below("")  # the layers that it calls
+            if INHERITED_FORWARD in self.before:
+                return _Value(is_16_bit=True)
+            self.layers.add(INHERITED_FORWARD)
+            return _Value(frozenset([INHERITED_FORWARD]))
+
         base = None
         if isinstance(function, ast.Attribute) and not _is_namespace(function.value, env):
             base = self.value(function.value, env)
@@ -414,9 +446,17 @@ class _Flow:
             return combined
         if name.endswith("Output"):  # of a model
             return _any(operands)
-        if name == "super":  # its methods call layers of this module
+        if name == "super":  # its other methods call layers of this module
             raise _NotUnderstood
         return self.unknown(operands)
+
+    def is_inherited_forward(self, function: ast.expr) -> bool:
+        """Whether a function is `super().forward`, and that of a model of transformers."""
+        match function:
+            case ast.Attribute(ast.Call(ast.Name("super"), []), "forward"):
+                owners = [cls for cls in type(self.module).__mro__ if "forward" in vars(cls)]
+                return len(owners) > 1 and owners[1].__module__.startswith("transformers.")
+        return False
 
     def unknown(self, operands: Sequence[_Value]) -> _Value:
         """A call of code that is not evaluated. It may call the modules that it is given."""
@@ -476,6 +516,7 @@ class _Flow:
         """A product of tensors, which must all be copies, or else none of them."""
         if any(operand.is_16_bit for operand in operands):
             self.exclude(operands)
+            self.in_products.update(*(operand.layers for operand in operands))
         return _any(operands)
 
     def conversion(self, base: _Value, targets: Sequence[_Value], nodes: Sequence[ast.expr]) -> _Value:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.argument_roles import names_numbers
+from hf_lowprec.casting.argument_roles import names_numbers, words_of
 from hf_lowprec.rounding import dtype_name
 
 _PARTS_OF_LAYERS = ("weight", "weights", "bias", "original0", "original1")  # the last two are torch's parametrizations
+
+_EMBEDDINGS = {"emb", "embed", "embeds", "embedding", "embeddings", "enc", "encoding", "encodings"}  # of positions
 
 
 def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
@@ -36,8 +38,9 @@ def _holds_numbers(name: str, tensor: Tensor) -> bool:
     last = name.rpartition(".")[2]
     if isinstance(tensor, nn.Parameter):
         return tensor.numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
-    # Tables of sines for positions are activations.
-    return tensor.dim() < 2 or (names_numbers(last) and last not in _PARTS_OF_LAYERS and "emb" not in last)
+    if tensor.dim() < 2:
+        return True
+    return names_numbers(last) and last not in _PARTS_OF_LAYERS and _EMBEDDINGS.isdisjoint(words_of(last))
 
 
 def _loses_digits(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""`hf-lowprec demo`: compare training in FP32, in naive BF16 and in our BF16, on real text."""
+"""`hf-lowprec demo`: compare training in FP32, naive BF16 and hf_lowprec's BF16 on real text."""
 
 from __future__ import annotations
 
@@ -27,32 +27,37 @@ _WITH_MODEL = ("dataset", "dataset_config", "text_column", "learning_rate", "bat
 def demo(
     context: typer.Context,
     output_dir: Annotated[Path, typer.Option(help="Folder for the plot and the numbers.")] = Path("hf_lowprec-demo"),
-    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run: under two minutes.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{QUICK_STEPS} steps per run; takes under two minutes.")
+    ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Optimizer steps per run, {STEPS} if not given ({OWN_MODEL_STEPS} with --model)."),
+        typer.Option(min=1, help=f"Optimizer steps per run; by default {STEPS} ({OWN_MODEL_STEPS} with --model)."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the data order.")] = 0,
-    ways: Annotated[str, typer.Option(help="Which ways to train, separated by commas.")] = "fp32,nearest,kahan,sr",
+    seed: Annotated[int, typer.Option(min=0, help="Seed for the weights and the data order.")] = 0,
+    ways: Annotated[str, typer.Option(help="Variants to train, separated by commas.")] = "fp32,nearest,kahan,sr",
     model: Annotated[
-        str | None, typer.Option(help="Fine-tune this model instead: a name on the hub, or a folder.")
+        str | None, typer.Option(help="Fine-tune this model instead: a name on the Hub, or a folder.")
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(help="What to fine-tune it on: a name on the hub, a file (txt, json, csv, parquet) or a folder."),
+        typer.Option(
+            help="Dataset to fine-tune it on: a name on the Hub, a file (txt, json, csv, parquet) or a folder."
+        ),
     ] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="The configuration of a dataset on the hub.")] = None,
-    text_column: Annotated[str, typer.Option(help="The dataset's column that holds the text.")] = "text",
-    learning_rate: Annotated[float, typer.Option(min=0, help="Peak, with --model.")] = 2e-5,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration name of a dataset on the Hub.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column of the dataset that contains the text.")] = "text",
+    learning_rate: Annotated[float, typer.Option(min=0, help="Peak learning rate, with --model.")] = 2e-5,
     batch_size: Annotated[int, typer.Option(min=1, help="Blocks per step, with --model.")] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens per block, with --model.")] = 128,
 ) -> None:
-    """Train the same model in FP32, naive BF16 and our BF16, and compare.
+    """Train the same model in FP32, naive BF16 and hf_lowprec's BF16, and compare.
 
-    Without --model nothing is downloaded: a small byte-level Llama is trained
-    on the standard library's source, then fine-tuned on its documentation, each
-    in four ways, from the same weights and in the same data order, with the
-    stock Trainer. Takes minutes on two CPU cores.
+    Without --model, nothing is downloaded: a small byte-level Llama is trained
+    on the source code of Python's standard library, then fine-tuned on Python's
+    documentation. The four variants start from the same weights, see the same
+    data in the same order, and use the stock Trainer. Takes minutes on two CPU
+    cores.
     """
     _require_extra()
     from rich.console import Console
@@ -109,7 +114,7 @@ def _print_results(console: Console, stages: Sequence[Stage], paths: Sequence[Pa
         console.print(report.table(stage))
     console.print(report.legend(stages), style="dim", highlight=False)
     console.print()
-    console.print(f"{seconds / 60:.1f} minutes in all. Written:", highlight=False)
+    console.print(f"{seconds / 60:.1f} minutes in total. Files written:", highlight=False)
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
 
@@ -123,14 +128,14 @@ def _require_extra() -> None:
 
 
 def _parse_variants(names: str) -> list[Variant]:
-    """The variants that `--ways` names, in their own order."""
+    """The variants named by `--ways`, in the order of `VARIANTS`."""
     from hf_lowprec.demo.variants import VARIANTS
 
     chosen = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if unknown := [name for name in chosen if name not in VARIANTS]:
-        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(VARIANTS)}", param_hint="--ways")
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; valid are {', '.join(VARIANTS)}", param_hint="--ways")
     if not chosen:
-        raise typer.BadParameter(f"none given; there are {', '.join(VARIANTS)}", param_hint="--ways")
+        raise typer.BadParameter(f"none given; valid are {', '.join(VARIANTS)}", param_hint="--ways")
     return [variant for name, variant in VARIANTS.items() if name in chosen]
 
 
@@ -140,7 +145,7 @@ def _add_fp32(variants: list[Variant], console: Console) -> list[Variant]:
 
     if VARIANTS["fp32"] in variants:
         return variants
-    console.print("fp32 is trained too: its result is what the second stage starts from")
+    console.print("also training fp32: the second stage starts from its result")
     return [VARIANTS["fp32"], *variants]
 
 

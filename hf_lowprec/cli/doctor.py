@@ -1,4 +1,4 @@
-"""`hf-lowprec doctor`: check that training works on this machine, by doing each part of it on a small scale."""
+"""`hf-lowprec doctor`: check that training works on this machine by running each part of it on a small scale."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def doctor() -> None:
-    """Check that training works here: packages, names, backends, reduction, a short training.
+    """Check this machine: packages, names, backends, reduction, a short training run.
 
-    Exits with 1 if something is broken. What is only missing, and has a slower
-    substitute, is said. To check the reduction between processes, launch it as
-    a training: accelerate launch -m hf_lowprec doctor
+    Exits with 1 if something is broken. Missing parts that have a slower
+    substitute are reported but are not errors. To check the reduction between
+    processes, launch it like a training script:
+    accelerate launch -m hf_lowprec doctor
     """
     from hf_lowprec.doctor import checks, ranks
     from hf_lowprec.reduction.object_gather import gather_objects

@@ -18,7 +18,7 @@ VARIABLES = ("CC", "HF_LOWPREC_CACHE", "OMP_NUM_THREADS", "TRITON_INTERPRET", "C
 
 
 def env() -> None:
-    """Print versions, devices and backends, to be pasted into a bug report."""
+    """Print versions, devices and backends for a bug report."""
     for name, value in machine_facts().items():
         typer.echo(f"- {name}: {value}")
 
@@ -35,7 +35,7 @@ def machine_facts() -> dict[str, str]:
         **{name: _version(name) for name in PACKAGES},
         "CUDA of torch": str(torch.version.cuda or torch.version.hip or "none"),
         "C compiler": _compiler(),
-        "compiled steps are kept in": _cache(),
+        "cache of compiled steps": _cache(),
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {_backend('cpu')}",
     }
     for k in range(torch.cuda.device_count()):
@@ -54,7 +54,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    """The C compiler of the native backend and its version, or the reason that there is none."""
+    """The C compiler of the native backend and its version, or the reason why there is none."""
     from hf_lowprec.optim.backends.c_compiler import CompilerError, compiler_identity, require_compiler
 
     try:
@@ -65,7 +65,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
-    """The folder of compiled steps, or the reason that there is none."""
+    """The cache folder for compiled steps, or the reason why there is none."""
     from hf_lowprec.optim.backends.library_cache import cache_dir
 
     try:
@@ -75,7 +75,7 @@ def _cache() -> str:
 
 
 def _backend(device: str) -> str:
-    """The backend that `backend="auto"` takes on a device."""
+    """The backend that `backend="auto"` selects on a device."""
     import torch
 
     from hf_lowprec.optim.backends.selection import expected_backend

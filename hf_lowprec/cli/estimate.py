@@ -1,4 +1,4 @@
-"""`hf-lowprec estimate MODEL`: estimate the memory of training from the model's configuration alone."""
+"""`hf-lowprec estimate MODEL`: estimate the memory needed for training from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hf_lowprec.diagnostics.memory import MemoryUse
 
 FP32 = "FP32 or autocast, AdamW"
-"""The row to compare with: weights in FP32, as torch's AdamW has them with BF16 autocast and without."""
+"""The row to compare with: torch's AdamW on FP32 weights, which take the same memory with BF16 autocast and without."""
 WIDTH = 120
-"""Columns in which any table fits."""
+"""Terminal width that fits any table."""
 
 
 class Row(NamedTuple):
@@ -27,7 +27,7 @@ class Row(NamedTuple):
         name: the row's title: `FP32` or the value of `optim`.
         memory: of weights, gradients and state.
         accumulation: bytes for adding up micro-batches in addition to the gradients, on every GPU.
-        fp32_parameters: how many parameters stay in FP32.
+        fp32_parameters: number of parameters kept in FP32.
     """
 
     name: str
@@ -46,22 +46,27 @@ class Row(NamedTuple):
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A name on the hub, or a folder; only its config.json is read.")],
+    model: Annotated[str, typer.Argument(help="A name on the Hub, or a folder; only its config.json is read.")],
     optim: Annotated[
-        list[str] | None, typer.Option(help="As in TrainingArguments; may be given several times.")
+        list[str] | None, typer.Option(help="As in TrainingArguments; can be repeated to compare optimizers.")
     ] = None,
-    optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments, for all of them.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="How many FSDP2 shards everything over.")] = 1,
+    optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments; applies to every --optim.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs over which FSDP2 shards the training state.")] = 1,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="From 2 on FSDP2 keeps whole gradients on every GPU.")
+        int,
+        typer.Option(
+            min=1, help="As in TrainingArguments; with more than 1, FSDP2 keeps unsharded gradients on every GPU."
+        ),
     ] = 1,
-    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB of each; shows what is left of it.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0, help="Memory of each GPU in GiB; shows how much of it remains.")
+    ] = None,
 ) -> None:
     """Estimate the memory of full fine-tuning, excluding activations.
 
-    Counted on the model's own modules, built without weights, cast as they
-    will be: norms in FP32, tied weights once. Not counted: activations, the
-    layers that FSDP2 gathers at a time, buckets of DDP, CUDA's own memory.
+    The model is built without weights and cast as for training: norms stay in
+    FP32, and tied weights count once. Not included: activations, the layers
+    that FSDP2 gathers during a step, DDP's buckets, and CUDA's own memory.
     """
     from rich.console import Console
 
@@ -72,7 +77,7 @@ def estimate(
     names = list(dict.fromkeys(optim or ("adamw_bf16_kahan", "adamw_bf16_sr")))
     if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:
         raise typer.BadParameter(
-            f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
+            f"unknown: {', '.join(unknown)}; valid are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
     try:
         config, cls = load_config(model)
@@ -81,7 +86,7 @@ def estimate(
         rows += [_low_precision_row(build_empty_model(config, cls), name, optim_args, gpus, steps) for name in names]
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    console = Console(width=max(Console().width, WIDTH))  # a cut number would be a wrong one
+    console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
     console.print(
         f"{model}: {cls.__name__}, {rows[0].memory.parameters:,} parameters, "
         f"{rows[-1].fp32_parameters:,} of which stay in FP32",
@@ -100,9 +105,9 @@ def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
     power, unit = (30, "GiB") if max(row.total for row in rows) >= 2**32 else (20, "MiB")
     lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
     lines.add_column("optim", no_wrap=True)
-    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}", f"in all\n{unit}", "bytes\n/param"]
+    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}", f"total\n{unit}", "bytes\n/param"]
     headings += [f"per GPU\nof {gpus}"] if gpus > 1 else []
-    headings += [f"left of\n{gpu_memory:g} GiB"] if gpu_memory is not None else []
+    headings += [f"free of\n{gpu_memory:g} GiB"] if gpu_memory is not None else []
     for heading in headings:
         lines.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -129,7 +134,7 @@ def _fp32_row(model: nn.Module, gpus: int, steps: int) -> Row:
 
 
 def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
-    """The memory of `model` with one of our optimizers, cast and built as Trainer would do it."""
+    """The memory of `model` with one of our optimizers, both set up as Trainer would."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -144,7 +149,7 @@ def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus
         options = optim_args_of(args)
         mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
         if gpus > 1 and mode == "kahan":
-            raise InputError("grad_accumulation='kahan' does not go with FSDP2; give fp32 or nearest, or one GPU")
+            raise InputError("grad_accumulation='kahan' is not supported with FSDP2; use fp32 or nearest, or one GPU")
         cast_model(model, keep_fp32=options.keep_fp32)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         memory = expected_memory(model, cls(model.parameters(), **kwargs))
@@ -154,5 +159,5 @@ def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus
 
 
 def _whole_gradients(memory: MemoryUse, gpus: int, steps: int) -> int:
-    """Bytes of the gradients that FSDP2 keeps unsharded on every GPU while it adds up micro-batches."""
+    """Bytes of the unsharded gradients that FSDP2 keeps on every GPU while it accumulates micro-batches."""
     return memory.gradients.total() if gpus > 1 and steps > 1 else 0

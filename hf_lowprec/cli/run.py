@@ -1,7 +1,7 @@
 """`hf-lowprec run SCRIPT ARGS…`: run an unmodified training script with our optimizer names registered.
 
-The names are registered in one process. A launcher starts training in processes of its own, so it must start
-`hf_lowprec run` and not be started by it; `launcher_command` recognizes launchers and gives the command to use instead.
+The names are registered in one process. A launcher starts training in new processes, so the launcher must start
+`hf_lowprec run`, not the other way round; `launcher_command` recognizes launchers and returns the command to use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 
 import hf_lowprec
 
-# Everything after the script's name is the script's, options included.
+# Everything after the script's name, options included, is passed to the script.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 _ACCELERATE = "accelerate launch -m hf_lowprec run"
@@ -32,30 +32,30 @@ _LAUNCHERS = {
     "deepspeed": _TORCHRUN,
     "deepspeed.launcher.runner": _TORCHRUN,
 }
-"""Programs and modules that launch whatever their arguments are → the command that starts `hf_lowprec run` instead."""
+"""Programs and modules that always launch processes → the command that makes them start `hf_lowprec run`."""
 _ACCELERATE_CLI = ("accelerate", "accelerate.commands.accelerate_cli")
 _TRL_CLI = ("trl", "trl.cli.main")
 _TRL_TRAINERS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft")
-"""Commands of the program `trl` that launch a training run."""
+"""Subcommands of `trl` that launch a training run."""
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python script, or a module's name with -m.")],
+    script: Annotated[str, typer.Argument(help="A Python script or, with -m, the name of a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Treat SCRIPT as the name of a module.")] = False,
 ) -> None:
     """Run a training script as `python SCRIPT ARGS…` would, with our optimizer names registered."""
     if command := launcher_command(script, arguments or [], module):
         typer.echo(
-            f"Error: {script} starts training in new processes, where the optimizer names are not registered. Run "
-            "hf_lowprec inside the launcher; launcher options, including those from a config file, go before -m:"
+            f"Error: {script} starts training in new processes, where the optimizer names are not registered. Let the "
+            "launcher start hf_lowprec; launcher options, including those from a config file, go before -m:"
             f"\n\n  {command}\n",
             err=True,
         )
         raise typer.Exit(2)
     hf_lowprec.register()
     if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"there is no file {script!r} (to run a module by name, give -m)", param_hint="SCRIPT")
+        raise typer.BadParameter(f"there is no file {script!r} (to run a module by name, use -m)", param_hint="SCRIPT")
     sys.argv = [script, *(arguments or [])]
     if not module:
         sys.path.insert(0, str(Path(script).resolve().parent))
@@ -71,12 +71,12 @@ def run(
 
 
 def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str | None:
-    """The command to use instead if `script` with `arguments` launches processes that train; None if it does not.
+    """The command to use instead if `script` with `arguments` launches training processes; None if it does not.
 
     Args:
-        script: a path, the name of a program, or that of a module.
-        arguments: those of the script.
-        module: whether `script` is a module's name.
+        script: a path, or the name of a program or module.
+        arguments: the script's arguments.
+        module: whether `script` is the name of a module.
     """
     name = script if module else Path(script).name
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
@@ -88,6 +88,6 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
 
 
 def _raised_by_runpy(error: ImportError) -> bool:
-    """Whether the module itself was not found, rather than something that it imports."""
+    """Whether the module itself was not found, rather than a module that it imports."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return all(frame.filename == runpy.run_module.__code__.co_filename for frame in frames)

@@ -1,4 +1,4 @@
-"""The demonstration behind `hf-lowprec demo`: the same training in FP32, in naive BF16 and in ours, on real text.
+"""The demonstration behind `hf-lowprec demo`: the same training runs in FP32, naive BF16 and hf_lowprec's BF16.
 
-Benchmarks use its variants, its text and its training runs, too.
+Benchmarks also use its variants, texts and training runs.
 """

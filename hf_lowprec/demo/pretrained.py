@@ -1,4 +1,4 @@
-"""Load the user's own model and dataset, from the hub or from local files."""
+"""Load the user's own model and dataset, from the Hub or from local files."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ READERS = {
 """Suffix of a local file → the reader of `datasets` for it."""
 
 HELD_OUT_SHARE = 0.1
-"""Share of the rows to validate on if the dataset has no split for that."""
+"""Share of the rows used for validation if the dataset has no validation split."""
 
 
 def load_model(name: str, length: int) -> tuple[Callable[[], nn.Module], Encode]:
     """Load a model's configuration and tokenizer.
 
     Args:
-        name: a model of the hub, or a folder.
-        length: tokens per block it will be trained on.
+        name: a model on the Hub, or a folder.
+        length: tokens per training block.
 
     Returns:
         A function that builds the model in FP32, with the same weights every time; and the tokenizer's encoding.
 
     Raises:
-        InputError: it cannot be loaded, or `length` is more than it takes.
+        InputError: the model cannot be loaded, or `length` exceeds its maximum length.
     """
     check_path_exists(name, "--model", READERS)
 
@@ -51,7 +51,7 @@ def load_model(name: str, length: int) -> tuple[Callable[[], nn.Module], Encode]
     with explain_input_errors(f"the tokenizer of {name!r} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if longest is not None and length > longest:
-        raise InputError(f"{name!r} takes {longest} tokens, and a block has {length}; give a smaller --length")
+        raise InputError(f"{name!r} takes at most {longest} tokens, but a block has {length}; use a smaller --length")
 
     def build() -> nn.Module:
         with explain_input_errors(f"the model {name!r} cannot be loaded"):
@@ -71,12 +71,12 @@ def load_text(name: str, config: str | None, column: str) -> Text:
     Without a split called `validation` or `test`, the last rows of the training split are held out.
 
     Args:
-        name: a dataset of the hub, a local file, or a folder of files of one kind.
-        config: the configuration, for a dataset of the hub that has several.
-        column: the column that holds the text.
+        name: a dataset on the Hub, a local file, or a folder of files of one type.
+        config: the configuration, for a dataset on the Hub that has several.
+        column: the column that contains the text.
 
     Raises:
-        InputError: it cannot be loaded, has no such column, or too few rows.
+        InputError: the dataset cannot be loaded, lacks the column, or has too few rows.
     """
     from datasets import load_dataset
 
@@ -94,22 +94,25 @@ def load_text(name: str, config: str | None, column: str) -> Text:
     train = splits["train"]
     if column not in train.column_names:
         raise InputError(
-            f"the dataset {name!r} has no column {column!r}; --text-column: {', '.join(train.column_names)}"
+            f"the dataset {name!r} has no column {column!r}; set --text-column to one of "
+            f"{', '.join(train.column_names)}"
         )
     if "string" not in str(getattr(train.features[column], "dtype", "")):
-        raise InputError(f"the column {column!r} of the dataset {name!r} holds no text")
+        raise InputError(f"the column {column!r} of the dataset {name!r} contains no text")
     rows = len(train)
     held_out = next((splits[split] for split in ("validation", "test") if split in splits), None)
     if held_out is None:
         if rows < 2:
-            raise InputError(f"the dataset {name!r} has {rows} row; at least one to train and one to validate on")
+            raise InputError(
+                f"the dataset {name!r} has {rows} row; it needs at least one for training and one for validation"
+            )
         last = max(1, round(rows * HELD_OUT_SHARE))
         train, held_out = train.select(range(rows - last)), train.select(range(rows - last, rows))
     return Text(Path(name).name, _select_text(train, column), _select_text(held_out, column))
 
 
 def _select_text(rows: Dataset, column: str) -> Dataset:
-    """The rows with only their text, in a column named `text`."""
+    """Reduce the rows to their text, in a column named `text`."""
     return rows.select_columns([column]).rename_columns({column: "text"} if column != "text" else {})
 
 
@@ -118,6 +121,8 @@ def _local_files(path: Path) -> tuple[str, list[str]]:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in READERS)
     readers = Counter(READERS[file.suffix] for file in files if file.suffix in READERS)
     if not readers:
-        raise InputError(f"{str(path)!r} is or has no file of a known kind ({', '.join(READERS)})")
+        raise InputError(
+            f"{str(path)!r} is not, or does not contain, a file of a supported type ({', '.join(READERS)})"
+        )
     reader = readers.most_common(1)[0][0]
     return reader, [str(file) for file in files if READERS[file.suffix] == reader]

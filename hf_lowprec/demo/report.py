@@ -22,7 +22,7 @@ from hf_lowprec.demo.variants import VARIANTS
 PLOT = "validation-loss.png"
 NUMBERS = "results.json"
 
-# Okabe and Ito's palette; widths, dashes and markers differ too, so that curves on top of each other are told apart.
+# Okabe and Ito's palette. Widths, dashes and markers differ too, so that overlapping curves can be told apart.
 _STYLES: dict[str, dict[str, Any]] = {
     "fp32": {"color": "#000000", "linewidth": 5, "alpha": 0.3},
     "nearest": {"color": "#D55E00", "linewidth": 1.8, "marker": "s", "markersize": 4},
@@ -72,9 +72,10 @@ def legend(stages: Sequence[Stage]) -> str:
     return "\n".join(
         [
             *lines,
-            "Loss: nats per token, each model evaluated in its own dtypes. Bytes: counted on the tensors after a step. "
-            "Updates lost: share of the weight changes that AdamW computes in FP32 and rounding did not store "
-            "(stochastic rounding scatters around 0). Seconds: in training steps; they tell nothing of a GPU.",
+            "Loss: nats per token (for the byte-level model, per byte), each model evaluated in its own dtypes. Bytes: "
+            "counted on the tensors after a step. Updates lost: share of AdamW's FP32 weight changes that was lost in "
+            "rounding (stochastic rounding scatters around 0). Seconds: time in training steps; CPU times say nothing "
+            "about a GPU.",
         ]
     )
 
@@ -116,7 +117,7 @@ def json_text(value: Any) -> str:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Copy `value` with None for NaN and infinities, at any depth."""
+    """Copy `value`, replacing NaN and infinities by None at any depth."""
     if isinstance(value, dict):
         return {key: _replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -125,14 +126,14 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 def write(stages: Sequence[Stage], output_dir: Path, seed: int, model: str, seconds: float) -> list[Path]:
-    """Write plot and numbers into `output_dir` and return their paths."""
+    """Write the plot and the numbers to `output_dir` and return their paths."""
     plot(stages, output_dir / PLOT)
     (output_dir / NUMBERS).write_text(json_text(numbers(stages, seed, model, seconds)), encoding="utf-8")
     return [output_dir / PLOT, output_dir / NUMBERS]
 
 
 def plot(stages: Sequence[Stage], path: Path) -> None:
-    """Plot validation loss over steps into a PNG, with a panel for each stage."""
+    """Plot validation loss against steps as a PNG, with one panel per stage."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -145,7 +146,7 @@ def plot(stages: Sequence[Stage], path: Path) -> None:
             steps, losses = zip(*run.validation, strict=True)
             axes.plot(steps, losses, label=VARIANTS[name].label, **_STYLES[name])
         if stage.name == "pretraining":
-            # In the first tenth of the steps the loss falls so far that nothing else would be visible.
+            # The loss falls so far in the first tenth of the steps that nothing else would be visible.
             losses_after = [
                 loss for run in stage.runs.values() for _, loss in run.validation[1:] if math.isfinite(loss)
             ]

@@ -59,12 +59,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Progress:
-    """Functions that are called as training proceeds.
+    """Functions that are called during training.
 
     Attributes:
-        on_run: before every run, with the stage's name and the variant.
-        on_step: after every optimizer step.
-        on_result: after every run, with its record.
+        on_run: called before every run, with the stage's name and the variant.
+        on_step: called after every optimizer step.
+        on_result: called after every run, with its record.
     """
 
     on_run: Callable[[str, Variant], None] = lambda stage, variant: None
@@ -94,7 +94,7 @@ def small_llama(seed: int) -> nn.Module:
 
 
 def pretraining_blocks(steps: int) -> Blocks:
-    """The blocks for pre-training of so many steps, and for its validation."""
+    """The blocks needed to pre-train for this many steps, and to validate."""
     return token_blocks(standard_library_modules(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
 
 
@@ -104,11 +104,11 @@ def pretrain_and_fine_tune(
     """Pre-train `small_llama` on code, then fine-tune its FP32 result on prose.
 
     Args:
-        variants: FP32 must be among them: the second stage starts from its result.
+        variants: must include FP32, since the second stage starts from its result.
         steps: optimizer steps per run.
-        seed: of the weights and the data order.
-        output_dir: for the Trainer.
-        progress: functions to call meanwhile.
+        seed: seed of the weights and the data order.
+        output_dir: the Trainer's output folder.
+        progress: functions to call during training.
     """
     code = pretraining_blocks(steps)
     prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
@@ -153,12 +153,12 @@ def fine_tune(
     """Fine-tune a given model, as in the second stage of `pretrain_and_fine_tune`.
 
     Args:
-        variants: how to train.
+        variants: the variants to train.
         build: builds the model in FP32, with the same weights every time.
         blocks: training and validation data.
         settings: shared by the variants.
-        output_dir: for the Trainer.
-        progress: functions to call meanwhile.
+        output_dir: the Trainer's output folder.
+        progress: functions to call during training.
     """
     stage, _ = _stage(
         "fine-tuning", f"Fine-tuning on {blocks.title}", build, blocks, variants, settings, output_dir, progress

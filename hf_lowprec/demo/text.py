@@ -1,7 +1,7 @@
-"""Text without a download: the standard library of the Python that runs this, and its documentation.
+"""Text that needs no download: the standard library of the running Python, and its documentation.
 
-Every Python installation has both. Modules are code and documentation is English prose in reStructuredText, so a model
-trained on the one has something to learn from the other.
+Every Python installation has both. The modules are code and the documentation is English prose in reStructuredText, so
+a model trained on one still has something to learn from the other.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ BYTES = 256
 """Vocabulary size of `encode_bytes`."""
 
 HELD_OUT = 10
-"""Every how many documents one is held out for validation."""
+"""One in this many documents is held out for validation."""
 
-# Not source of the library itself, not in every installation, or used as the other text; `encodings` is tables.
+# Folders that are not the library's own source, are not in every installation, or serve as the other text. `encodings`
+# contains only tables.
 _SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -64,7 +65,7 @@ class Blocks:
     Attributes:
         title: the text's.
         length: tokens per block.
-        train: `datasets.Dataset` with columns `input_ids` and `labels`, which are the same.
+        train: `datasets.Dataset` with columns `input_ids` and `labels`, which are equal.
         validation: the same from other documents.
     """
 
@@ -129,7 +130,7 @@ def _split(title: str, documents: dict[str, str], source: Path) -> Text:
     names = sorted((name for name in documents if documents[name]), key=_digest)
     if len(names) < 2:
         raise InputError(
-            f"this Python has no text in {str(source)!r}; give --model and --dataset to train on something else"
+            f"this Python has no text in {str(source)!r}; use --model and --dataset to train on something else"
         )
     train = [documents[name] for k, name in enumerate(names) if k % HELD_OUT]
     return Text(title, _dataset(train), _dataset([documents[name] for name in names[::HELD_OUT]]))
@@ -146,7 +147,7 @@ def _dataset(texts: list[str]) -> Dataset:
 
 
 def encode_bytes(texts: list[str]) -> list[list[int]]:
-    """Encode each text as the bytes of its UTF-8."""
+    """Encode each text as its UTF-8 bytes."""
     return [list(text.encode()) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Train a model in one variant with the stock Trainer, and record losses, bytes, lost updates and time."""
+"""Train one variant of a model with the stock Trainer, and record losses, bytes, lost updates and time."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Settings:
     Attributes:
         steps: optimizer steps.
         batch_size: blocks per step.
-        learning_rate: the peak.
+        learning_rate: the peak learning rate.
         schedule: `TrainingArguments.lr_scheduler_type`.
         warmup_steps: steps of linear warm-up.
-        seed: of the data order.
-        weight_decay: AdamW's.
+        seed: seed of the data order.
+        weight_decay: AdamW's weight decay.
     """
 
     steps: int
@@ -63,10 +63,10 @@ class Run:
 
     Attributes:
         validation: (step, mean loss in nats per token) on the validation blocks; step 0 is before training.
-        training: (step, mean loss in nats per token since the entry before).
+        training: (step, mean loss in nats per token since the previous entry).
         bytes_per_parameter: of `weights`, `gradients` and optimizer `state`, counted on the tensors after a step.
-        lost_updates: share of the weight changes that rounding swallowed, see `lost_updates.LostUpdates`.
-        seconds: in forward, backward and optimizer steps, without evaluation.
+        lost_updates: share of the weight changes that was lost in rounding, see `lost_updates.LostUpdates`.
+        seconds: time in forward, backward and optimizer steps, without evaluation.
     """
 
     validation: list[tuple[int, float]]
@@ -101,7 +101,7 @@ def train_variant(
         model: a causal language model of transformers, in FP32.
         blocks: training and validation data.
         settings: the settings that all variants share.
-        output_dir: the Trainer's; nothing is written.
+        output_dir: the Trainer's output folder; nothing is written to it.
         on_step: called after every step.
     """
     if not variant.is_ours:
@@ -154,7 +154,7 @@ def _arguments(variant: Variant, settings: Settings, output_dir: Path) -> Traini
         warmup_steps=settings.warmup_steps,
         weight_decay=settings.weight_decay,
         seed=settings.seed,
-        eval_strategy="no",  # _Recorder asks for evaluations
+        eval_strategy="no",  # _Recorder requests evaluations
         eval_on_start=True,
         prediction_loss_only=True,
         save_strategy="no",
@@ -167,7 +167,7 @@ def _arguments(variant: Variant, settings: Settings, output_dir: Path) -> Traini
 
 
 class _Recorder(TrainerCallback):
-    """Asks for evaluations, counts bytes while gradients and state exist, measures lost updates, takes the time."""
+    """Requests evaluations, counts bytes while gradients and state exist, and measures lost updates and time."""
 
     def __init__(self, steps: int, on_step: Callable[[], None]) -> None:
         self.lost = LostUpdates()

@@ -1,4 +1,4 @@
-"""The variants of training that are compared: they differ in the weights' dtype and in `optim=`."""
+"""The training variants that are compared: they differ in the weights' dtype and in `optim=`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Variant:
     """A variant of training.
 
     Attributes:
-        name: as in `--ways`.
-        label: as in tables and plots.
-        optim: `TrainingArguments.optim`.
-        is_ours: whether `optim` is a name of hf_lowprec, which casts the model by itself.
-        dtype: the dtype to which the whole model is cast beforehand otherwise.
-        description: the dtypes and the optimizer, in a sentence.
+        name: its name in `--ways`.
+        label: its name in tables and plots.
+        optim: the value of `TrainingArguments.optim`.
+        is_ours: whether `optim` is one of hf_lowprec's names, which cast the model.
+        dtype: otherwise, the dtype to which the whole model is cast before training.
+        description: the dtypes and the optimizer, in one sentence.
     """
 
     name: str

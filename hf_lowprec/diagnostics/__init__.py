@@ -1,1 +1,1 @@
-"""The cost of training in low precision, and faults in it: memory, the precision report, probes of layers."""
+"""Diagnostics for low-precision training: memory use, the precision report, and probes of layers."""

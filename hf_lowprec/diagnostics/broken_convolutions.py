@@ -1,6 +1,6 @@
-"""Find the convolutions of a model that this machine computes wrongly, and say what helps.
+"""Find the convolutions of a model that this machine computes wrongly, and suggest workarounds.
 
-Trainer's callback does this before training; `layer_probes.py` does the comparison.
+The Trainer callback runs this before training; `layer_probes.py` does the comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 MAX_COST = 5 * 2**29
-"""Most that the probes of a model may cost, in multiplications: about 0.3 seconds of a CPU core."""
+"""Upper limit on the cost of a model's probes, in multiplications: about 0.3 seconds of a CPU core."""
 _COST_PER_WEIGHT = 256
 """Multiplications that take the time of drawing a weight and comparing its gradient; measured on a CPU."""
 _ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
@@ -33,7 +33,7 @@ _ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
 
 @dataclass
 class _Candidate:
-    """Convolutions of a model with the same configuration, dtype and device, which one probe covers."""
+    """Convolutions of a model that share configuration, dtype and device, so that one probe covers them all."""
 
     layer: Convolution
     dtype: torch.dtype
@@ -44,15 +44,15 @@ class _Candidate:
 def find_broken_convolutions(model: nn.Module) -> list[Probe]:
     """Probe a model's convolutions on their own device, in their own 16-bit dtype.
 
-    Convolutions of equal configuration are probed once. Those that are sharded, uninitialized, on the meta device or in
-    another dtype are left out, and so are those that torch cannot run: they raise an error of their own.
+    Convolutions with equal configurations are probed once. Those that are sharded, uninitialized, on the meta device or
+    in another dtype are skipped, and so are those that torch cannot run, since they raise their own error.
 
-    The probes of a model cost at most `MAX_COST`. Convolutions with more unusual traits come first (groups, a large
-    kernel, a stride beyond the kernel, one dimension), then cheaper ones. Those that do not fit are not probed, and not
-    reported; `probe_layer` probes one of any size.
+    The probes of a model cost at most `MAX_COST`. Convolutions with more unusual traits (groups, a large kernel, a
+    stride larger than the kernel, one dimension) come first, then cheaper ones. Those that exceed the limit are neither
+    probed nor reported; `probe_layer` probes a layer of any size.
 
     Returns:
-        The probes that failed, with the names of the modules.
+        The failed probes, with the names of the modules.
     """
     candidates: dict[tuple[str, torch.dtype, torch.device], _Candidate] = {}
     for name, layer in model.named_modules():
@@ -82,7 +82,7 @@ def _within_cost(candidates: list[_Candidate]) -> list[_Candidate]:
 
 
 def _probed_weight(layer: nn.Module) -> Tensor | None:
-    """A parameter in whose dtype and on whose device to probe a layer; None if it cannot be probed."""
+    """The parameter whose dtype and device a layer is probed with; None if the layer cannot be probed."""
     weight = next(layer.parameters(), None)
     if weight is None or any(map(is_lazy, layer.parameters())) or is_sharded(weight) or weight.is_meta:
         return None
@@ -90,7 +90,7 @@ def _probed_weight(layer: nn.Module) -> Tensor | None:
 
 
 def _unusual_traits(layer: Convolution) -> int:
-    """How many traits a convolution has that few models use, so that libraries test its kernels least."""
+    """The number of a convolution's traits that few models use, and whose kernels libraries therefore test least."""
     skips = any(step > size for step, size in zip(layer.stride, layer.kernel_size, strict=True))
     return sum((layer.groups > 1, max(layer.kernel_size) > 7, skips, len(layer.kernel_size) == 1))
 
@@ -104,7 +104,7 @@ def _probe_cost(layer: Convolution) -> int:
 
 
 def keep_fp32_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Patterns of `keep_fp32` that match the modules of these names and no others.
+    """`keep_fp32` patterns that match the modules with these names and no others.
 
     Layer indices become `*` where no other module matches.
     """
@@ -124,13 +124,13 @@ def workarounds(device: torch.device, patterns: Iterable[str] = ()) -> str:
     """Workarounds for layers that a device computes wrongly, as text.
 
     Args:
-        device: where they run.
+        device: the device that computes wrongly.
         patterns: entries of `keep_fp32` for them.
     """
     joined = "|".join(patterns)
     options = [f'optim_args="keep_fp32={joined}"' if joined else "keep such layers in FP32 (keep_fp32=)"]
     if device.type == "cpu" and _has_amx() and _ONEDNN_ISA not in os.environ:
-        options.append(f"{_ONEDNN_ISA}=AVX512_CORE_BF16 in the environment, which leaves AMX out")
+        options.append(f"{_ONEDNN_ISA}=AVX512_CORE_BF16 in the environment, which disables AMX")
     return "; or ".join([*options, "another version of torch"])
 
 

@@ -1,6 +1,6 @@
-"""The computation that a layer does, as a function of plain tensors, so that it can be run in any dtype.
+"""The computation of a layer as a function of plain tensors, so that it can be run in any dtype.
 
-Only the layer's configuration is read. The layer itself, its hooks and its weights take no part.
+Only the layer's configuration is read. The layer itself, its hooks and its weights are not used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _BATCH = 2
 _ROWS = 8
 """Rows of a matrix product's input; tokens of an embedding."""
 _MAX_POSITIONS = {1: 24, 2: 5, 3: 3}
-"""Most kernel positions per dimension of a default input, by number of dimensions."""
+"""Maximum number of kernel positions per dimension in a default input, by number of dimensions."""
 _MAX_MULTIPLICATIONS = 2**22
-"""Most multiplications of a convolution of a default input; fewer kernel positions above it."""
+"""Maximum number of multiplications for a convolution's default input; larger inputs get fewer kernel positions."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Computation:
         compute: a function of the tensors by name, in any floating dtype and on any device.
         shapes: the tensors' names and shapes.
         scales: the standard deviation of a tensor's values, where it is not 1.
-        channels_last: whether to run it a second time with `input`'s channels last in memory, as after a transpose:
-            libraries have other kernels for that.
+        channels_last: whether to run it a second time with `input`'s channels last in memory, as after a transpose,
+            since libraries have separate kernels for that layout.
     """
 
     compute: Callable[..., Tensor]
@@ -47,10 +47,10 @@ class Computation:
 
 
 def layer_computations(layer: nn.Module, input_shape: tuple[int, ...] | None = None) -> list[Computation]:
-    """The computation of a layer on an input of a shape; by default on one or two small inputs.
+    """The computations of a layer on an input of the given shape; by default, on one or two small inputs.
 
-    Supported are convolutions and transposed convolutions, `Linear`, `Embedding`, and torch's norms as `cast_model`
-    leaves them, FP32 inside. For other modules the list is empty.
+    Supports convolutions and transposed convolutions, `Linear`, `Embedding`, and torch's norms as `cast_model` leaves
+    them (FP32 inside). For other modules, the list is empty.
 
     Args:
         layer: a module on any device, the meta device included.
@@ -84,7 +84,7 @@ def default_sizes(layer: Convolution) -> Iterator[tuple[int, ...]]:
         if layer.transposed:
             yield (positions,) * dims
         else:
-            # Padding adds positions. The smallest extents leave it some, so that each weight meets the input.
+            # Padding adds positions. Even the smallest sizes are chosen so that every weight meets the input.
             spans = zip(_kernel_spans(layer), _zero_padding(layer), layer.stride, strict=True)
             yield tuple([max((positions - 1) * step + span - 2 * pad, span - pad, 1) for span, pad, step in spans])
 
@@ -95,7 +95,7 @@ def weight_count(layer: Convolution) -> int:
 
 
 def multiplications_per_weight(layer: Convolution, size: tuple[int, ...]) -> int:
-    """How often a convolution of a batch of a spatial size multiplies by each weight."""
+    """How often a convolution multiplies by each weight, for a batch of the given spatial size."""
     if layer.transposed:
         return _BATCH * math.prod(size)
     dims = zip(size, _kernel_spans(layer), _zero_padding(layer), layer.stride, strict=True)
@@ -135,7 +135,7 @@ def _kernel_spans(layer: Convolution) -> list[int]:
 
 
 def _zero_padding(layer: Convolution) -> list[int]:
-    """Zeros that the convolution itself adds on each side."""
+    """The number of zeros that the convolution itself adds on each side."""
     if layer.padding_mode != "zeros" or layer.padding == "valid":
         return [0] * len(layer.kernel_size)
     return [span // 2 for span in _kernel_spans(layer)] if isinstance(layer.padding, str) else list(layer.padding)

@@ -1,11 +1,11 @@
-"""Compare a layer's computation in 16 bits with FP64, because libraries have kernels that are wrong for a few shapes.
+"""Compare a layer's computation in 16 bits with FP64, because some library kernels are wrong for a few shapes.
 
 oneDNN's BF16 convolutions on CPUs with AMX are an example: right for most shapes, off by 100% for some, without an
-error. A probe runs forward and backward of one layer's computation on a small seeded input. Weights are random, in the
-shapes of the layer's own; the layer itself, its hooks and torch's random state stay as they are.
+error. A probe runs the forward and backward pass of one layer's computation on a small seeded input, with random
+weights in the layer's shapes. The layer itself, its hooks and torch's random state are not touched.
 
-A probe can prove a fault but not its absence: a kernel is also chosen by the size of the input, which only the data
-determine.
+A probe can prove a fault but not its absence, because the choice of kernel also depends on the size of the input, which
+only the data determine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Probe:
 
     @property
     def broken(self) -> dict[str, float]:
-        """The entries of `errors` that rounding does not explain."""
+        """The entries of `errors` that rounding cannot explain."""
         return {name: error for name, error in self.errors.items() if not error <= TOLERANCE}  # NaN is broken
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ def probe_layer(
     device: torch.device | str = "cpu",
     input_shape: tuple[int, ...] | None = None,
 ) -> Probe | None:
-    """Compare a layer's forward and backward in `dtype` on `device` with FP64; None if it is not supported.
+    """Compare a layer's forward and backward pass in `dtype` on `device` with FP64; None if it is not supported.
 
     Args:
         layer: a module that `layer_computations` supports, on any device.
         dtype: `torch.bfloat16` or `torch.float16`.
-        device: where it computes.
+        device: the device to test.
         input_shape: shape of the input to probe with.
 
     Raises:
@@ -83,12 +83,12 @@ def probe_layer(
 def relative_errors(
     computation: Computation, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """The error of a computation in `dtype` on `device`, relative to the same in FP64 on the CPU.
+    """The error of a computation in `dtype` on `device`, relative to FP64 on the CPU.
 
     Returns:
         `"output"` and `"grad_<name>"` for each tensor → the largest error among the slices of that tensor along each
-        of its dimensions: root mean squares, relative to the slice's or the whole tensor's, whichever is larger. So
-        one wrong channel, sample or position among many counts as much as if all were wrong.
+        of its dimensions: root mean squares, relative to the slice's or the whole tensor's, whichever is larger. One
+        wrong channel, sample or position among many therefore counts as much as if all were wrong.
     """
     generator = torch.Generator().manual_seed(_SEED)
     with torch.inference_mode(False), torch.enable_grad():
@@ -105,7 +105,7 @@ def relative_errors(
 
 
 def describe_layer(layer: nn.Module) -> str:
-    """The class of torch that a layer is or derives from, and its configuration."""
+    """The torch class that a layer is or derives from, and its configuration."""
     classes = (c for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.modules."))
     return f"{next(classes, type(layer)).__name__}({layer.extra_repr()})"
 

@@ -1,4 +1,4 @@
-"""Count the bytes of weights, gradients and optimizer state: of existing tensors, or of those that a step will make."""
+"""Count the bytes of weights, gradients and optimizer state: existing tensors, or those that a step will need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MemoryUse:
     """Bytes by purpose and dtype, on this rank.
 
     Attributes:
-        parameters: number of parameters; of sharded ones those that this rank holds.
-        weights: bytes of the parameters, by dtype; quantized ones count in the dtypes they are stored in, without
-            tensors that a quantizer keeps outside of parameters.
+        parameters: number of parameters; for sharded parameters, the number of elements on this rank.
+        weights: bytes of the parameters, by dtype. Quantized parameters count in their storage dtypes; tensors that a
+            quantizer keeps outside parameters are not included.
         gradients: bytes of the gradients, by dtype.
         state: bytes of the optimizer state, by dtype.
     """
@@ -43,7 +43,7 @@ class MemoryUse:
 
 
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
-    """Count the tensors that exist now: gradients exist from backward to `zero_grad`, state after the first step."""
+    """Count the tensors that exist now: gradients exist from backward until `zero_grad`, state after the first step."""
     parameters = list(model.parameters())
     dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
     states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
@@ -73,7 +73,7 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
-    """State name → elements by dtype, for states that exist and for those that the first step will make."""
+    """State name → elements by dtype, for existing states and those that the first step will create."""
     elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
     for group in optimizer.param_groups:
         for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):

@@ -23,7 +23,7 @@ def precision_report(
 
     Args:
         model: the model about to be trained.
-        optimizer: its optimizer; states that do not exist yet are counted as they will be.
+        optimizer: its optimizer; states that the first step will create are counted as well.
         cast: the report that `cast_model` returned.
         notes: further lines.
 
@@ -40,7 +40,7 @@ def precision_report(
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
-        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not of hf_lowprec: it rounds as it does")
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
     if cast.kept:
         reasons = Counter(cast.kept.values())
         lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
@@ -77,10 +77,10 @@ def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
 
 
 def _row(title: str, count: Counter[torch.dtype]) -> str:
-    """Format one line: size, bytes per parameter where an element is a parameter, and the elements by dtype."""
+    """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype."""
     total = sum(count.values())
     size = sum(n * dtype.itemsize for dtype, n in count.items())
-    # An element of quantized data may be several weights, or a part of one.
+    # An element of quantized data may hold several weights, or part of one.
     floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())

@@ -1,4 +1,4 @@
-"""The checks of `hf-lowprec doctor`. Each does a part of training, and returns one line or raises Broken or Missing."""
+"""The checks of `hf-lowprec doctor`. Each runs a part of training and returns one line, or raises Broken or Missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     Attributes:
         status: `OK`, `MISSING` or `FAILED`.
         text: one line.
-        unexpected: whether an error ended the check midway, so that other ranks may wait for this one.
+        unexpected: whether an error ended the check midway, so that other ranks may be waiting for this one.
     """
 
     status: str
@@ -44,11 +44,11 @@ class Finding(NamedTuple):
 
 
 class Missing(Exception):
-    """Raised by a check for something that is not there, and without which everything works."""
+    """Raised by a check if something optional is missing: everything works without it."""
 
 
 class Broken(Exception):
-    """Raised by a check for something that does not do what it should."""
+    """Raised by a check if something does not work as it should."""
 
 
 def run_check(check: Callable[[], str]) -> Finding:
@@ -66,20 +66,18 @@ def run_check(check: Callable[[], str]) -> Finding:
 
 
 def check_packages() -> str:
-    """Check that the installed packages are those that the metadata of hf_lowprec asks for."""
+    """Check that the installed packages meet the requirements in hf_lowprec's metadata."""
     try:
         requirements = [Requirement(line) for line in metadata.requires("hf-lowprec") or []]
     except metadata.PackageNotFoundError:
-        raise Missing(
-            "hf_lowprec is not installed but runs from a folder, so it is not known what it asks for"
-        ) from None
+        raise Missing("hf_lowprec runs from a folder and is not installed, so its requirements are unknown") from None
     needed = [
         requirement
         for requirement in requirements
         if not requirement.marker or requirement.marker.evaluate({"extra": ""})
     ]
     wrong = [
-        f"{requirement.name} {metadata.version(requirement.name)} is installed, {requirement} is asked for"
+        f"{requirement.name} {metadata.version(requirement.name)} is installed, but {requirement} is required"
         for requirement in needed
         if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
     ]
@@ -93,17 +91,17 @@ def check_names() -> str:
     for name in OPTIMIZER_NAMES:
         cls, _ = Trainer.get_optimizer_cls_and_kwargs(training_arguments(optim=name))
         if cls not in ALGORITHMS.values():
-            raise Broken(f"optim={name!r} leads to {cls}, not to an optimizer of hf_lowprec")
-    return f"{len(OPTIMIZER_NAMES)} values of optim= lead to our optimizers"
+            raise Broken(f"optim={name!r} selects {cls}, which is not an hf_lowprec optimizer")
+    return f"all {len(OPTIMIZER_NAMES)} optim= names select hf_lowprec optimizers"
 
 
 def check_steps() -> str:
-    """Check that the compiled step of every device gives the bits of the reference."""
+    """Check that the compiled step of every device gives the same bits as the reference."""
     return "; ".join(map(_check_device_steps, _devices()))
 
 
 def _devices() -> list[torch.device]:
-    """The device of this rank; without ranks all devices of this machine."""
+    """The device of this rank, or all devices of this machine if there are no ranks."""
     device = training_arguments().device
     if device.type == "cpu":
         device = torch.device("cpu")
@@ -118,10 +116,10 @@ def _check_device_steps(device: torch.device) -> str:
         try:
             compiled = _bits_after_steps(device, mode, backend)
         except (CompilerError, TritonError) as error:
-            raise Missing(f"{device} takes the slower 'eager' backend, with the same results: {error}") from None
+            raise Missing(f"{device} uses the slower 'eager' backend, with the same results: {error}") from None
         if not all(map(torch.equal, compiled, _bits_after_steps(device, mode, "eager"))):
-            raise Broken(f"{device}: backend {backend!r} with rounding={mode!r} does not give the bits of 'eager'")
-    return f"{device}: backend {backend!r} gives the bits of 'eager' ({', '.join(MODES)})"
+            raise Broken(f"{device}: backend {backend!r} with rounding={mode!r} gives other bits than 'eager'")
+    return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)})"
 
 
 def _bits_after_steps(device: torch.device, mode: str, backend: str) -> list[Tensor]:
@@ -150,7 +148,7 @@ def _check_device_layers(device: torch.device) -> str:
     missing = f"; not supported in BF16: {'; '.join(unsupported)}" if unsupported else ""
     if broken:
         raise Broken(
-            f"{device}: wrong in BF16: {'; '.join(map(str, broken))}. Not a fault of your model. "
+            f"{device}: wrong in BF16: {'; '.join(map(str, broken))}. Your model is not at fault. "
             f"Workarounds: {workarounds(device)}{missing}"
         )
     if not probes:
@@ -164,7 +162,7 @@ def check_reduction() -> str:
     """Check that the mean of a gradient over ranks is summed in FP32 and the same on all ranks."""
     group = dist.group.WORLD
     if group is None or group.size() == 1:
-        raise Missing(f"one process; to check it between several: {LAUNCH}")
+        raise Missing(f"only one process; to check the reduction between several: {LAUNCH}")
     ranks, device = group.size(), training_arguments().device
     gradient = torch.randn(10_007, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(device)
     by_rank = [torch.empty_like(gradient) for _ in range(ranks)]
@@ -173,23 +171,23 @@ def check_reduction() -> str:
 
     BucketAverager(group)(gradient, is_first=True, is_last=True).wait()
     dist.all_gather(by_rank, gradient)  # before any comparison, so that no rank waits for one that has failed
-    # Half a unit in the last place of the result, and for every addition one of FP32 of the terms.
+    # Half a unit in the last place of the result, plus the rounding error of one FP32 addition per rank.
     bound = exact.mean(0).abs() * 2**-8 + exact.abs().sum(0) * ranks * 2**-24
     if not all(torch.equal(other, gradient) for other in by_rank):
         raise Broken(f"means over {ranks} ranks differ from rank to rank")
     if ((gradient.double() - exact.mean(0)).abs() > bound).any():
-        raise Broken(f"means over {ranks} ranks are not those of an FP32 sum")
+        raise Broken(f"means over {ranks} ranks do not match an FP32 sum")
     return f"{ranks} ranks over {dist.get_backend()}: FP32 means of BF16 gradients, the same on all"
 
 
 def check_training() -> str:
-    """Check a run of the stock Trainer with one of our names: dtypes are right, every weight moves, the loss falls."""
+    """Check a run of the stock Trainer with one of our names: correct dtypes, every weight changes, the loss falls."""
     if not dist.is_initialized() and (gpus := training_arguments().n_gpu) > 1:
-        raise Missing(f"one process and {gpus} GPUs; CUDA_VISIBLE_DEVICES=0 for one of them, for all: {LAUNCH}")
+        raise Missing(f"one process and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0 to check one GPU, or use {LAUNCH}")
     trainer, before = train()
     if dist.is_initialized() and trainer.args.world_size != dist.get_world_size():
         raise Broken(
-            f"{dist.get_world_size()} processes were started, and Trainer trains with {trainer.args.world_size}"
+            f"{dist.get_world_size()} processes were started, but Trainer trains with {trainer.args.world_size}"
         )
     model = trainer.accelerator.unwrap_model(trainer.model)
     try:
@@ -205,13 +203,13 @@ def check_training() -> str:
     ]
     if wrong or unmoved:
         raise Broken(
-            f"dtypes that were not expected: {wrong or 'none'}; weights that did not move: {unmoved or 'none'}"
+            f"weights with an unexpected dtype: {wrong or 'none'}; weights that did not change: {unmoved or 'none'}"
         )
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     first, last = logs[0]["loss"], logs[-1]["loss"]
     if not last < first:
-        raise Broken(f"after {STEPS} steps of a tiny Llama the loss is {last:.2f}, from {first:.2f}")
-    lost = round(logs[-1][LOST_UPDATES], 3) + 0.0  # no minus before a zero
+        raise Broken(f"the loss of a tiny Llama went from {first:.2f} to {last:.2f} in {STEPS} steps")
+    lost = round(logs[-1][LOST_UPDATES], 3) + 0.0  # avoids -0.0
     where = f"on {trainer.args.device}, world of {trainer.args.world_size}"
     return f"{STEPS} steps {where}: loss {first:.2f} to {last:.2f}, {lost:.1%} of the last update lost"
 
@@ -224,4 +222,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "reduction": check_reduction,
     "training": check_training,
 }
-"""The checks by the name that is printed, in the order in which they run."""
+"""The checks by their printed names, in the order in which they run."""

@@ -14,7 +14,7 @@ from hf_lowprec.diagnostics.layer_probes import Probe, probe_layer, relative_err
 
 
 def layers() -> dict[str, nn.Module]:
-    """Layers by their purpose. They are on the meta device: a probe reads only their configuration."""
+    """Layers by purpose, on the meta device, since a probe reads only their configuration."""
     with torch.device("meta"):
         return {
             "audio, first": nn.Conv1d(1, 512, 10, stride=5, bias=False),
@@ -47,7 +47,7 @@ def layers() -> dict[str, nn.Module]:
 
 
 def functions() -> dict[str, Computation]:
-    """Functions that no module stands for, by what they compute."""
+    """Functions for which there is no module, by what they compute."""
     heads = dict.fromkeys(("query", "key", "value"), (2, 4, 40, 64))
     return {
         "batched matmul": Computation(_matmul, {"left": (8, 16, 64), "right": (8, 64, 24)}),
@@ -73,7 +73,7 @@ def probe_layers(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> t
     """Probe all layers and functions.
 
     Returns:
-        The probes' results; and for each layer that torch cannot run on `device`, its name and the reason.
+        The probes' results, and the name and reason for each layer that torch cannot run on `device`.
     """
     runs: dict[str, Callable[[], Probe | None]] = {
         name: partial(probe_layer, layer, dtype, device) for name, layer in layers().items()

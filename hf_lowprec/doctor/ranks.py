@@ -15,8 +15,8 @@ from hf_lowprec.doctor.tiny_training import training_arguments
 
 @contextmanager
 def joined_ranks() -> Iterator[None]:
-    """Join the other processes of an `accelerate launch` or `torchrun`, as Trainer would, and leave them at the end."""
-    _ = training_arguments().device  # asking for it is what starts the process group
+    """Join the process group of an `accelerate launch` or `torchrun`, as Trainer would, and leave it at the end."""
+    _ = training_arguments().device  # reading this property starts the process group
     yield
     if dist.is_initialized():
         dist.barrier()
@@ -24,7 +24,7 @@ def joined_ranks() -> Iterator[None]:
 
 
 def abort() -> NoReturn:
-    """End this process, and with it the launch: other ranks may wait in a collective that this one has left."""
+    """End this process and with it the launch: other ranks may be waiting in a collective that this one left."""
     sys.stderr.flush()
     os._exit(1)
 

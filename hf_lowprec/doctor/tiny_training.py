@@ -1,4 +1,4 @@
-"""A training run of seconds: a tiny Llama learns to count, with the stock Trainer."""
+"""A training run that takes seconds: a tiny Llama learns to count, with the stock Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY, LENGTH, STEPS = 64, 16, 12
 
 
 def training_arguments(**options: object) -> TrainingArguments:
-    """Arguments that write nothing and print nothing, on the device that Trainer chooses."""
+    """`TrainingArguments` that write and print nothing, for the device that Trainer chooses."""
     quiet = {
         "report_to": [],
         "disable_tqdm": True,
@@ -21,7 +21,7 @@ def training_arguments(**options: object) -> TrainingArguments:
         "log_level": "error",
         "ddp_find_unused_parameters": False,
     }
-    use_cpu = not torch.accelerator.is_available()  # unless it is told, accelerate starts no process group there
+    use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU
     return TrainingArguments(gettempdir(), use_cpu=use_cpu, **quiet, **options)  # type: ignore[arg-type]
 
 

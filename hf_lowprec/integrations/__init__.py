@@ -1,4 +1,4 @@
-"""Connections to transformers and accelerate; no other package imports their internals."""
+"""The integration with transformers and accelerate. No other package imports their internals."""
 
 from hf_lowprec.integrations import former_names
 

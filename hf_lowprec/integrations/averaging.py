@@ -1,4 +1,4 @@
-"""`AveragedModel`: averages of weights (EMA, SWA), in FP32 although the model is in BF16."""
+"""`AveragedModel`: FP32 averages of weights (EMA, SWA) for BF16 models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """`torch.optim.swa_utils.AveragedModel` (EMA, SWA) in FP32, for a model that trains in BF16.
+    """`torch.optim.swa_utils.AveragedModel` (EMA, SWA) in FP32, for a model trained in BF16.
 
-    torch's class keeps the average in the model's dtype. In BF16 that average stands still: at a decay of 0.999 it
-    should move by a thousandth of its distance to the weight, which is less than half of its spacing. This class holds
-    an FP32 copy of the model, 4 bytes per parameter, and averages `weight + compensation`, as `fp32_state_dict` does.
+    torch's class keeps the average in the model's dtype. In BF16, such an average does not move: at a decay of 0.999,
+    each update is a thousandth of the distance to the weight, which is rounded away. This class holds an FP32 copy of
+    the model (4 bytes per parameter) and averages `weight + compensation`, as `fp32_state_dict` does.
 
-    `ema.module` is an FP32 model, to evaluate or to save. `ema.state_dict()` is what a checkpoint needs.
+    `ema.module` is an FP32 model that can be evaluated or saved. Store `ema.state_dict()` in checkpoints.
 
         ema = hf_lowprec.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
         ...
@@ -29,9 +29,9 @@ class AveragedModel(swa_utils.AveragedModel):
         ema.update_parameters(model, optimizer)
 
     Args:
-        model: the model in training, cast or not; it is copied.
-        device: the device of the average; None is that of the model.
-        avg_fn: as for torch's class. Without it and `multi_avg_fn` the average is the arithmetic mean (SWA).
+        model: the model being trained, cast or not; it is copied.
+        device: the device of the average; None means the model's device.
+        avg_fn: as for torch's class. Without `avg_fn` and `multi_avg_fn`, the average is the arithmetic mean (SWA).
         multi_avg_fn: as for torch's class, such as `get_ema_multi_avg_fn(decay)`; called with one tensor at a time.
         use_buffers: average floating-point buffers too. Other buffers are copied.
 
@@ -40,7 +40,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """
 
     _checked = False
-    """Whether the first update's optimizer was checked."""
+    """Whether the optimizer of the first update has been checked."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AveragedModel(swa_utils.AveragedModel):
         use_buffers: bool = False,
     ) -> None:
         if any(map(is_sharded, model.parameters())):
-            raise ValueError("AveragedModel copies whole models; this one is sharded. Average checkpoints instead")
+            raise ValueError("AveragedModel copies whole models, but this one is sharded; average checkpoints instead")
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         uncast_model(self.module)
 
@@ -59,23 +59,23 @@ class AveragedModel(swa_utils.AveragedModel):
     def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
         """Update the average with the model's weights. The first call copies them.
 
-        The first call warns of 16-bit parameters in training that `optimizer` does not hold, or that an optimizer of
-        another library trains: they are averaged as they are stored.
+        The first call warns about trainable 16-bit parameters that are not in `optimizer`, or whose optimizer is from
+        another library: their stored values are averaged, without compensation.
 
         Args:
-            model: the model in training.
-            optimizer: its optimizer, or accelerate's wrapper of it, after its step. A model in FP32 needs none, as with
-                torch's class.
+            model: the model being trained.
+            optimizer: its optimizer after the step, or accelerate's wrapper around it. As with torch's class, an FP32
+                model needs none.
 
         Raises:
-            TypeError: no `optimizer`, and parameters in 16 bits.
-            ValueError: `optimizer` holds none of the model's parameters.
+            TypeError: the model has 16-bit parameters, but no `optimizer` was passed.
+            ValueError: `optimizer` has none of the model's parameters.
         """
         already = int(self.n_averaged)
         estimate = _float32 if optimizer is None else fp32_estimates(model, optimizer)
         if optimizer is None and any(param.dtype in LOW_PRECISION_DTYPES for param in model.parameters()):
             raise TypeError(
-                "update_parameters(model) needs optimizer= for a model in 16 bits, whose FP32 weights are weight + "
+                "update_parameters(model) needs optimizer= for a 16-bit model, because its FP32 weights are weight + "
                 "compensation; call update_parameters(model, optimizer)"
             )
         if optimizer is not None and not self._checked:

@@ -1,7 +1,7 @@
 """Two warnings before an optimizer's first step: the model was never cast, or DDP sums its gradients in 16 bits.
 
-Each is given once per process. An optimizer is given parameters and not their model, which is therefore searched for
-among all live modules.
+Each is given once per process. An optimizer gets only parameters, so their model is searched for among all live
+modules.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from hf_lowprec.optim.sharding import is_sharded
 _MATRIX = 1024
 """Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
-"""How often a process searches for models, a tenth of a second each: there may be an optimizer per parameter."""
+"""How often a process searches for models (0.1 s each), since there may be one optimizer per parameter."""
 
 _UNCAST = (
-    "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16 call "
-    "hf_lowprec.cast_model(model) before the optimizer is built; under Trainer set optim= to one of "
+    "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16, call "
+    "hf_lowprec.cast_model(model) before building the optimizer; with Trainer, set optim= to one of "
     "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
 )
 _SUMS_IN_16_BITS = (
-    "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums call "
-    "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare, or without Accelerate "
-    "hf_lowprec.reduction.reduce_in_fp32(model) of the wrapped model"
+    "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
+    "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
+    "hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
 )
 _searches_left = {_UNCAST: _SEARCHES, _SUMS_IN_16_BITS: _SEARCHES}
-"""Warning -> searches left."""
+"""Warning -> number of searches left."""
 logger = logging.getLogger(__name__)
 
 
 def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     """Warn if the model of `optimizer` trains in FP32, or if its gradients are summed in 16 bits.
 
-    One of `LowPrecisionOptimizer.first_step_checks`. There is no warning for FP32 parameters of a model that is cast,
-    quantized or partly in 16 bits (norms, adapters, heads), nor for DDP with any communication hook.
+    One of `LowPrecisionOptimizer.first_step_checks`. It does not warn about FP32 parameters of a model that is cast,
+    quantized or partly in 16 bits (norms, adapters, heads), nor about DDP with any communication hook.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and dist.get_rank() != 0:
@@ -59,7 +59,7 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
 
 
 def _warn_if(condition: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
-    """Log `text` if `condition` holds for `params`; not again afterwards, and not after too many searches."""
+    """Log `text` once if `condition` holds for `params`. Stops checking after a number of searches."""
     if _searches_left[text] > 0:
         holds = condition(params)
         _searches_left[text] = 0 if holds else _searches_left[text] - 1

@@ -26,11 +26,11 @@ FORMER_NAMES: dict[str, dict[str, str]] = {
         "RankComparison": "hf_lowprec.integrations.accelerate.rank_comparison.RankComparison",
     },
 }
-"""Module that no longer exists -> name in it -> where the same is defined now."""
+"""Former module -> former name -> where the object is defined now."""
 
 
 def install() -> None:
-    """Let unpickling find the former modules: put stand-ins for them into `sys.modules`; nothing is imported yet."""
+    """Put stand-ins for the former modules into `sys.modules`, so that unpickling finds them. Imports nothing yet."""
     for path, names in FORMER_NAMES.items():
         vars(sys.modules.setdefault(path, ModuleType(path)))["__getattr__"] = _Lookup(names)
 
@@ -43,6 +43,6 @@ class _Lookup:
 
     def __call__(self, name: str) -> Any:
         if name not in self._names:
-            raise AttributeError(f"{name!r} is no former name of hf_lowprec")
+            raise AttributeError(f"{name!r} is not a former name of hf_lowprec")
         module, _, attribute = self._names[name].rpartition(".")
         return getattr(import_module(module), attribute)

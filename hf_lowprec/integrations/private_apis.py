@@ -28,13 +28,13 @@ SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
 
 RUN_EPOCH = "_run_epoch"
-"""Trainer's method that trains for an epoch, or the rest of one; it compares steps with `max_steps` after a step."""
+"""Trainer's method that trains for (the rest of) an epoch; it compares steps with `max_steps` only after a step."""
 
 SAVE_CHECKPOINT = "_save_checkpoint"
-"""Trainer's method that writes a checkpoint, then pushes it to the hub, and then deletes older ones."""
+"""Trainer's method that writes a checkpoint, then pushes it to the Hub, and then deletes older ones."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
-"""Trainer's method that loads a checkpoint's weights when a run is resumed; its last argument is the model."""
+"""Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
 
 LOAD_BEST = "_load_best_model"
 """Trainer's method that loads the best weights at the end of a run."""
@@ -46,13 +46,13 @@ OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickle: Callable[[str], Any]) -> None:
-    """Add `names` to `OptimizerNames` and to Trainer's dispatch table; a name that exists already is left alone.
+    """Add `names` to `OptimizerNames` and to Trainer's dispatch table. Existing names are not changed.
 
     `TrainingArguments` accepts only members of this enum, and there is no public way to extend it.
 
     Args:
         names: the values of the new members.
-        handler: the function that the dispatch table gets for them.
+        handler: the function for these names in the dispatch table.
         unpickle: the function that a pickled member calls with its value. Unpickling imports its module, which adds the
             members. Pickled by default, a member would refer only to the enum, which may not have it yet.
 
@@ -87,7 +87,7 @@ def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
 
 
 def optimizer_member(name: str) -> OptimizerNames:
-    """The member of transformers' enum that has the value `name`."""
+    """The member of transformers' enum whose value is `name`."""
     return OptimizerNames(name)
 
 
@@ -95,12 +95,12 @@ def optimizer_member(name: str) -> OptimizerNames:
 def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]]) -> Iterator[None]:
     """Call `first` just before the first `fully_shard` inside, with the options of that call.
 
-    Accelerate chooses the options and the moment, after which it may have moved the model to the meta device. It looks
-    `fully_shard` up in `torch.distributed.fsdp` when it shards a model, so the function is replaced there.
+    Accelerate chooses the options and the time, and may have moved the model to the meta device by then. It looks up
+    `fully_shard` in `torch.distributed.fsdp` when it shards a model, so the function is replaced there.
 
     Args:
-        first: shards some modules by itself, and returns them. They are left out of accelerate's calls, which were
-            planned before and would shard them again.
+        first: a function that shards some modules itself and returns them. They are left out of accelerate's calls,
+            which were planned earlier and would shard them again.
 
     Raises:
         RuntimeError: no `fully_shard` ran inside.
@@ -129,12 +129,12 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded `model` as a whole; accelerate returns such a model as it is."""
+    """Whether FSDP2 has sharded `model` as a whole. Accelerate returns such a model unchanged."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
 
 
 def switch_autocast_off(accelerator: Any) -> bool:
-    """Set the mixed precision of `accelerator` to "no"; returns whether it was another."""
+    """Set the mixed precision of `accelerator` to "no", and return whether this changed it."""
     if accelerator.mixed_precision == "no":
         return False
     accelerator.state._mixed_precision = "no"
@@ -146,15 +146,15 @@ def switch_autocast_off(accelerator: Any) -> bool:
 
 
 def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that `accelerator` was given to prepare, also those for evaluation only.
+    """The models that `accelerator` has prepared, including those used only for evaluation.
 
-    A model that DDP wraps is listed without its wrapper. FSDP2 shards in place.
+    A model wrapped by DDP is listed without its wrapper. FSDP2 shards in place.
     """
     return list(accelerator._models)
 
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
-    """The optimizers that `accelerator` has prepared, without its wrappers."""
+    """The optimizers that `accelerator` has prepared, without accelerate's wrappers."""
     return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 
@@ -165,7 +165,7 @@ def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parame
 
 
 def has_communication_hook(model: DistributedDataParallel) -> bool:
-    """Whether something was registered by `DistributedDataParallel.register_comm_hook`."""
+    """Whether a hook was registered by `DistributedDataParallel.register_comm_hook`."""
     return bool(model._comm_hooks)
 
 
@@ -176,10 +176,10 @@ def has_adapters(model: Any) -> bool:
 
 @contextmanager
 def prepared_again_later(model: Any) -> Iterator[None]:
-    """Let `Accelerator.prepare_model`, called inside for evaluation, prepare `model` again later, for training.
+    """Allow `model` to be prepared for training after `Accelerator.prepare_model` was called inside for evaluation.
 
-    Accelerate marks a model that it has prepared, also for evaluation only, and returns a marked model as it is. After
-    `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.
+    Accelerate marks every model that it prepares, even one for evaluation only, and returns marked models unchanged.
+    After `Trainer.evaluate()`, `Trainer.train()` would get a model without DDP, and every process would train alone.
     """
     marked_before = getattr(model, _PREPARED, False)
     try:
@@ -193,8 +193,8 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
     """The folder to which `trainer` saves the checkpoint of its current step.
 
     Args:
-        trainer: in training.
-        trial: that of a hyperparameter search, or None.
+        trainer: the Trainer, during training.
+        trial: the trial of a hyperparameter search, or None.
     """
     return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
@@ -203,7 +203,7 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
     """Call `written` each time a `trainer_state.json` has been written inside.
 
-    It is the last file of a checkpoint. Trainer then pushes the checkpoint to the hub and deletes older ones.
+    It is the last file of a checkpoint. Trainer then pushes the checkpoint to the Hub and deletes older ones.
     """
     original = vars(TrainerState)["save_to_json"]
 
@@ -218,7 +218,7 @@ def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
-    """Let Trainer read a `trainer_state.json` by `read(path, cls)`, where `cls` is the class that it asks for."""
+    """Make Trainer read `trainer_state.json` with `read(path, cls)`, where `cls` is the class that it expects."""
 
     def load_from_json(cls: type[TrainerState], json_path: str) -> TrainerState:
         return read(Path(json_path), cls)
@@ -238,7 +238,7 @@ def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def read_checkpoints_in_float32(trainer: Trainer) -> None:
-    """Let a trainer that reads checkpoints by `from_pretrained`, as sentence-transformers does, read them in FP32.
+    """Make a trainer that reads checkpoints with `from_pretrained`, as sentence-transformers does, read them in FP32.
 
     By default, `from_pretrained` gives every weight the one dtype of the saved config, which would round FP32 norms.
     """
@@ -247,7 +247,7 @@ def read_checkpoints_in_float32(trainer: Trainer) -> None:
 
 
 def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call `load` while `from_pretrained`, called without a `dtype`, loads FP32."""
+    """Call `load` while `from_pretrained` without a `dtype` loads FP32."""
     original = vars(PreTrainedModel)["from_pretrained"]
 
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Wraps a method of one instance, in a way that pickles along with the instance."""
+"""Wraps a method of one instance so that the wrapper pickles along with the instance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
 
 
 class WrappedMethod:
-    """A method of one instance inside a wrapper.
+    """A wrapped method of one instance.
 
-    A closure would not pickle, and an `Accelerator` or a `Trainer` is pickled with what it holds.
+    A closure would not pickle, and an `Accelerator` or a `Trainer` is pickled together with its attributes.
     """
 
     def __init__(self, instance: object, name: str, wrapper: Callable) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 
-if TYPE_CHECKING:  # for editors; at run time every algorithm is here by itself
+if TYPE_CHECKING:  # for editors; at run time, every algorithm is found automatically
     from hf_lowprec.optim.algorithms.adam import Adam as Adam
     from hf_lowprec.optim.algorithms.adamw import AdamW as AdamW
     from hf_lowprec.optim.algorithms.adan import Adan as Adan

@@ -18,7 +18,7 @@ Formula = Callable[..., Tensor]
 
 
 class Algorithm(torch.optim.Optimizer):
-    """Declares what a subclass defines about its arithmetic, and the settings that every optimizer has."""
+    """Declares the arithmetic that a subclass must define, and the settings that every optimizer has."""
 
     backend: str
     capturable: bool
@@ -38,19 +38,19 @@ class Algorithm(torch.optim.Optimizer):
     """Boolean keys of parameter groups that the constructor does not take."""
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
-        """The states a parameter of `group` has, in the order in which they are stored."""
+        """The states of a parameter in `group`, in the order in which they are stored."""
         raise NotImplementedError
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
-        """The factors of step number `step` (from 1), computed in double precision; each is cast to FP32 once."""
+        """The factors of step number `step` (from 1), computed in double precision. Each is cast to FP32 once."""
         raise NotImplementedError
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Static options of the formula; each combination is a kernel of its own."""
+        """Static options of the formula. Each combination gets its own kernel."""
         return {}
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
-        """Whether `update` takes `state.orthogonalized`, made of a whole matrix; see `per_tensor.MatrixAlgorithm`."""
+        """Whether `update` takes `state.orthogonalized`, made from a whole matrix; see `per_tensor.MatrixAlgorithm`."""
         return False
 
     def check_hyperparameters(self, group: ParamGroup) -> None:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _NAMED = 3
-"""Parameters that the warning names."""
+"""The number of parameters that the warning names."""
 
 
 @torch.no_grad()
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The best FP32 estimate of every tensor of `model.state_dict()`.
+    """Return the best FP32 estimate of every tensor of `model.state_dict()`.
 
-    For a weight that trains with Kahan summation it is `weight + compensation`, which has about twice as many
-    significant bits as the weight. Every other floating-point tensor is converted as it is. A warning names 16-bit
-    parameters in training that `optimizer` does not hold, or that an optimizer of another library trains.
+    For a weight trained with Kahan summation, it is `weight + compensation`, which has about twice as many significant
+    bits as the weight. Every other floating-point tensor is simply converted. A warning names trainable 16-bit
+    parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
         model: the trained model.
@@ -29,10 +29,10 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
-        not floating point are returned as they are.
+        not floating point are returned unchanged.
 
     Raises:
-        ValueError: `optimizer` holds none of the model's parameters.
+        ValueError: `optimizer` has none of the model's parameters.
     """
     estimate = fp32_estimates(model, optimizer)
     warn_of_weights_as_stored(model, optimizer)
@@ -41,7 +41,7 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    """A function that returns the best FP32 estimate of one tensor of `model`.
+    """Return a function that computes the best FP32 estimate of one tensor of `model`.
 
     `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
 
@@ -51,7 +51,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     if not any(id(param) in groups for param in model.parameters()):
-        raise ValueError("the optimizer holds none of the model's parameters; give the one that trained this model")
+        raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
     def estimate(tensor: Tensor) -> Tensor:
         """An FP32 copy of a parameter or buffer, with its compensation added; other dtypes as they are."""
@@ -68,9 +68,9 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
 
 
 def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
-    """Warn of 16-bit parameters in training of which `optimizer` knows no more than what is stored.
+    """Warn about trainable 16-bit parameters for which `optimizer` has no compensation.
 
-    It may be one of another library, which has no compensation, or not the one that trains them, which may have one.
+    It may be from another library, which has none, or not be the optimizer that trains them, which may have one.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     stepped = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
@@ -82,8 +82,8 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         warnings.warn(
-            f"{', '.join(names[:_NAMED])}{more}: taken as they are stored in 16 bits, since this "
-            f"{type(optimizer).__name__} holds no FP32 estimate of them; give the optimizer of hf_lowprec that trains "
+            f"{', '.join(names[:_NAMED])}{more}: their stored 16-bit values are used, since this "
+            f"{type(optimizer).__name__} has no FP32 estimate of them; pass the hf_lowprec optimizer that trains "
             "them, or freeze what is not trained",
             RuntimeWarning,
             stacklevel=4,

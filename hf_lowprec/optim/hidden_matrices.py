@@ -1,4 +1,4 @@
-"""Hidden matrices: the parameters that a matrix optimizer (Muon) steps; it leaves the others to another algorithm.
+"""Hidden matrices: the parameters that a matrix optimizer (Muon) updates, leaving the others to another algorithm.
 
 `hidden_matrices` finds them in a model; `split_group` splits a param group into matrices and the rest.
 """
@@ -16,17 +16,17 @@ from hf_lowprec.optim.algorithm import ParamGroup
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weight matrices inside `model`, without its embeddings and heads: what `Muon(matrices=…)` takes.
+    """Return the weight matrices inside `model`, without its embeddings and heads, for `Muon(matrices=…)`.
 
     Included are the weights of linear layers (`nn.Linear`, its subclasses, and GPT-2's `Conv1D`) and stacks of such
-    weights: three-dimensional parameters named `…_proj`, as the experts of transformers' models. Excluded are weights
-    tied to an embedding, `get_output_embeddings()`, and the modules of a transformers model outside of its base model.
+    weights: three-dimensional parameters named `…_proj`, like the experts of transformers' models. Excluded are weights
+    tied to an embedding, `get_output_embeddings()`, and the modules of a transformers model outside its base model.
 
     Args:
         model: the model, before it is wrapped.
 
     Returns:
-        The parameters themselves, each once.
+        The parameters, each once.
     """
     excluded = {
         id(param) for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
@@ -62,7 +62,7 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
     """Split `group` into a group of its matrices (`use_muon=True`) and one of its other parameters (`use_muon=False`).
 
     Args:
-        group: a param group; one that has `use_muon` already is not split.
+        group: a param group. It is not split if it already has `use_muon`.
         matrices: the parameters that are matrices; None means all.
 
     Returns:
@@ -85,7 +85,7 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
 
 
 def _tensor(param: Any) -> Any:
-    """A parameter, which in a group of named parameters comes as `(name, parameter)`."""
+    """Return the parameter itself; in a group of named parameters, it comes as `(name, parameter)`."""
     return param[1] if isinstance(param, tuple) else param
 
 
@@ -93,6 +93,6 @@ def check_matrix(param: torch.Tensor) -> None:
     """Raise ValueError unless `param` is a matrix or a stack of matrices."""
     if param.ndim not in (2, 3):
         raise ValueError(
-            f"Muon steps matrices and stacks of them, not a parameter of shape {tuple(param.shape)}; give "
+            f"Muon steps matrices and stacks of them, not a parameter of shape {tuple(param.shape)}; pass "
             "matrices=hf_lowprec.hidden_matrices(model), or put it in a group with use_muon=False"
         )

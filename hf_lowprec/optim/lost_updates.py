@@ -1,8 +1,8 @@
-"""The share of an optimizer step that rounding lost.
+"""The share of an optimizer step that is lost in rounding.
 
-For a sample of weights two changes are computed from the same state: the algorithm's change `u`, in FP32, and the
-change `Δ` of what is stored, weight plus compensation. The slope of `Δ` on `u`, `Σ u·Δ / Σ u²`, is the share of the
-algorithm's change that arrives; one minus it is lost. Nearest rounding loses nearly all of small updates; Kahan
+For a sample of weights, two changes are computed from the same state: the algorithm's FP32 change `u`, and the change
+`Δ` of the stored values (weight plus compensation). The slope of `Δ` on `u`, `Σ u·Δ / Σ u²`, is the share of the
+algorithm's change that is stored; the rest is lost. Rounding to nearest loses nearly all of small updates; Kahan
 summation loses none; stochastic rounding loses none on average, so its value scatters around zero.
 """
 
@@ -22,17 +22,17 @@ SAMPLE = 1 << 12
 
 @torch.no_grad()
 def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> float:
-    """The share of the coming step's weight changes that rounding will lose, over parameters of 16 bits.
+    """Compute the share of the coming step's weight changes that rounding will lose, over 16-bit parameters.
 
-    Call it when gradients are final, before `optimizer.step()`; states that do not exist yet are created, as the step
-    would, and nothing else is changed.
+    Call it when gradients are final, before `optimizer.step()`. Like the step, it creates missing states; it changes
+    nothing else.
 
     Args:
         optimizer: the optimizer about to step.
         sample: how many elements of each parameter are compared; they are evenly spaced.
 
     Returns:
-        0 if everything arrives, 1 if nothing does; NaN if there is no change to store or no 16-bit parameter.
+        0 if everything is stored, 1 if nothing is; NaN if there is no change to store or no 16-bit parameter.
     """
     update_square = stored_product = 0.0
     with optimizer.plan_step() as plan:
@@ -45,7 +45,7 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
                 continue
             firsts = fused_group.segments.first.tolist()
             for segment, keys in enumerate(fused_group.segment_keys()):
-                if firsts[segment] == 0:  # one segment of each parameter is sample enough
+                if firsts[segment] == 0:  # one segment of each parameter is a sufficient sample
                     update, stored = _changes(fused_group, segment, keys, sample)
                     update_square += float(update.square().sum())
                     stored_product += float((update * stored).sum())

@@ -35,41 +35,43 @@ class LowPrecisionOptimizer(Algorithm):
     """Base of the optimizers that train BF16 (or FP16) weights as accurately as FP32 ones.
 
     All arithmetic is FP32; parameters and states are stored in their own dtypes and rounded once, at the end of the
-    update. FP32 parameters get the plain FP32 algorithm with FP32 states.
+    update. FP32 parameters are updated with the plain FP32 algorithm and FP32 states.
 
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
-        rounding: `"kahan"` (a BF16 compensation carries what the weight could not hold), `"stochastic"` (unbiased, no
-            extra state; BF16 parameters only) or `"nearest"`. May be set per parameter group, as may the next three.
+        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` (unbiased, no
+            extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be set per
+            parameter group.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
             compensation.
         seed: seed of the random bits. Replicas must share it.
-        first_parameter: number of the first parameter in the random stream; the following ones count up. Default: 0,
-            except that optimizers of a single parameter are numbered in the order of construction. Pass 0 to give them
-            equal bits. Optimizers of several parameters, as one per block, all start at 0 and draw the same bits; to
-            give each its own, pass the number of parameters in the optimizers before it:
-            `first_parameter=sum(map(len, blocks[:k]))`, `blocks` being the lists of parameters.
+        first_parameter: index of the first parameter for the random bits; the parameters after it count up from there.
+            Default: 0, except that optimizers with a single parameter each are numbered in the order of construction;
+            pass 0 to make them draw the same bits. Optimizers with several parameters (for example, one per block) all
+            start at 0 and therefore draw the same bits. To give each its own bits, pass the total number of parameters
+            in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
+            parameters.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
-        capturable: keep step counts on the device, so that a step can be captured in a CUDA graph; a learning rate
-            that is to change between replays must be a tensor there.
-        max_grad_norm: clip by the global norm of all gradients, FP32, inside the step; gradients are left as they are.
-            None does not clip.
-        skip_nonfinite: leave everything as it is in a step whose gradients have a non-finite norm; `skipped_steps`
-            counts them.
+        capturable: keep step counts on the device, so that a step can be captured in a CUDA graph. If the learning rate
+            changes between replays, it must be a tensor on the device.
+        max_grad_norm: clip by the global FP32 norm of all gradients inside the step, without modifying `p.grad`. None
+            does not clip.
+        skip_nonfinite: skip steps whose gradient norm is not finite, leaving weights and states unchanged;
+            `skipped_steps` counts them.
 
     Raises:
-        TypeError: a keyword is unknown; torch's `foreach`, `fused` and `differentiable` are not needed.
+        TypeError: a keyword is unknown. This includes torch's `foreach`, `fused` and `differentiable`, which are not
+            supported.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
 
     first_step_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
-    """Called before the first step after construction or loading, for layers above, which know of models and ranks.
-
-    They may warn, not raise.
+    """Functions called before the first step after construction or loading. The layers above, which know about models
+    and ranks, add them here. They may warn but not raise.
     """
 
     def __init_subclass__(cls) -> None:
@@ -100,7 +102,8 @@ class LowPrecisionOptimizer(Algorithm):
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
         self.grad_norm: Tensor | None = None
-        """Norm of the last step's gradients before clipping, FP32 on their device, where it was needed."""
+        """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
+        need it."""
         self._reset()
         defaults = {
             **defaults,
@@ -122,18 +125,18 @@ class LowPrecisionOptimizer(Algorithm):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one optimizer step. Ctrl-C and other signals are handled before it or after it, never in between.
+        """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
 
         Args:
-            closure: re-evaluates the model and returns the loss.
+            closure: reevaluates the model and returns the loss.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
-                `clip_grad_norm_`; or the memory of a tensor was freed. Nothing is changed then.
-            ValueError: a group was given an unsupported mode or dtype; nothing is changed then.
+                `clip_grad_norm_`; or the memory of a tensor was freed. Weights and states are left unchanged.
+            ValueError: a group was given an unsupported mode or dtype. Weights and states are left unchanged.
         """
         loss = None
         if closure is not None:
@@ -157,10 +160,10 @@ class LowPrecisionOptimizer(Algorithm):
         return loss
 
     def plan_step(self) -> StepPlan:
-        """The plan of the coming step, with its gradients; creates missing states and changes nothing else.
+        """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else.
 
-        Called by `step` and by what computes a step without taking it. Use it in a `with` statement, which releases the
-        gradients.
+        Called by `step`, and by code that computes a step without applying it (`lost_updates`). Use it in a `with`
+        statement, which releases the gradients.
 
         Raises:
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
@@ -177,7 +180,7 @@ class LowPrecisionOptimizer(Algorithm):
             validation.check_group(self, group, f"param group {k}")
 
     def _plan_with_gradients(self, limit: float | None) -> StepPlan:
-        """The plan of a step that clips to `limit`: that of the last step, or a new one if something has changed."""
+        """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed."""
         plan, clipped = self._plan, limit is not None
         try:
             if plan is None or not plan.collect_gradients(self, clipped):
@@ -208,21 +211,21 @@ class LowPrecisionOptimizer(Algorithm):
 
     @property
     def limit(self) -> float | None:
-        """The norm to which the coming step clips gradients; None if it does not."""
+        """The norm to which the coming step clips gradients; None if it does not clip."""
         return self._clipping.limit(self.max_grad_norm)
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that `skip_nonfinite` has left out. Reading it waits for the device."""
+        """The number of steps that `skip_nonfinite` has skipped. Reading it synchronizes with the device."""
         return 0 if self._clipping.skipped_steps is None else int(self._clipping.skipped_steps)
 
     def global_grad_norm(self) -> Tensor:
-        """The global norm of the gradients, before clipping.
+        """Compute the global norm of the gradients before clipping.
 
-        The next step does not compute it again, as long as it finds the same gradients.
+        The next step reuses the norm if the gradients have not changed.
 
         Returns:
-            An FP32 scalar on the gradients' device. The device is not waited for.
+            An FP32 scalar on the gradients' device. The call is asynchronous: it does not synchronize with the device.
 
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
@@ -230,18 +233,19 @@ class LowPrecisionOptimizer(Algorithm):
         return self._compute_norm(None).norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their global norm, in the step that uses them; they are not rewritten.
+        """Clip the gradients by their global norm inside the next step, without modifying `p.grad`.
 
-        Call it last before `step()`. It applies to the gradients of now: new ones, as after `zero_grad()`, are not
-        clipped. Gradients that are written to in between are an error, unless they were zeroed in place, because
-        `torch.nn.utils.clip_grad_norm_` would have scaled what was there before. A second call clips what the first one
-        leaves.
+        Call it immediately before `step()`. It applies only to the current gradients: new ones, such as those computed
+        after `zero_grad()`, are not clipped. Writing to the gradients between this call and `step()` is an error unless
+        they are zeroed in place, because `torch.nn.utils.clip_grad_norm_` would already have scaled the old values. A
+        second call clips the result of the first.
 
         Args:
-            max_norm: wins over the optimizer's `max_grad_norm`; infinity does not clip.
+            max_norm: overrides the optimizer's `max_grad_norm`; infinity does not clip.
 
         Returns:
-            The norm before clipping, an FP32 scalar on the gradients' device. The device is not waited for.
+            The norm before clipping, an FP32 scalar on the gradients' device. The call is asynchronous: it does not
+            synchronize with the device.
 
         Raises:
             RuntimeError: gradients were changed or added after an earlier call.
@@ -267,12 +271,12 @@ class LowPrecisionOptimizer(Algorithm):
         return [grad for grad in maybe if grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`."""
+        """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, as `torch.optim.Optimizer.add_param_group`; a group that is refused leaves no trace.
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
 
         Raises:
             ValueError: a hyperparameter, mode, dtype or parameter is not supported.
@@ -286,21 +290,21 @@ class LowPrecisionOptimizer(Algorithm):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`; dtypes in it are names, which every checkpoint format can hold.
+        """Return the state dict, as `torch.optim.Optimizer.state_dict` does, with dtypes as strings.
 
-        Each group's `state_rounding` is a JSON object of its value, the name of the `optimizer` and the `format`.
+        Every checkpoint format can store it. Each group's `state_rounding` is a JSON object that holds its value, the
+        name of the `optimizer` and the `format`.
         """
         return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same algorithm, rounding mode and parameter shapes; every state keeps its saved
-        dtype.
+        """Load a state dict of the same algorithm, rounding mode and parameter shapes; states keep their saved dtypes.
 
-        The options saved in it replace those of this optimizer, as in torch; a warning names those that differ. Keys
-        that it lacks, as an earlier version did not have them, get their defaults.
+        As in torch, the saved options replace those of this optimizer; a warning names those that differ. Keys missing
+        from the state dict because an earlier version did not have them get their defaults.
 
         Raises:
-            ValueError: the state dict does not fit, or a newer version saved it; nothing is changed then.
+            ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
         final: list[dict[str, Any]] = []
         changed: list[str] = []
@@ -310,7 +314,7 @@ class LowPrecisionOptimizer(Algorithm):
             changed.extend(changed_options(self, final[0]["param_groups"]))
             return final[0]
 
-        # Torch's loader casts states to the parameter's dtype; registered last, this sees what it will load.
+        # torch's loader casts states to the parameter's dtype. Registered last, this hook sees what torch will load.
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)

@@ -1,8 +1,8 @@
-"""Numbers for the parameters of one-parameter optimizers, as those that step inside of backward.
+"""Numbers for the parameters of one-parameter optimizers, such as those that step during the backward pass.
 
 A parameter's number selects its random bits (see `random_bits`). It is the parameter's position in the optimizer, which
-would be 0 for all parameters that have an optimizer each: they would round alike, and their errors would add up instead
-of averaging out. So such optimizers are numbered in the order of construction.
+would be 0 for every parameter that has its own optimizer: all would round alike, and their errors would add up instead
+of averaging out. Such optimizers are therefore numbered in the order of construction.
 
 Optimizers of several parameters all start at 0, so that two runs in one process can be compared.
 """
@@ -17,10 +17,11 @@ _constructed: Counter[Hashable] = Counter()
 
 
 def next_number(kind: Hashable) -> int:
-    """The number for the parameter of a new one-parameter optimizer; counts up for each `kind` of optimizer.
+    """Return the number for the parameter of a new one-parameter optimizer, counting separately for each `kind`.
 
     Args:
-        kind: the optimizer's class and settings. Optimizers of different kinds are runs to be compared with each other.
+        kind: the optimizer's class and settings. Optimizers of different kinds belong to runs that are compared, so
+            they must draw the same bits.
     """
     _constructed[kind] += 1
     return _constructed[kind] - 1

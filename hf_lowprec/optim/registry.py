@@ -19,9 +19,10 @@ OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algori
 
 
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
-    """The optimizer class and keyword arguments that an `optim=` string stands for.
+    """Return the optimizer class and keyword arguments that an `optim=` string stands for.
 
-    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds nothing, so give `lr` here.
+    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no arguments of its own, so pass `lr`
+    here.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
@@ -31,7 +32,7 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
         `(cls, kwargs)`.
 
     Raises:
-        ValueError: the name, or a keyword, is unknown.
+        ValueError: the name or a keyword is unknown.
     """
     if name not in OPTIMIZER_NAMES:
         raise ValueError(f"optimizer name {name!r} is unknown; valid are {', '.join(map(repr, OPTIMIZER_NAMES))}")

@@ -35,7 +35,7 @@ class ContiguousRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over which ranks a tensor is sharded.
+    """The ranks over which a tensor is sharded.
 
     Attributes:
         mesh: the device mesh.
@@ -52,7 +52,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; a plain tensor as it is."""
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
     with torch.no_grad():
         shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return shard
@@ -68,7 +68,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
 
 
 def dtensor_like(shard: Tensor, like: Tensor) -> Tensor:
-    """The contiguous DTensor with this rank's `shard`, placed as `like`; `shard` itself if `like` is plain."""
+    """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain."""
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
@@ -78,13 +78,13 @@ def dtensor_like(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def full_tensor(shard: Tensor, like: Tensor) -> Tensor:
-    """The full tensor, on every rank, of which this rank holds `shard`; it is sharded as `like`. Communicates."""
+    """Gather, on every rank, the full tensor of which this rank holds `shard`; it is sharded like `like`."""
     sharded = dtensor_like(shard, like)
     return sharded.full_tensor() if is_sharded(sharded) else sharded  # type: ignore[attr-defined]
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of the tensor `full`, sharded as `like`, contiguous; the inverse of `full_tensor`."""
+    """This rank's contiguous shard of the tensor `full`, sharded like `like`; the inverse of `full_tensor`."""
     if not is_sharded(like):
         return full.contiguous()
     shard = full.new_empty(local_shard(like).shape)
@@ -107,7 +107,7 @@ def check_placements(tensor: Tensor, name: str) -> None:
     if is_sharded(tensor):
         for placement in tensor.placements:  # type: ignore[attr-defined]
             if not _is_shard(placement) and not placement.is_replicate():
-                raise ValueError(f"{name} is placed as {placement}; supported are sharded and replicated DTensors")
+                raise ValueError(f"{name} is placed as {placement}; only sharded and replicated DTensors are supported")
 
 
 def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
@@ -124,7 +124,7 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
         return
     if math.prod(map(len, indices)) != shard.numel():
         raise ValueError(
-            f"a DTensor of shape {tuple(shape)} placed as {tensor.placements} holds {tuple(shard.shape)} here, and not "  # type: ignore[attr-defined]
+            f"a DTensor of shape {tuple(shape)} placed as {tensor.placements} holds {tuple(shard.shape)} here, not "  # type: ignore[attr-defined]
             f"the expected {tuple(map(len, indices))}"
         )
     # All dimensions after the last sharded one are held in full, so they belong to the same run.

@@ -26,7 +26,7 @@ class Shared(TypedDict, total=False):
 def full_signature(algorithm: type, base: type) -> inspect.Signature:
     """The signature of `algorithm` with `**shared` replaced by the keywords of `base`.
 
-    So `help()`, editors and `inspect.signature` show them. `LowPrecisionOptimizer.__init_subclass__` sets it.
+    It makes `help()`, editors and `inspect.signature` show them. `LowPrecisionOptimizer.__init_subclass__` sets it.
     """
     parameters_of_init = inspect.signature(algorithm.__init__).parameters.values()  # type: ignore[misc]
     shared = inspect.signature(base.__init__).parameters  # type: ignore[misc]

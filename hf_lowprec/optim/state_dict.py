@@ -42,7 +42,7 @@ string because torch flattens containers into keys of their own.
 """
 
 _REQUIRED = {"lr", "rounding"}
-"""Keys that a saved group must have, because their defaults may differ from the values in use when it was saved."""
+"""Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
 
 _IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
 """Arguments that all algorithms have. A group without a header may lack them and still come from the same algorithm."""
@@ -105,7 +105,7 @@ def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> Param
 
 
 def algorithm_name(optimizer: Algorithm) -> str:
-    """The name of the optimizer's algorithm: its class in `algorithms/`, of which users may have derived a subclass."""
+    """The name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
     return next(classes, type(optimizer)).__name__
 
@@ -126,7 +126,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> dic
     for k, saved in enumerate(saved_groups):
         _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):
-        raise ValueError(f"the state dict has {len(saved_groups)} param groups and this {name} has {len(groups)}")
+        raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
     if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
         raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
     _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
@@ -144,14 +144,14 @@ def _check_header(name: str, saved: ParamGroup, where: str) -> None:
     header = saved.get(HEADER, {"format": 1})
     if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
         raise ValueError(
-            f"{where} of the state dict has format {header.get('format')!r} and this hf_lowprec knows up to {FORMAT}; "
+            f"{where} of the state dict has format {header.get('format')!r}, but this hf_lowprec reads up to {FORMAT}; "
             "upgrade hf_lowprec to load it"
         )
     writer = header.get("optimizer", name)
     if writer != name:
         raise ValueError(
-            f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start {name} afresh from "
-            "the checkpoint's weights alone (from_pretrained with its folder, and no resume_from_checkpoint)"
+            f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start a new {name} from "
+            "the checkpoint's weights alone (from_pretrained with its folder, without resume_from_checkpoint)"
         )
 
 
@@ -164,16 +164,16 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     name = algorithm_name(optimizer)
     if len(group["params"]) != len(saved["params"]):
         raise ValueError(
-            f"{where} of the state dict has {len(saved['params'])} parameters and this {name}'s has "
+            f"{where} of the state dict has {len(saved['params'])} parameters, but this {name}'s has "
             f"{len(group['params'])}"
         )
     saved = _with_defaults(optimizer, group, saved, where)
     check_group(optimizer, saved, f"{where} of the state dict")
     if saved["rounding"] != group["rounding"]:
         raise ValueError(
-            f"{where} was saved with rounding={saved['rounding']!r} and this {name} has "
-            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, and change "
-            "the group's 'rounding' then if it should go on in another mode"
+            f"{where} was saved with rounding={saved['rounding']!r}, but this {name} has "
+            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, then change "
+            "the group's 'rounding' to continue in another mode"
         )
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
@@ -233,11 +233,11 @@ def _comparable(value: Any) -> Any:
 
 
 def warn_about_changed_options(optimizer: Algorithm, changed: list[str]) -> None:
-    """Warn that the loaded state dict has replaced options of `optimizer`, unless `changed` is empty."""
+    """Warn that the loaded state dict has replaced options of `optimizer`, if there are any in `changed`."""
     if changed:
         warnings.warn(
             f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: "
-            f"{', '.join(changed)}; to train with other ones, set them in optimizer.param_groups after loading",
+            f"{', '.join(changed)}; to train with other values, set them in optimizer.param_groups after loading",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -293,7 +293,7 @@ def _check_state(
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
-    """Names of the states that a parameter of `group` has with every option on; those of one switched off may stay."""
+    """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
     options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
     switched_on = {key: group[key] or True for key in options}
     return {state.name for state in optimizer.states({**group, **switched_on})}

@@ -27,7 +27,7 @@ PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 STATE_ROUNDINGS = ("stochastic", "nearest")
 LARGEST = torch.finfo(torch.float32).max
-"""The largest finite FP32 number. Steps are computed in FP32, where a larger number would be infinite."""
+"""The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
 """Arguments with which torch's optimizers choose an implementation of the step."""
 _NOT_NEEDED = "every backend is fused, and steps are not differentiable"
@@ -102,7 +102,7 @@ def check_max_norm(name: str, value: Any) -> None:
     """Raise ValueError unless gradients can be clipped to the norm `value`, a number above 0."""
     check_range(name, value, 0.0)
     if value == 0:
-        raise ValueError(f"{name}={value!r} would take no step at all; it must be above 0")
+        raise ValueError(f"{name}={value!r} would take no step at all; it must be greater than 0")
 
 
 def keywords(cls: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def group_keys(optimizer: Algorithm) -> set[str]:
 
 
 def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:
-    """Raise TypeError for the first of the keywords `unexpected`, if there is one, which `cls` does not take."""
+    """Raise TypeError for the first of `unexpected`, the keywords that `cls` does not take, if there are any."""
     for name in unexpected:
         if name in IMPLEMENTATION_ARGUMENTS:
             raise TypeError(f"{cls.__name__} takes no {name}=: {_NOT_NEEDED}; remove it")
@@ -140,7 +140,7 @@ def check_new_group(optimizer: Algorithm, group: ParamGroup, where: str) -> None
     Args:
         optimizer: the optimizer to which it was added.
         group: the group, with defaults filled in.
-        where: what messages call it, as "param group 0".
+        where: its name in messages, such as "param group 0".
     """
     check_keys(optimizer, group, where)
     check_group(optimizer, group, where, least_lr=0.0)
@@ -181,13 +181,13 @@ def check_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
 def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: float = float("-inf")) -> None:
     """Raise ValueError if a setting of `group` is not supported. Its parameters are not checked.
 
-    Called before every step, since schedulers and users change groups. As with torch's optimizers, a scheduler may take
-    the learning rate below zero; for a new group pass `least_lr=0.0`.
+    Called before every step, since schedulers and users change groups. As in torch, a scheduler may set a negative
+    learning rate; for a new group, pass `least_lr=0.0`.
     """
     check_one_of("rounding", group["rounding"], tuple(MODES), where)
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
-            f"state_rounding={group['state_rounding']!r} in {where} is that of a group of state_dict(), which "
+            f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
             "cannot be put into param_groups; use load_state_dict"
         )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
@@ -216,7 +216,7 @@ def first_parameter(group: ParamGroup) -> int:
 
 
 def check_integer(name: str, value: Any, where: str) -> None:
-    """Raise ValueError unless `value` is an integer of any type; booleans are none."""
+    """Raise ValueError unless `value` is an integer of any type; booleans do not count."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -253,18 +253,18 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
 
 def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
     """Raise ValueError if `param` cannot be stepped with the settings of `group`."""
-    # Other subclasses of Tensor than DTensor store something else than the numbers that they represent.
+    # Subclasses of Tensor other than DTensor store something other than the numbers that they represent.
     quantized = type(param.data) is not Tensor and not is_sharded(param)
     if (quantized or not param.is_floating_point() or param.itemsize == 1) and not param.requires_grad:
         return  # a frozen quantized weight, which is never stepped
     if quantized:
         raise ValueError(
-            f"a parameter in {where} is quantized ({type(param.data).__name__} of {param.dtype}), and cannot be "
-            "stepped; freeze it (requires_grad_(False)) and train adapters"
+            f"a parameter in {where} is quantized ({type(param.data).__name__} of {param.dtype}) and cannot be "
+            "trained; freeze it (requires_grad_(False)) and train adapters"
         )
     check_placements(param, f"a parameter in {where}")
     if any(stride == 0 and size > 1 for stride, size in zip(param.stride(), param.shape, strict=True)):
-        raise ValueError(f"a parameter in {where} is expanded: several elements share one place in memory; clone it")
+        raise ValueError(f"a parameter in {where} is expanded: several elements share the same memory; clone it")
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(
             f"a parameter in {where} has dtype {param.dtype}; supported are bfloat16, float16 and float32 (cast "
@@ -291,7 +291,7 @@ def check_gradient(grad: Tensor) -> None:
     """Raise RuntimeError unless `grad` is a dense tensor of a supported dtype."""
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"a gradient is sparse ({grad.layout}); these optimizers need dense ones (for nn.Embedding: sparse=False)"
+            f"a gradient is sparse ({grad.layout}); only dense gradients are supported (for nn.Embedding: sparse=False)"
         )
     if grad.dtype not in PARAM_DTYPES:
         raise RuntimeError(f"a gradient has dtype {grad.dtype}; supported are bfloat16, float16 and float32")
@@ -318,7 +318,7 @@ def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor
         group: the group of the parameter that `tensor` belongs to.
         position: the parameter's position in the group.
         index: its position in the optimizer.
-        what: what messages call the tensor.
+        what: the tensor's name in messages.
         tensor: the parameter, its gradient or one of its states.
     """
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -37,7 +37,7 @@ def _bit_patterns(tensor: Tensor) -> Tensor:
     """View a tensor's elements as integers of at most 32 bits; 16-bit elements in pairs where their number is even."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.element_size() == 2 and flat.storage_offset() % 2:
-        flat = flat.clone()  # pairs are read at even offsets
+        flat = flat.clone()  # pairs must begin at even offsets
     integers = {1: torch.int8, 2: torch.int16 if flat.numel() % 2 else torch.int32}
     return flat.view(integers.get(flat.element_size(), torch.int32))
 

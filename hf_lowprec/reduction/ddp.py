@@ -1,9 +1,8 @@
 """DistributedDataParallel: a communication hook that averages each gradient bucket in FP32.
 
-An all-reduce in two steps: an all-to-all brings each rank every rank's version of one shard of the bucket, the rank
-averages its shard in FP32, and an all-gather distributes the averages. The bytes on the wire are those of a native
-all-reduce of the same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too, as
-`reduce_scatter_with_fp32_accumulation`.)
+The all-reduce has two steps: an all-to-all sends each rank every rank's version of one shard of the bucket, which it
+averages in FP32; an all-gather then distributes the averages. As many bytes are sent as by a native all-reduce of the
+same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too: `reduce_scatter_with_fp32_accumulation`.)
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
@@ -25,7 +24,7 @@ from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.reduction.torch_private import forget_comm_hooks
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes that are reduced at once. DDP's buckets are smaller by default, except that its first backward has only one."""
+"""Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""
 
 
 @dataclass
@@ -52,13 +51,13 @@ class BucketAverager:
 
     The all-to-all of a chunk runs while backward computes the next one. Its average and its all-gather follow when the
     next chunk starts, so all ranks issue their collectives in the same order, whatever their timing. At most two chunks
-    are in flight, each with scratch buffers of its own.
+    are in flight, each with its own scratch buffers.
 
     Args:
         group: the process group to average over.
         on_last_bucket: called when the last bucket of a backward pass is done, if there is more than one rank.
-        wait_for_first: complete what is called the first bucket before returning. DDP with `static_graph=True` reduces
-            all buckets of its first pass at the end, and calls each of them the first.
+        wait_for_first: complete a bucket that is marked as the first before returning. DDP with `static_graph=True`
+            reduces all buckets of its first pass at the end, and marks each of them as the first.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class BucketAverager:
         self.on_last_bucket = on_last_bucket
         self.scratch = ScratchBuffers()
         self._in_flight: list[_ChunkInFlight] = []
-        self._parity = 0  # of the next chunk; tells the scratch buffers of two chunks in flight apart
+        self._parity = 0  # of the next chunk; selects between the scratch buffers of two chunks in flight
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Like DDP itself, pickle without the chunks in flight, and return for the default group."""
+        """Pickle without the chunks in flight and, like DDP itself, without the group; loading uses the default one."""
         return {"on_last_bucket": self.on_last_bucket, "wait_for_first": self.wait_for_first}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ class BucketAverager:
         return max(CHUNK_BYTES // gradient.element_size() // ranks, 1) * ranks
 
     def _enter_pipeline(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> None:
-        """Start a chunk, and take each of the two chunks before it one step further."""
+        """Start a chunk and advance each of the two chunks before it by one step."""
         if len(self._in_flight) > 1:
             self._complete(self._in_flight.pop(0))
         chunk = self._start_all_to_all(gradient, on_complete)
@@ -124,7 +123,7 @@ class BucketAverager:
         self._parity = 1 - self._parity
 
     def _drain_pipeline(self) -> None:
-        """Complete all chunks in flight; only the newest one is not yet averaged."""
+        """Complete all chunks in flight. Only the newest one has not been averaged yet."""
         self._average_and_start_all_gather(self._in_flight[-1])
         while self._in_flight:
             self._complete(self._in_flight.pop(0))
@@ -163,7 +162,7 @@ class BucketAverager:
             chunk.on_complete()
 
     def _side_stream(self, device: torch.device) -> AbstractContextManager:
-        """A stream that runs behind the current one, so that backward does not wait for the averages; none on a CPU."""
+        """A stream that follows the current one, so that backward does not wait for the averages; none on a CPU."""
         if device.type == "cpu":
             return nullcontext()
         module = torch.get_device_module(device)
@@ -179,7 +178,7 @@ def fp32_mean_hook(state: BucketAverager, bucket: GradBucket) -> torch.futures.F
 
 
 class FP32MeanDDP(DistributedDataParallel):
-    """A DDP that keeps its hook when it is unpickled or copied, where torch builds a new reducer without one."""
+    """A DDP that keeps its hook when unpickled or copied, for which torch builds a new reducer without a hook."""
 
     averager: BucketAverager
 
@@ -190,18 +189,18 @@ class FP32MeanDDP(DistributedDataParallel):
 
 
 def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
-    """Let a model under DDP average its gradients in FP32, by a communication hook.
+    """Make a DDP model average its gradients in FP32, by registering a communication hook.
 
-    The model's class becomes `FP32MeanDDP`, unless it is a subclass of the user's.
+    The model's class becomes `FP32MeanDDP`, unless it is a user-defined subclass of DDP.
 
     Args:
-        model: the wrapped model; in place.
+        model: the wrapped model, modified in place.
 
     Returns:
         The state of the hook.
 
     Raises:
-        RuntimeError: the model has a communication hook already.
+        RuntimeError: the model already has a communication hook.
     """
     averager = BucketAverager(model.process_group, wait_for_first=model.static_graph)
     model.register_comm_hook(averager, fp32_mean_hook)
@@ -217,6 +216,6 @@ def _future(device: torch.device) -> torch.futures.Future:
 
 
 def _all_gather(output: Tensor, shard: Tensor, **options: Any) -> Any:
-    """All-gather into one tensor, under the name that this torch has for it: 2.13 renamed it."""
+    """All-gather into one tensor, by the function's name in this version of torch: 2.13 renamed it."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return all_gather(output, shard, **options)

@@ -29,7 +29,7 @@ class FP32ReduceScatter:
     Args:
         wire_dtype: dtype in which gradients are sent: that of the parameters.
         scratch: memory to receive in; modules share it.
-        fp32_output: whether FSDP2 goes on computing with the result, which must be FP32 then.
+        fp32_output: whether FSDP2 continues to compute with the result, which must then be FP32.
     """
 
     def __init__(self, wire_dtype: torch.dtype, scratch: ScratchBuffers, fp32_output: bool) -> None:
@@ -59,7 +59,7 @@ class FP32ReduceScatter:
             async_op: accepted for FSDP2, which passes False.
 
         Raises:
-            RuntimeError: FSDP2 would round the result again, or asks for another operation.
+            RuntimeError: FSDP2 would round the result again, or requests another operation.
         """
         ranks = group.size()
         if self.fp32_output and input_tensor.dtype != torch.float32:
@@ -79,11 +79,11 @@ class FP32ReduceScatter:
 
 
 def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
-    """Let every FSDP2 module in `model` sum its gradients in FP32; call it after the last `fully_shard`.
+    """Make every FSDP2 module in `model` sum its gradients in FP32. Call it after the last `fully_shard`.
 
     Args:
         model: a model to which `fully_shard` was applied. HSDP and FP16 parameters need
-            `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` there.
+            `mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)` in these calls.
 
     Returns:
         The scratch memory, as large as the largest group of modules.
@@ -91,7 +91,7 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
     scratch = ScratchBuffers()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Parameters that are not DTensors were named in `ignored_params`.
+            # Parameters that are not DTensors were listed in `ignored_params`.
             params = [p for p in _parameters_of_group(module) if p.requires_grad and isinstance(p, DTensor)]
             if not params:
                 continue
@@ -103,7 +103,7 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
 
 
 def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
-    """Shard the FP32 modules of a 16-bit model as one group; call it before the first `fully_shard`.
+    """Shard the FP32 modules of a 16-bit model as one group. Call it before the first `fully_shard`.
 
     Args:
         model: a model without sharded modules.
@@ -113,7 +113,7 @@ def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
         The names of the modules; empty if all trainable parameters have one dtype.
 
     Raises:
-        ValueError: a module itself holds trainable FP32 parameters, and others in 16 bits, itself or below.
+        ValueError: a module directly owns trainable FP32 parameters, and it or a submodule owns 16-bit ones.
     """
     modules = fp32_modules(model)
     shard_together(modules.values(), **options)
@@ -121,16 +121,16 @@ def shard_fp32_parameters(model: nn.Module, **options: Any) -> list[str]:
 
 
 def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the modules with FP32 parameters that FSDP2 must shard apart from the others.
+    """Find the modules with FP32 parameters that FSDP2 must shard separately.
 
-    FSDP2 wants one dtype per group of modules, and a layer with its norms would be a group of two dtypes. Modules that
-    are sharded already have a group, and are left out.
+    FSDP2 requires one dtype per group of modules, and a layer with its norms would be a group of two dtypes. Modules
+    that are already sharded have a group and are left out.
 
     Returns:
-        Name → module, some of them below others; empty if all trainable parameters have one dtype.
+        Name → module, possibly nested; empty if all trainable parameters have one dtype.
 
     Raises:
-        ValueError: a module holds trainable FP32 parameters itself and others in 16 bits, itself or below.
+        ValueError: a module directly owns trainable FP32 parameters, and it or a submodule owns 16-bit ones.
     """
     modules: dict[str, nn.Module] = {}
     dtypes: set[torch.dtype] = set()
@@ -146,7 +146,7 @@ def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
         if set(params.values()) != {torch.float32}:
             names = {param: n for n, param in module.named_parameters()}
             raise ValueError(
-                f"FSDP2 needs one dtype per module, and {name or type(model).__name__} has "
+                f"FSDP2 needs one dtype per module, but {name or type(model).__name__} has "
                 + ", ".join(f"{names[p]} in {dtype_name(dtype)}" for p, dtype in params.items())
                 + "; use DDP for this model"
             )
@@ -155,7 +155,7 @@ def fp32_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def shard_together(modules: Iterable[nn.Module], **options: Any) -> None:
-    """Shard `modules` as one group that stays gathered between forward and backward: they are small.
+    """Shard `modules` as one group that, being small, stays gathered between forward and backward.
 
     Args:
         modules: the values of `fp32_modules`.
@@ -167,7 +167,7 @@ def shard_together(modules: Iterable[nn.Module], **options: Any) -> None:
 
 
 def _parameters_of_group(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that `module` shards: those below it, except those below an FSDP2 module inside it."""
+    """The parameters that `module` shards: all in its subtree, except those of FSDP2 modules inside it."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not isinstance(child, FSDPModule):

@@ -1,8 +1,8 @@
-"""Add up the gradients of micro-batches without rounding at every addition.
+"""Accumulate the gradients of micro-batches without losing what each addition rounds off.
 
-torch accumulates into `p.grad` in the parameter's dtype, and rounds at each micro-batch: the loss of accuracy that a
-BF16 sum over ranks has, one axis over. A hook on each parameter keeps what rounding leaves out. `p.grad` is the rounded
-sum at any time, so clipping, DDP and the optimizer find what they expect.
+torch accumulates into `p.grad` in the parameter's dtype and rounds at each micro-batch, which loses accuracy just as a
+BF16 sum over ranks does. A hook on each parameter keeps the rounding error. `p.grad` is the rounded sum at all times,
+so clipping, DDP and the optimizer find what they expect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_grad_accumulation(grad_accumulation: str) -> str:
     """
     if grad_accumulation not in GRAD_ACCUMULATION_MODES:
         modes = ", ".join(map(repr, GRAD_ACCUMULATION_MODES))
-        raise ValueError(f"grad_accumulation={grad_accumulation!r} is none of {modes}")
+        raise ValueError(f"grad_accumulation={grad_accumulation!r} is unknown; valid are {modes}")
     return grad_accumulation
 
 
@@ -40,7 +40,7 @@ def accumulator_bytes(params: Iterable[Tensor], mode: str) -> int:
 
 
 def _is_accumulated(param: Tensor, mode: str) -> bool:
-    """Whether the gradients of `param` are added up here, and not by torch."""
+    """Whether the gradients of `param` are accumulated here instead of by torch."""
     dtypes = {"nearest": (), "kahan": LOW_PRECISION_DTYPES, "fp32": (*LOW_PRECISION_DTYPES, torch.float32)}[mode]
     return param.requires_grad and param.dtype in dtypes
 
@@ -54,11 +54,11 @@ def _remainder_dtype(gradient: Tensor, mode: str) -> torch.dtype:
 
 @dataclass
 class _Remainder:
-    """The part of a sum that is stored in addition to `p.grad`.
+    """The part of a sum that is kept in addition to `p.grad`.
 
     Attributes:
         value: with `"fp32"` the whole sum in a wider dtype, with `"kahan"` the sum's residual: exact sum − `p.grad`.
-        grad_version: version of `p.grad` after the last addition; another one means that it was changed from outside.
+        grad_version: version of `p.grad` after the last addition. If it differs later, other code wrote to `p.grad`.
     """
 
     value: Tensor
@@ -66,11 +66,11 @@ class _Remainder:
 
 
 class GradientAccumulator:
-    """Adds up the gradients of a step's micro-batches, in FP32 or in 16 bits with a 16-bit residual.
+    """Accumulates the gradients of a step's micro-batches, in FP32 or in 16 bits with a 16-bit residual.
 
-    A sum begins when `p.grad` is None, and anew when `p.grad` was changed from outside (`zero_grad(set_to_none=False)`,
-    clipping). Where gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is one rank only, such a
-    change is not noticed; set gradients to None there, as `zero_grad` does by default.
+    A new sum begins when `p.grad` is None or was modified by other code (`zero_grad(set_to_none=False)`, clipping). If
+    gradients are views of a bucket (`gradient_as_bucket_view=True`) and there is only one rank, such modifications are
+    not noticed; set gradients to None instead, as `zero_grad` does by default.
 
     Args:
         model: its trainable parameters get hooks, which replace those of an earlier accumulator.
@@ -82,12 +82,12 @@ class GradientAccumulator:
         self.__setstate__({"model": model, "mode": mode})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without sums, because torch pickles parameters without gradients and hooks."""
+        """Pickle without the sums, because torch pickles parameters without gradients and hooks."""
         return {"model": self._model(), "mode": self.mode}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model, self.mode = state["model"], state["mode"]
-        if model is None:  # it was gone by the time of pickling
+        if model is None:  # it had been deleted before pickling
             model = nn.Module()
         self._model = weakref.ref(model)
         if model in _accumulators:
@@ -106,11 +106,11 @@ class GradientAccumulator:
         return sum(remainder.value.nbytes for remainder in self._remainders.values())
 
     def restart(self) -> None:
-        """Begin a new sum; call it when `p.grad` is final, as after the reduction over ranks."""
+        """Begin a new sum. Call it when `p.grad` is final, for example after the reduction over ranks."""
         self._remainders.clear()
 
     def remove(self) -> None:
-        """Remove the hooks and forget the sums, so that torch accumulates again."""
+        """Remove the hooks and discard the sums, so that torch accumulates again."""
         for handle in self._handles:
             handle.remove()
         self.restart()
@@ -123,7 +123,7 @@ class GradientAccumulator:
         return accumulate
 
     def _accumulate(self, param: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Add a micro-batch's gradient to `p.grad`, and return what autograd is to add: the gradient, or nothing more.
+        """Add a micro-batch's gradient to `p.grad`, and return what autograd must still add: the gradient or nothing.
 
         The first gradient of a sum is left to autograd, which makes it `p.grad`.
         """
@@ -146,7 +146,7 @@ class GradientAccumulator:
             residual = exact.sub_(total)
             remainder.value.copy_(torch.where(residual.isfinite(), residual, 0))
         remainder.grad_version = version_of(total) + 1
-        # Autograd adds minus zero, which changes nothing; not even the sign of a zero.
+        # Autograd adds minus zero, which changes nothing, not even the sign of a zero.
         return gradient.new_full((), -0.0).expand_as(gradient)
 
 

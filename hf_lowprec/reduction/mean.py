@@ -1,8 +1,8 @@
-"""The mean over ranks that every reduction here computes: summed in a wider dtype in rank order, rounded once.
+"""The mean over ranks that all reductions use: summed in a wider dtype in rank order, rounded once.
 
-The order is fixed, so the result is a function of the gradients alone. 16-bit gradients are summed in FP32, where
-native reductions of BF16 round at every addition. FP32 gradients (of norms) are summed in FP64, so that the mean of
-equal gradients is exact there too, for any number of ranks.
+The order is fixed, so the result depends only on the gradients. 16-bit gradients are summed in FP32, whereas native
+BF16 reductions round at every addition. FP32 gradients (of norms) are summed in FP64, so that the mean of equal
+gradients is exact for them too, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements that are summed while they stay in a core's cache; fewer cost more calls than they save."""
+"""Elements summed at once: they fit a core's cache. Smaller chunks would cost more in calls than they save."""
 
 
 def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def mean_in_rank_order(per_rank: Tensor, divisor: int, out: Tensor) -> Tensor:
 
         return launch_mean(per_rank, divisor, out)
     dtype = torch.float32 if per_rank.dtype.itemsize == 2 else torch.float64
-    # A tensor, because torch multiplies by the reciprocal of a number on some devices.
+    # A tensor, because on some devices torch divides by a number by multiplying with its reciprocal.
     divisor_tensor = torch.full((), divisor, dtype=dtype, device=per_rank.device)
     for begin in range(0, out.numel(), CHUNK):
         first, *rest = per_rank[:, begin : begin + CHUNK]

@@ -41,7 +41,7 @@ def mean(
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    stride = tl.zeros_like(offsets) + count  # 64 bits; Triton makes a count of 1 a constant, which has no `.to`
+    stride = tl.zeros_like(offsets) + count  # 64 bits; Triton turns a count of 1 into a constant, which has no `.to`
     total = _upcast(tl.load(per_rank + offsets, mask=mask, other=0), FROM_BF16, SUM_DTYPE)
     for rank in range(1, ranks):
         total += _upcast(tl.load(per_rank + rank * stride + offsets, mask=mask, other=0), FROM_BF16, SUM_DTYPE)

@@ -11,11 +11,11 @@ from hf_lowprec.reduction.collective_errors import explain_lost_rank
 
 
 def gather_objects(value: Any, purpose: str = "comparing settings and weights") -> list[Any]:
-    """Gather `value` from every rank, in rank order; every rank must call it. A process without ranks gets its own.
+    """Gather `value` from every rank, in rank order. Every rank must call it. Without ranks, returns `[value]`.
 
     Args:
         value: an object that pickles.
-        purpose: what it is gathered for, for the error.
+        purpose: the purpose, for the error message.
 
     Raises:
         RuntimeError: a rank was lost.
@@ -31,16 +31,16 @@ def gather_objects(value: Any, purpose: str = "comparing settings and weights") 
 
 
 def gather_if_different(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Gather `value` from every rank of `group` unless it is the same on all of them; every rank must call it.
+    """Gather `value` from every rank of `group` unless all ranks have the same. Every rank must call it.
 
     Digests are compared first, so ranks that agree exchange 16 bytes each.
 
     Args:
-        value: an object that pickles, and whose `repr` shows all of it.
+        value: an object that pickles, and whose `repr` is complete.
         group: all ranks by default.
 
     Returns:
-        The values in rank order; None where all are the same.
+        The values in rank order; None if all are the same.
 
     Raises:
         RuntimeError: a rank was lost.

@@ -1,4 +1,4 @@
-"""Check that replicas are still the same. Ranks exchange a checksum per tensor: one read, and a few bytes."""
+"""Check that replicas are still identical. Ranks exchange only a checksum per tensor, computed in one read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Compare weights and optimizer states between the ranks that should hold the same; every rank must call it.
+    """Check that replicas hold identical weights and optimizer states. Every rank must call it.
 
-    Under HSDP the replicas of each shard are compared. FSDP2 without replicas has nothing to compare. Parameters that
-    DDP or FSDP2 is told to ignore are left out.
+    Under HSDP, the replicas of each shard are compared. FSDP2 without replicas has nothing to compare. Parameters that
+    DDP or FSDP2 was told to ignore are skipped.
 
     Args:
         model: the model, wrapped or not.
         optimizer: its optimizer, or accelerate's wrapper of it.
 
     Raises:
-        RuntimeError: on every rank of the group, with the name of the first tensor that differs and the ranks on which
-            it does.
+        RuntimeError: replicas differ. Raised on every rank of the group; the message names the first tensor that
+            differs and the ranks on which it does.
     """
     if not dist.is_initialized():
         return
@@ -40,13 +40,13 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 def find_replica_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Compare tensors that replicas should have in common, by checksums; every rank must call it.
+    """Compare tensors that should be identical on all replicas by their checksums. Every rank must call it.
 
     Args:
         tensors: name and tensor, in the same order on all ranks.
 
     Returns:
-        A description of the first difference, on every rank of the group in which it was found; None without one.
+        A description of the first difference, on every rank of the group in which it was found; None if there is none.
     """
     by_group: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors:
@@ -58,7 +58,7 @@ def find_replica_difference(tensors: Iterable[tuple[str, Tensor]]) -> str | None
 
 
 def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> str | None:
-    """Describe the first difference between the tensors of the ranks of `group`; None without one."""
+    """Describe the first difference between the tensors of the ranks of `group`; None if there is none."""
     device = next((tensor.device for _, tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     checksums = torch.stack([checksum(tensor).to(device) for _, tensor in tensors]).tolist()
     by_rank = gather_if_different([(name, total) for (name, _), total in zip(tensors, checksums, strict=True)], group)
@@ -73,17 +73,17 @@ def _compare_in_group(group: dist.ProcessGroup, tensors: list[tuple[str, Tensor]
     ranks = dist.get_process_group_ranks(group)
     wrong = [str(rank) for rank, held in zip(ranks, by_rank, strict=True) if held[first] != by_rank[0][first]]
     return (
-        f"replicas differ: {names[0][first]} on rank {', '.join(wrong)} is not that of rank {ranks[0]} "
+        f"replicas differ: {names[0][first]} on rank {', '.join(wrong)} differs from that on rank {ranks[0]} "
         f"({len(different)} of {len(tensors)} tensors differ)"
     )
 
 
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and parameter of all that DDP and FSDP2 keep the same or shard, without those they were told to ignore."""
+    """Names and parameters that DDP and FSDP2 synchronize or shard, without those they were told to ignore."""
     ignored: set[Tensor] = set()
     for module in model.modules():
         names = names_ignored_by_ddp(module)
-        if names:  # a tied parameter is ignored if all of its names are
+        if names:  # a tied parameter is ignored only if all of its names are
             named = list(module.named_parameters(remove_duplicate=False))
             ignored |= {p for name, p in named if name in names} - {p for name, p in named if name not in names}
         if isinstance(module, FSDPModule):  # parameters that are not DTensors were named in `ignored_params`

@@ -16,19 +16,20 @@ from hf_lowprec.reduction.object_gather import gather_if_different
 from hf_lowprec.rounding import dtype_name
 
 _SHOWN = 3
-"""How many differences, and how many ranks of one value, a message names."""
+"""The number of differences, and of ranks with one value, that a message names."""
 
 _MISSING = "missing"
 
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
-    """Compare settings between all ranks; every rank must call it.
+    """Check that all ranks have the same settings. Every rank must call it.
 
     Args:
         settings: values by name, as `to_plain_value` returns them.
 
     Raises:
-        RuntimeError: on every rank, with the names and values that differ and the ranks that have them.
+        RuntimeError: settings differ. Raised on every rank; the message gives the names and values that differ, and
+            the ranks that have them.
     """
     by_rank = gather_if_different(dict(settings))
     if by_rank is None:
@@ -43,12 +44,12 @@ def check_same_settings(settings: Mapping[str, Any]) -> None:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise RuntimeError(
             f"ranks train with different settings: {'; '.join(differences[:_SHOWN])}{more}. Replicas would "
-            "diverge; give every rank the same settings"
+            "diverge; use the same settings on every rank"
         )
 
 
 def model_settings(model: nn.Module) -> dict[str, Any]:
-    """Names, dtypes, shapes and order of a model's parameters, before DDP or FSDP2 wraps it."""
+    """The names, dtypes, shapes and order of a model's parameters, before DDP or FSDP2 wraps it."""
     cls = type(model).__name__
     return {
         f"parameter {k} of {cls}": _describe_parameter(name, param) + ("" if param.requires_grad else ", frozen")
@@ -57,10 +58,10 @@ def model_settings(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Class of an optimizer, every setting of its groups, and the order of its parameters.
+    """An optimizer's class, all settings of its groups, and the order of its parameters.
 
     Args:
-        optimizer: any optimizer of torch's interface.
+        optimizer: any optimizer with torch's interface.
         names: qualified names of the parameters.
     """
     cls = type(optimizer)
@@ -79,9 +80,9 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
 
 
 def to_plain_value(value: Any) -> Any:
-    """Convert a setting into built-in objects, which compare, pickle and print the same in every process.
+    """Convert a setting to built-in objects, which compare, pickle and print the same in every process.
 
-    Of an object of any other kind only the class's name is compared.
+    Objects of other types are represented by the name of their class.
     """
     if isinstance(value, Tensor):
         return to_plain_value(value.tolist())
@@ -92,7 +93,7 @@ def to_plain_value(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, torch.device):
-        return value.type  # ranks have devices of different index
+        return value.type  # the index differs between ranks
     if isinstance(value, Mapping):
         return {str(key): to_plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Temporary memory that reductions use again and again, instead of allocating it for every bucket."""
+"""Temporary memory that reductions reuse instead of allocating it for every bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ScratchBuffers:
-    """Flat tensors by name, dtype and device. Each grows to the largest size that was asked for and is never freed."""
+    """Flat tensors by name, dtype and device. Each grows to the largest size requested and is never freed."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
@@ -18,7 +18,7 @@ class ScratchBuffers:
         """The first `count` elements of a buffer, uninitialized and valid until the next request of that name.
 
         Args:
-            name: tells buffers apart that are in use at the same time.
+            name: distinguishes buffers that are in use at the same time.
             count: number of elements.
             like: a tensor of the dtype and on the device of the buffer.
         """

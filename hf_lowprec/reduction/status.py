@@ -1,4 +1,4 @@
-"""The status of reduction: whose gradients are reduced in FP32, and the memory that takes. `print` it to see."""
+"""The status of FP32 reductions: which models use them, and the memory they take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ReducedModel:
 
     Attributes:
         wrapper: `"DDP"`, `"FSDP2"` or `"HSDP"`.
-        ranks: the number of processes that a sum goes over.
-        scratch: the memory it needs in addition to the gradients.
+        ranks: the number of processes over which gradients are summed.
+        scratch: the memory needed in addition to the gradients.
     """
 
     wrapper: str
@@ -25,14 +25,14 @@ class ReducedModel:
 
 @dataclass
 class ReductionStatus:
-    """The reductions that `prepare_accelerator` has set up; the list grows as models are prepared. `print` it.
+    """What `prepare_accelerator` has set up so far. It is filled in as models are prepared; `print` it.
 
     Attributes:
-        grad_accumulation: how gradients of micro-batches are added up: `"nearest"`, `"kahan"` or `"fp32"`.
+        grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"`, `"kahan"` or `"fp32"`.
         models: the models whose gradients are summed in FP32 over ranks.
-        accumulators: one for each model whose micro-batches are not added up as torch does.
+        accumulators: one for each model whose micro-batches are not accumulated by torch.
         fp32_modules: names of the modules that FSDP2 shards as one group in FP32.
-        notes: further changes to the accelerator, one sentence each.
+        notes: other changes to the accelerator, one sentence each.
     """
 
     grad_accumulation: str
@@ -42,7 +42,7 @@ class ReductionStatus:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The lines of the report, one for each reduction and each note; empty if there is nothing to do."""
+        """The lines of the report, one for each reduction and each note; empty if there is nothing to report."""
         lines = [
             f"{model.wrapper}: FP32 sums over {model.ranks} ranks, 16-bit gradients on the wire"
             f"{_describe_scratch(model.scratch.nbytes)}"
@@ -54,7 +54,7 @@ class ReductionStatus:
         return lines + self.notes
 
     def __str__(self) -> str:
-        return "\n".join(self.lines()) or "nothing is reduced: one process, or no model was prepared yet"
+        return "\n".join(self.lines()) or "nothing is reduced: one process, or no model prepared yet"
 
 
 def _describe_scratch(nbytes: int) -> str:

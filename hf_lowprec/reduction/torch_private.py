@@ -1,7 +1,6 @@
 """The private attributes of torch that reductions need, each behind one function.
 
-torch has no public way to ask for or to do these things. `tests/reduction/test_torch_private.py` fails when a torch has
-dropped one.
+torch has no public API for these. `tests/reduction/test_torch_private.py` fails if a version of torch drops one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def names_ignored_by_ddp(module: nn.Module) -> Collection[str]:
 
 
 def forget_comm_hooks(model: DistributedDataParallel) -> None:
-    """Empty the list in which `model` records its communication hooks, so that it takes another one."""
+    """Empty the list in which `model` records its communication hooks, so that it accepts another one."""
     model._comm_hooks.clear()
 
 

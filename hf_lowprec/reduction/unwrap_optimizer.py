@@ -1,4 +1,4 @@
-"""Look through accelerate's wrapper of an optimizer."""
+"""Unwrap accelerate's wrapper around an optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's `AcceleratedOptimizer`; anything else, None included, as it is.
+    """Return the optimizer inside accelerate's `AcceleratedOptimizer`; return anything else, None included, unchanged.
 
     The argument is untyped because this layer may not import accelerate.
     """

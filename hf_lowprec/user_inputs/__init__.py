@@ -1,1 +1,1 @@
-"""Check and load what a user names on the command line: a model, a dataset, a file."""
+"""Check and load the models, datasets and files that a user names on the command line."""

@@ -1,6 +1,6 @@
 """Build a model without weights from its config.json alone.
 
-The file may be anybody's, so no code and no weights that it names are loaded, and its numbers are checked first.
+The file is not trusted: no code or weights that it names are loaded, and its numbers are checked first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MAX_REPEATS = 10_000
-"""Most layers, blocks or stages of a model; the deepest published ones have about a thousand."""
+"""Maximum number of layers, blocks or stages of a model; the deepest published models have about a thousand."""
 MAX_LABELS = 1_000_000
 MAX_MODULES = 200_000
-"""Most modules of a model, which take 20 seconds to build; 2048 experts in every second of 30 layers are half of it."""
+"""Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
 
 _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
 _COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
 """Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
 _SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
-"""Sizes and numbers of parts. Some may be zero, as `type_vocab_size`, so they are named only after an error."""
+"""Sizes and numbers of parts. Some may be zero (`type_vocab_size`), so they are mentioned only after an error."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
-"""Model names that make timm load the model's definition from somewhere."""
+"""Prefixes of model names that make timm load the model's definition from elsewhere."""
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
@@ -37,25 +37,25 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Load a model's configuration and find the model's class.
 
     Args:
-        name: a model on the hub, or a folder.
+        name: a model on the Hub, or a folder.
 
     Returns:
-        The configuration, and a class of transformers.
+        The configuration, and the transformers class of the model.
 
     Raises:
-        InputError: there is no configuration, it is not one of a transformers model, or its numbers cannot be right.
+        InputError: there is no configuration, it is not that of a transformers model, or its numbers are implausible.
     """
     import transformers
 
     check_path_exists(name, "MODEL")
     if Path(name).is_dir() and not Path(name, "config.json").exists():
-        raise InputError(f"there is no config.json in {name!r}; name the folder of a saved model")
+        raise InputError(f"there is no config.json in {name!r}; pass the folder of a saved model")
     failed = f"the configuration of {name!r} cannot be loaded"
     with explain_input_errors(failed):
         content, _ = transformers.PreTrainedConfig.get_config_dict(name)
         _check_config(content, name)
     if not isinstance(content, dict):
-        raise InputError(f"{failed}: config.json holds no JSON object")
+        raise InputError(f"{failed}: config.json does not contain a JSON object")
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         code = "; estimate does not run the code that its auto_map names" if "auto_map" in content else ""
@@ -83,7 +83,7 @@ def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> n
         cls: the model's class.
 
     Raises:
-        InputError: the model's class cannot be built with this configuration, or is left with an empty weight.
+        InputError: the model's class cannot be built with this configuration, or gets an empty weight.
     """
     import torch
 
@@ -115,23 +115,23 @@ def _check_config(content: dict[str, Any], name: str) -> None:
 
     Args:
         content: the parsed config.json.
-        name: the model's, for the message.
+        name: the model's name, for the message.
     """
     for key, value in _items(content):
         if key == "quantization_config" and value is not None:
             raise InputError(
-                f"{name!r} is quantized, and quantized weights are not trained; name the model it was made of"
+                f"{name!r} is quantized, and quantized weights are not trained; pass the model that it was made from"
             )
-        # urlsplit, with which timm reads the name, leaves tabs and line breaks out.
+        # timm reads the name with urlsplit, which drops tabs and line breaks.
         if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
             raise InputError(
-                f"{key}={value!r} in the configuration of {name!r} has timm load files, which estimate does not; give "
-                "the name of an architecture of timm"
+                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which estimate does not do; "
+                "use the name of a timm architecture"
             )
         if key == "backbone" and isinstance(value, str) and "/" in value:
             raise InputError(
                 f"backbone={value!r} in the configuration of {name!r} is another repository, which estimate does not "
-                "read; give its configuration as backbone_config"
+                "read; set its configuration as backbone_config"
             )
         highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
         if highest is None or not isinstance(value, int | float):
@@ -155,7 +155,7 @@ def _items(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _drop_implementations(content: Any) -> Any:
-    """Copy `content` without its choices of code for attention and experts, which may name a repository on the hub.
+    """Copy `content` without its choices of code for attention and experts, which may name a repository on the Hub.
 
     An argument of `from_pretrained` does not override them: transformers applies the file's choice after it.
     """
@@ -166,7 +166,7 @@ def _drop_implementations(content: Any) -> Any:
 
 @contextmanager
 def _limit_modules() -> Iterator[None]:
-    """Raise InputError when a model built inside gets more than MAX_MODULES, whichever number asks for them."""
+    """Raise InputError if a model built inside gets more than MAX_MODULES, whichever number in its config causes it."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     count = 0

@@ -9,16 +9,16 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """The user named something that does not exist or cannot be used; commands print the message and no traceback."""
+    """The user named something that does not exist or cannot be used. Commands print only the message, no traceback."""
 
 
 def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> None:
-    """Raise InputError if `name` looks like a path and nothing is there; it must not be searched for on the hub.
+    """Raise InputError if `name` looks like a path that does not exist, so that it is not searched for on the Hub.
 
     Args:
-        name: as the user gave it.
-        option: the option or argument it was given for, for the message.
-        suffixes: suffixes by which a name counts as a path.
+        name: the name as entered by the user.
+        option: its option or argument, for the message.
+        suffixes: suffixes that mark a name as a path.
     """
     looks_local = name.startswith((".", "/", "~", "\\")) or Path(name).suffix in suffixes
     if looks_local and not Path(os.path.expanduser(name)).exists():
@@ -27,9 +27,9 @@ def check_path_exists(name: str, option: str, suffixes: Container[str] = ()) -> 
 
 @contextmanager
 def explain_input_errors(what: str, hint: str = "") -> Iterator[None]:
-    """Turn any error inside into an InputError of one line: `what`, the reason that the error gives, and `hint`.
+    """Turn any error inside into a one-line InputError: `what`, the error's reason, and `hint`.
 
-    Loading fails in many ways (offline, no such name, not a model), and libraries raise many classes for them.
+    Loading fails in many ways (offline, no such name, not a model), for which libraries raise many classes of errors.
     """
     try:
         yield
@@ -37,6 +37,6 @@ def explain_input_errors(what: str, hint: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # A first line that ends with a colon announces the one that matters.
+        # If the first line ends with a colon, the next one has the reason.
         reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         raise InputError(f"{what}: {reason}{hint}") from error

@@ -274,6 +274,49 @@ def test_a_model_inside_keeps_its_outputs() -> None:
     assert model.prototypes.grad.dtype == BF16
 
 
+class Classifier(transformers.BertPreTrainedModel):
+    """A model of the user's that computes a loss and returns its predictions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.classifier = transformers.BertModel(config), nn.Linear(16, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.classifier(self.bert(input_ids)[1])
+        return transformers.modeling_outputs.SequenceClassifierOutput(F.cross_entropy(logits, labels), logits)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.matrix = nn.ModuleList([model]), nn.Parameter(torch.randn(3, 3))
+
+
+class Multiplies(Around):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss + F.cross_entropy(outputs.logits @ self.matrix, labels)
+
+
+class Adds(Around):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss + outputs.logits.mean() + self.matrix.sum()
+
+
+@pytest.mark.parametrize("inner", [Classifier, transformers.BertForSequenceClassification])
+@pytest.mark.parametrize("around", [Multiplies, Adds])
+def test_the_code_around_a_model_that_computes_its_loss(around: type[Around], inner: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = around(inner(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES)))
+    cast_model(model)
+    return_float32(model)
+    loss = model(torch.arange(28).view(4, 7), torch.arange(4) % 3)
+    loss.backward()
+    assert len(model.model[0].classifier._forward_hooks) == (around is Adds)
+    assert model.matrix.grad.dtype == BF16
+
+
 def test_without_source() -> None:
     scope: dict[str, Any] = {"Net": Net, "F": F, "CLASSES": CLASSES}
     exec("class Built(Net):\n    def forward(self, x, y): return F.cross_entropy(self.head(x), CLASSES)", scope)
@@ -299,6 +342,37 @@ def test_an_inherited_forward_of_transformers_is_treated_as_theirs() -> None:
     cast_model(model)
     return_float32(model)
     assert model(input_ids=torch.arange(28).view(4, 7), labels=torch.arange(4) % 3).loss.dtype == FP32
+
+
+class Inherits(transformers.BertForSequenceClassification):
+    """Computes another loss of the same predictions; torch does not mix dtypes in it."""
+
+    weights = torch.tensor([1.0, 2.0, 3.3])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        outputs = super().forward(input_ids=input_ids)
+        return F.cross_entropy(outputs.logits, labels, weight=self.weights)
+
+
+class InheritsAndMultiplies(transformers.BertForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.matrix = nn.Parameter(torch.eye(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(input_ids=input_ids).logits @ self.matrix, labels)
+
+
+@pytest.mark.parametrize("model_class", [Inherits, InheritsAndMultiplies])
+def test_a_loss_of_what_an_inherited_forward_returns(model_class: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = model_class(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES))
+    cast_model(model)
+    return_float32(model)
+    loss = model(torch.arange(28).view(4, 7), torch.arange(4) % 3)
+    loss.backward()
+    assert (loss.item() != loss.to(BF16).item()) == (model_class is Inherits)
+    assert model.classifier.weight.grad.any()
 
 
 WEIGHTS = torch.tensor([1.0, 1001.0, 3.3])

@@ -184,7 +184,7 @@ def test_a_folder_of_text_files_is_a_dataset(own_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--ways", "fp32,khan"], "unknown: khan; there are fp32, nearest, kahan, sr"),
+        (["--ways", "fp32,khan"], "unknown: khan; valid are fp32, nearest, kahan, sr"),
         (["--ways", ","], "none given"),
         (["--dataset", "text.txt"], "--dataset needs --model"),
         (["--batch-size", "8"], "--batch-size needs --model"),
@@ -192,10 +192,10 @@ def test_a_folder_of_text_files_is_a_dataset(own_model: Path, tmp_path: Path) ->
         (["--model", "./nowhere"], "there is no file or folder './nowhere'"),
         (["--model", "{model}", "--dataset", "./nowhere.txt"], "there is no file or folder './nowhere.txt'"),
         (["--model", "{model}", "--dataset", "{data}", "--text-column", "body"], "has no column 'body'"),
-        (["--model", "{model}", "--dataset", "{numbers}", "--text-column", "x"], "holds no text"),
-        (["--model", "{model}", "--dataset", "{data}", "--length", "256"], "takes 128 tokens"),
+        (["--model", "{model}", "--dataset", "{numbers}", "--text-column", "x"], "contains no text"),
+        (["--model", "{model}", "--dataset", "{data}", "--length", "256"], "takes at most 128 tokens"),
         (["--model", "{model}", "--dataset", "{short}", "--length", "8"], "too little text"),
-        (["--model", "{model}", "--dataset", "{empty}"], "no file of a known kind"),
+        (["--model", "{model}", "--dataset", "{empty}"], "a file of a supported type"),
         (["--model", "{empty}"], "cannot be loaded"),
     ],
 )

@@ -53,7 +53,7 @@ def test_all_is_well_here(broken_here):
     }
     assert status == broken_here
     assert f"torch {torch.__version__}" in found["packages"][1]
-    assert "cpu: backend 'native' gives the bits of 'eager'" in found["steps"][1]
+    assert "cpu: backend 'native' gives the same bits as 'eager'" in found["steps"][1]
     assert "accelerate launch -m hf_lowprec doctor" in found["reduction"][1]
     assert "cpu: wrong" in found["layers"][1] or "cpu: 30 convolutions, matmuls, norms … within" in found["layers"][1]
 
@@ -70,7 +70,7 @@ def test_an_old_package_is_named(monkeypatch):
     status, found = doctor()
     assert (status, found["packages"]) == (
         1,
-        ("FAILED", f"torch {torch.__version__} is installed, torch>=99 is asked for"),
+        ("FAILED", f"torch {torch.__version__} is installed, but torch>=99 is required"),
     )
     assert found["training"][0] == "ok"  # the other checks go on
 
@@ -80,7 +80,7 @@ def test_a_name_that_leads_elsewhere_is_named(monkeypatch):
     status, found = doctor()
     assert status == 1
     assert found["names"][0] == "FAILED"
-    assert "optim='adam_bf16_kahan' leads to <class 'torch.optim.sgd.SGD'>" in found["names"][1]
+    assert "optim='adam_bf16_kahan' selects <class 'torch.optim.sgd.SGD'>" in found["names"][1]
 
 
 def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
@@ -91,7 +91,7 @@ def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
     assert status == 1
     assert found["steps"] == (
         "FAILED",
-        "cpu: backend 'native' with rounding='kahan' does not give the bits of 'eager'",
+        "cpu: backend 'native' with rounding='kahan' gives other bits than 'eager'",
     )
 
 
@@ -131,7 +131,7 @@ def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here):
     monkeypatch.setenv("CC", "no-such-compiler")
     status, found = doctor()
     assert (status, found["steps"][0]) == (broken_here, "-")
-    assert "cpu takes the slower 'eager' backend" in found["steps"][1]
+    assert "cpu uses the slower 'eager' backend" in found["steps"][1]
     assert "no-such-compiler" in found["steps"][1]
     assert found["training"][0] == "ok"
 
@@ -140,7 +140,7 @@ def test_a_training_that_stands_still_is_found(monkeypatch):
     monkeypatch.setattr(AdamW, "step", lambda self, closure=None: None)
     status, found = doctor()
     assert (status, found["training"][0]) == (1, "FAILED")
-    assert "weights that did not move: ['model.embed_tokens.weight'" in found["training"][1]
+    assert "weights that did not change: ['model.embed_tokens.weight'" in found["training"][1]
 
 
 @pytest.mark.distributed
@@ -157,7 +157,7 @@ def test_two_ranks_check_their_reduction(broken_here):
 @pytest.mark.distributed
 def test_a_reduction_in_bf16_is_found():
     output = run_ranks("doctor_on_ranks.py", 4, "broken", fails=True)
-    assert _findings(output)["reduction"] == ("FAILED", "means over 4 ranks are not those of an FP32 sum"), output
+    assert _findings(output)["reduction"] == ("FAILED", "means over 4 ranks do not match an FP32 sum"), output
 
 
 @pytest.mark.distributed

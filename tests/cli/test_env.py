@@ -18,7 +18,7 @@ def test_versions_devices_and_backends(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
     found = facts()
     assert (found["torch"], found["transformers"]) == (torch.__version__, transformers.__version__)
-    assert found["compiled steps are kept in"] == found["HF_LOWPREC_CACHE"] == str(tmp_path)
+    assert found["cache of compiled steps"] == found["HF_LOWPREC_CACHE"] == str(tmp_path)
     assert found["CPU"].endswith("backend native")
     assert sum(name.startswith("GPU ") for name in found) == torch.cuda.device_count()
 
@@ -36,8 +36,8 @@ def test_what_cannot_be_used_is_no_reason_to_fail(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "gcc '")
     monkeypatch.setenv("HF_LOWPREC_CACHE", "~no-such-user/cache")
     found = facts()
-    assert found["C compiler"].startswith('none ($CC="gcc \'" cannot be read as a command')
-    assert found["compiled steps are kept in"].startswith("none (~no-such-user/cache: Could not determine home")
+    assert found["C compiler"].startswith('none ($CC="gcc \'" is not a valid shell command')
+    assert found["cache of compiled steps"].startswith("none (~no-such-user/cache: Could not determine home")
     compiler = tmp_path / "compiler"
     compiler.write_text("no program")
     compiler.chmod(0o755)

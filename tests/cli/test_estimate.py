@@ -196,9 +196,11 @@ def test_residual_bytes_are_those_held(mode, each, norm):
 
 def test_what_cannot_be_estimated_is_said(tmp_path):
     folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
-    assert "unknown: adamw_torch; there are" in refused(folder, "--optim", "adamw_torch")
+    assert "unknown: adamw_torch; valid are" in refused(folder, "--optim", "adamw_torch")
     assert "'state_dtpe' is not an argument" in refused(folder, "--optim-args", "state_dtpe=float32")
-    assert "'kahan' does not go with FSDP2" in refused(folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan")
+    assert "'kahan' is not supported with FSDP2" in refused(
+        folder, "--gpus", 2, "--optim-args", "grad_accumulation=kahan"
+    )
     assert "no file or folder" in refused(tmp_path / "absent")
     config = BertConfig(architectures=["BertOfTomorrow"])
     assert "class BertOfTomorrow, which is none of" in refused(write_config(tmp_path / "tomorrow", config))
@@ -324,7 +326,7 @@ def test_the_defaults_of_every_configuration_pass():
 def test_files_that_timm_would_load_are_refused(tmp_path, changes):
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY, **changes}
     said = refused(write_config(tmp_path / "model", LlamaConfig(), **config))
-    assert "has timm load files" in said and re.search(r"(backbone|architecture|checkpoint_path)='", said)
+    assert "makes timm load files" in said and re.search(r"(backbone|architecture|checkpoint_path)='", said)
 
 
 def test_a_backbone_of_another_repository_is_not_asked_for(tmp_path, monkeypatch):
@@ -332,7 +334,7 @@ def test_a_backbone_of_another_repository_is_not_asked_for(tmp_path, monkeypatch
     config = {"model_type": "detr", "architectures": ["DetrForObjectDetection"], "backbone": "microsoft/resnet-50"}
     config |= {"use_timm_backbone": False, "use_pretrained_backbone": True, "backbone_config": None}
     said = refused(write_config(tmp_path / "model", LlamaConfig(), **config))
-    assert "backbone='microsoft/resnet-50'" in said and "give its configuration as backbone_config" in said
+    assert "backbone='microsoft/resnet-50'" in said and "set its configuration as backbone_config" in said
 
 
 def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def test_machines_that_see_different_files(tmp_path):
     expected = {
         (damaged, True): r"out/checkpoint-2$",
         (damaged, "out/checkpoint-4"): r"ValueError: .*'out/checkpoint-4' is damaged: model.safetensors .*"
-        r"\(as rank 1 sees it\); name 'out/checkpoint-2', the last good one",
+        r"\(as rank 1 sees it\); pass 'out/checkpoint-2', the last good one",
         (damaged, True, "out/checkpoint-2"): r"ValueError: .* differs between ranks: \[True, 'out/checkpoint-2'\]",
         (partial, True): r"ValueError: rank 1 does not see 'out/checkpoint-4'.*save_on_each_node=True",
         (partial, "out/checkpoint-4"): r"ValueError: rank 1 does not see 'out/checkpoint-4'",

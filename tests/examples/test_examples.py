@@ -90,7 +90,7 @@ def test_launch_configurations(tmp_path, name, ranks, kind):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{kind}: FP32 sums over {ranks} ranks, 16-bit gradients on the wire" in result.stdout
-    assert result.stdout.count("'bf16' was asked for and is off") == 1
+    assert result.stdout.count("'bf16' was requested but is off") == 1
     assert "bfloat16" in result.stdout
     assert result.stdout.count("validation loss") == 1
 

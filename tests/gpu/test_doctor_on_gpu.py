@@ -18,7 +18,7 @@ def gpu():
 def test_every_check_passes_on_the_gpu():
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    assert "cuda:0: backend 'triton' gives the bits of 'eager'" in result.output
+    assert "cuda:0: backend 'triton' gives the same bits as 'eager'" in result.output
     assert "12 steps on cuda:0" in result.output
 
 

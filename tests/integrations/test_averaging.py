@@ -160,7 +160,7 @@ def test_the_optimizer_must_be_that_of_the_model(tmp_path):
     averaged = hf_lowprec.AveragedModel(trainer.model)
     averaged.update_parameters(trainer.model, trainer.optimizer)  # accelerate's wrapper
     averaged.update_parameters(trainer.model, optimizer_of(trainer))
-    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+    with pytest.raises(ValueError, match="has none of the model's parameters"):
         averaged.update_parameters(llama(), trainer.optimizer)
 
 
@@ -173,7 +173,7 @@ FOREIGN = {
         lambda model: torch.optim.AdamW(model.parameters()),
         r"^model\.embed_tokens\.weight.* and \d+ more: taken as",
     ),
-    "ours, of other parameters": (partly, r"^lm_head\.weight: taken as they are stored in 16 bits, since this AdamW "),
+    "ours, of other parameters": (partly, r"^lm_head\.weight: their stored 16-bit values are used, since this AdamW "),
 }
 
 

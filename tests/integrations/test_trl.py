@@ -161,7 +161,7 @@ def test_a_reference_with_other_norms_keeps_them(saved, tmp_path):
 
 def test_the_report_names_the_reference(saved, tmp_path, capsys):
     dpo(saved, tmp_path, OURS[0], max_steps=1)
-    assert "LlamaForCausalLM is only evaluated; it was cast like the trained model" in capsys.readouterr().out
+    assert "LlamaForCausalLM is used only for evaluation and was cast like the trained model" in capsys.readouterr().out
 
 
 def reward(saved, tmp_path, optim):
@@ -229,7 +229,7 @@ def test_grpo_with_a_reference_and_a_judge(saved, tmp_path):
 @pytest.mark.parametrize(
     ("cls", "settings", "message"),
     [
-        ("SFTConfig", {"fp16": True, "bf16": False}, "fp16=True does not go with pure BF16 training"),
+        ("SFTConfig", {"fp16": True, "bf16": False}, "fp16=True is incompatible with pure BF16 training"),
         ("GRPOConfig", {"cast_lm_head_to_fp32": True}, "set optim_args='keep_fp32=lm_head'"),
     ],
 )

@@ -29,7 +29,7 @@ def test_an_unknown_backend_is_refused_by_name(name, error, words):
 def test_triton_without_a_gpu_says_why_and_what_can(monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(RuntimeError, match="runs on a GPU and there is none") as raised:
+    with pytest.raises(RuntimeError, match="runs on a GPU, but there is none") as raised:
         AdamW(params(), backend="triton")
     assert all(word in str(raised.value) for word in ("backend", "triton", "eager", "native", "TRITON_INTERPRET"))
 

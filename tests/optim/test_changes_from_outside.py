@@ -46,7 +46,7 @@ def test_autograd_is_told_of_the_write(backend):
 
 
 def test_an_expanded_parameter_is_refused():
-    with pytest.raises(ValueError, match="share one place in memory"):
+    with pytest.raises(ValueError, match="share the same memory"):
         AdamW([nn.Parameter(torch.zeros(1, dtype=torch.bfloat16).expand(4))])
 
 

@@ -178,7 +178,7 @@ def test_a_damaged_or_untrusted_library_is_built_again_with_one_warning(cache, r
     answer, messages = load(right)
     assert answer == 42
     (message,) = messages
-    assert f"the compiled step {cache / NAME} is not used, and compiled again: {DAMAGES[damage]}" in message
+    assert f"the cached step {cache / NAME} cannot be used and is compiled again: {DAMAGES[damage]}" in message
     assert load(None) == (42, [])
     if damage is not without_function:  # which is root's or this user's, and whole: nothing tells it apart before
         assert not Path("planted-ran").exists()
@@ -372,7 +372,7 @@ def test_a_full_disk_keeps_nothing_and_says_so(cache, right, monkeypatch, call):
         answer, messages = load(right)
     assert answer == 42
     (message,) = messages
-    assert "compiled steps cannot be kept: [Errno 28] No space left on device" in message
+    assert "compiled steps cannot be cached: [Errno 28] No space left on device" in message
     assert list(cache.iterdir()) == []
     assert load(right) == (42, [])
     assert load(None) == (42, [])

@@ -218,7 +218,7 @@ def test_an_empty_matrix_is_stepped():
 
 
 REFUSED = [
-    ({}, [(4,)], r"not a parameter of shape \(4,\); give matrices="),
+    ({}, [(4,)], r"not a parameter of shape \(4,\); pass matrices="),
     ({"momentum": 1.0}, [(4, 4)], "momentum=1.0 is invalid"),
     ({"ns_steps": 0}, [(4, 4)], "ns_steps=0 is invalid"),
     ({"ns_steps": 5.0}, [(4, 4)], "ns_steps=5.0 is invalid; it must be an integer"),
@@ -254,13 +254,13 @@ def test_what_a_group_says_later_is_checked_before_the_step():
     param.grad = torch.ones(4)
     optimizer = Muon([{"params": [param], "use_muon": False}])
     optimizer.param_groups[0]["use_muon"] = True
-    with pytest.raises(ValueError, match="give matrices="):
+    with pytest.raises(ValueError, match="pass matrices="):
         optimizer.step()
 
 
 def test_a_refused_group_leaves_no_trace():
     optimizer = Muon(parameters([(4, 4)]))
-    with pytest.raises(ValueError, match="give matrices="):
+    with pytest.raises(ValueError, match="pass matrices="):
         optimizer.add_param_group({"params": parameters([(4, 2), (3,)])})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": parameters([(3,)]), "use_muon": False})

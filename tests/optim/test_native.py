@@ -172,7 +172,7 @@ def test_a_damaged_library_is_compiled_again(damage, library, tmp_path):
     found = run_script(tmp_path)
     assert (found["error"], found["auto_is_eager"]) == ("", True)
     (message,) = found["warnings"]
-    assert f"{name} is not used, and compiled again: its checksum is wrong" in message
+    assert f"{name} cannot be used and is compiled again: its checksum is wrong" in message
     assert run_script(tmp_path)["warnings"] == []
     assert libraries(tmp_path) == [name]
 
@@ -212,7 +212,7 @@ BROKEN_COMPILERS = {
     "not UTF-8": ("printf 'd\\351faut \\377' >&2; printf '\\377'; exit 1", "exit 1"),
     "hangs": ('sleep 1000 & echo $! > "${0%/*}/child"; wait', "did not finish within 1 seconds"),
     "killed": ("kill -9 $$", "killed by SIGKILL"),
-    "writes nothing": ("exit 0", "reported success and wrote no library"),
+    "writes nothing": ("exit 0", "reported success but wrote no library"),
     "writes something else": (f"{TARGET}; echo text > $2", "cannot be written or loaded"),
     "no program": ("", "cannot be started"),
 }
@@ -267,7 +267,7 @@ def test_without_a_home_each_process_compiles(tmp_path):
     found = run_script("", "without_passwd_entry", XDG_CACHE_HOME="", TMPDIR="/tmp")
     assert (found["error"], found["auto_is_eager"]) == ("", True)
     (message,) = found["warnings"]
-    assert "cannot be kept: ~/.cache: Could not determine home directory" in message
+    assert "cannot be cached: ~/.cache: Could not determine home directory" in message
     assert "set HF_LOWPREC_CACHE" in message
 
 

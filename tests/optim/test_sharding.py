@@ -63,7 +63,7 @@ def test_an_index_beyond_32_bits():
 
 
 def test_a_shard_of_another_size_than_expected_raises():
-    with pytest.raises(ValueError, match=r"\(10, 6\).*holds \(4, 6\) here, and not the expected \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"\(10, 6\).*holds \(4, 6\) here, not the expected \(3, 6\)"):
         list(sharding.contiguous_runs(fake_dtensor((10, 6), (4, 6), Shard(0))))
 
 

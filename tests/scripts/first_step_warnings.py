@@ -37,7 +37,7 @@ def report(name: str, model: nn.Module, optimizer=None) -> None:
         model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = [text for text in messages if "in 16 bits. For FP32 sums call hf_lowprec.prepare_accelerator" in text]
+    found = [text for text in messages if "in 16 bits. For FP32 sums, call hf_lowprec.prepare_accelerator" in text]
     if dist.get_rank() == 0:
         print(f"{name}: {len(found)}", flush=True)
     else:

@@ -215,12 +215,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "weights": (
         {},
         {"change": another_weight},
-        "before the first step, replicas differ: norm.bias on rank 1 is not that of rank 0 (1 of 8 tensors",
+        "before the first step, replicas differ: norm.bias on rank 1 differs from that on rank 0 (1 of 8 tensors",
     ),
     "states": (
         {"change": another_state},
         {},
-        "before the first step, replicas differ: head.bias (exp_avg) on rank 1 is not that of rank 0 (1 of",
+        "before the first step, replicas differ: head.bias (exp_avg) on rank 1 differs from that on rank 0 (1 of",
     ),
 }
 REPLICATED = ("weights", "states")
@@ -247,7 +247,7 @@ def check_many_differences() -> None:
     """Three are named, and the others counted."""
     found = complaint(lambda: train(optimizer=adamw(betas=(0.5, 0.6), eps=1e-3, seed=5) if ODD else adamw()))
     assert len(re.findall(r"on rank 1 and", found)) == 3, found
-    assert "; and 3 more. Replicas would diverge; give every rank the same settings" in found, found
+    assert "; and 3 more. Replicas would diverge; use the same settings on every rank" in found, found
 
 
 class Heard(logging.Handler):
@@ -293,7 +293,7 @@ def check_different_shards() -> None:
     train(build=another_net)
     if RANK == 0:
         (message,) = heard.messages
-        assert "before sharding, replicas differ: first.weight on rank 1 is not that of rank 0" in message
+        assert "before sharding, replicas differ: first.weight on rank 1 differs from that on rank 0" in message
         assert "cpu_ram_efficient_loading" in message
     else:
         assert not heard.messages
@@ -334,7 +334,7 @@ def check_weights_on_the_meta_device() -> None:
 def check_replicas_of_shards() -> None:
     """Ranks 0 and 2 hold the same, and 1 and 3; what 1 and 3 find is told on 0 and 2 as well."""
     found = complaint(lambda: train(change=another_weight if ODD else lambda model, optimizer: None))
-    assert "before the first step, replicas differ: norm.bias on rank 3 is not that of rank 1" in found, found
+    assert "before the first step, replicas differ: norm.bias on rank 3 differs from that on rank 1" in found, found
     train(steps=2)
 
 

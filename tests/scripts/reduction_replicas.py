@@ -77,7 +77,7 @@ def check_one_bit() -> None:
             flip(tensor, element, bit)
         found = difference(model, optimizer)
         differ = "1, 2, 3" if wrong == 0 else str(wrong)
-        assert f"{name} on rank {differ} is not that of rank 0" in found, (name, found)
+        assert f"{name} on rank {differ} differs from that on rank 0" in found, (name, found)
         assert f"(1 of {count} tensors differ)" in found, found
         if "(" in name:
             assert not difference(model), "without the optimizer, its states are not compared"
@@ -94,7 +94,7 @@ def check_several() -> None:
     if dist.get_rank() == 2:
         flip(model[2].weight, 0, 0)
     found = difference(model, optimizer)
-    assert "1.weight on rank 1, 3 is not that of rank 0" in found, found
+    assert "1.weight on rank 1, 3 differs from that on rank 0" in found, found
     assert "(2 of " in found, found
 
 
@@ -136,7 +136,7 @@ def check_replicas_of_shards() -> None:
                 flip(tensor, 0, 4)
             found = difference(model, optimizer)
             pair = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}[rank]
-            wanted = f"{name} on rank {pair[1]} is not that of rank {pair[0]}" if wrong in pair else ""
+            wanted = f"{name} on rank {pair[1]} differs from that on rank {pair[0]}" if wrong in pair else ""
             assert (wanted in found) if wanted else not found, (rank, name, wrong, found)
             if rank == wrong:
                 flip(tensor, 0, 4)
@@ -150,7 +150,7 @@ def check_a_parameter_outside_of_the_shards() -> None:
     assert not difference(model)
     if dist.get_rank() == 3:
         flip(model.scale, 1, 0)
-    assert "scale on rank 3 is not that of rank 0 (1 of 1 tensors differ)" in difference(model)
+    assert "scale on rank 3 differs from that on rank 0 (1 of 1 tensors differ)" in difference(model)
 
 
 def check_what_fsdp2_ignores() -> None:

@@ -30,10 +30,10 @@ class Fp32Parts:
 
     @classmethod
     def combine(cls, decisions: Iterable[Fp32Parts]) -> Fp32Parts:
-        """All decisions in one.
+        """Combine several results into one.
 
-        Where several keep a module, the first one gives the reason. Where several keep a single tensor, the last one
-        does: it names the tensor most closely (the innermost model's class, or the caller).
+        If several keep a module, the first one gives the reason. If several keep a single tensor, the last one does: it
+        names the tensor most specifically (the innermost model's class, or the caller).
         """
         parts = cls()
         for decision in decisions:

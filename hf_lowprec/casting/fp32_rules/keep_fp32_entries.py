@@ -38,7 +38,7 @@ def named_by_caller(tree: ModuleTree, entry: Entry) -> Fp32Parts:
 
 
 def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
-    """The entries of `keep_fp32`. Raise TypeError for one that is neither a name nor a class of modules."""
+    """Return the entries of `keep_fp32`. Raise TypeError for one that is neither a name nor a module class."""
     entries = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
@@ -47,7 +47,7 @@ def as_entries(keep_fp32: KeepFp32) -> tuple[Entry, ...]:
 
 
 def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
-    """Raise ValueError for an entry that names nothing in the model, with the names that come near."""
+    """Raise ValueError, listing similar names, for an entry that names nothing in the model."""
     for entry in entries:
         parts = named_by_caller(tree, entry)
         if parts.modules or parts.tensors:
@@ -56,7 +56,7 @@ def check_entries_match(tree: ModuleTree, entries: Iterable[Entry]) -> None:
         names = {*tree.modules, *(owner.name for tensor in tree.tensors for owner in tensor.owners)}
         names |= {path.rpartition(".")[2] for path in names} | {type(m).__name__ for m in tree.modules.values()}
         near = difflib.get_close_matches(name.strip("*."), sorted(names), n=5, cutoff=0.4)
-        raise ValueError(f"keep_fp32 {name!r} matches no module or tensor; near: {', '.join(near) or 'nothing'}")
+        raise ValueError(f"keep_fp32 {name!r} matches no module or tensor; similar names: {', '.join(near) or 'none'}")
 
 
 def check_no_quantized_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
@@ -69,7 +69,7 @@ def check_no_quantized_weights(tree: ModuleTree, parts: Fp32Parts) -> None:
         if reason.rule == "keep_fp32":
             raise ValueError(
                 f"{reason.text} covers {tensor.name}, which is quantized and has no FP32 form; "
-                "name modules without quantized weights"
+                "keep only modules without quantized weights"
             )
 
 
@@ -79,7 +79,7 @@ def check_not_rounded(tree: ModuleTree, parts: Fp32Parts, parts_before: Fp32Part
     Args:
         tree: the model.
         parts: what is to stay in FP32.
-        parts_before: what stays in FP32 without the entries that are new in this call.
+        parts_before: what would stay in FP32 without the new entries of this call.
     """
     late = [t for t in tree.tensors if t.name in parts.tensors and t.name not in parts_before.tensors]
     if rounded := [tensor.name for tensor in late if tensor.tensor.dtype in LOW_PRECISION_DTYPES]:

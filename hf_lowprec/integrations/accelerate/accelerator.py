@@ -1,6 +1,6 @@
 """`prepare_accelerator`: FP32-accumulated gradients on an `accelerate.Accelerator`, under DDP, FSDP2 and HSDP.
 
-It wraps methods of that one accelerator. Other accelerators, and the class, stay as they are.
+It wraps methods of that one accelerator. Other accelerators and the class itself are not changed.
 """
 
 from __future__ import annotations
@@ -37,50 +37,55 @@ from hf_lowprec.reduction.status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 _REDUCTION = "_hf_lowprec"
-"""The attribute of an accelerator that holds the status which `prepare_accelerator` returned."""
-AUTOCAST_OFF = "mixed precision: 'bf16' was asked for and is off; the model itself is BF16"
+"""The accelerator's attribute that holds what `prepare_accelerator` returned for it."""
+AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the model itself is BF16"
 
 logger = logging.getLogger(__name__)
 
 
 def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
-    """Let `accelerator` sum gradients in FP32, under DDP, FSDP2 and HSDP; call it before `accelerator.prepare`.
+    """Make `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP. Call it before `accelerator.prepare`.
 
-    - Gradients travel in the parameters' dtype. The mean over ranks is summed in FP32, in rank order, and rounded once.
-      Under FSDP2, FP32 parameters (norms) become a group of their own, because torch wants one dtype per group.
-    - `accelerator.clip_grad_norm_` of all parameters of one of our optimizers clips inside its step, by an FP32 norm.
-    - Models that `cast_model` has cast return FP32 to the loop once they are prepared, as by `return_float32`.
-    - Mixed precision "bf16" is switched off: under FSDP2 it would make parameters FP32.
-    - Ranks are compared when a model is prepared and before an optimizer's first step. Settings, parameters or
-      replicated weights that differ are a `RuntimeError` on every rank that names them; weights that differ before
-      FSDP2 shards them are a warning.
+    - Gradients are sent in the parameters' dtype. Their mean over ranks is summed in FP32, in rank order, and rounded
+      once. Under FSDP2, FP32 parameters (norms) form their own group, because FSDP2 requires one dtype per group.
+    - `accelerator.clip_grad_norm_`, called with all parameters of an hf_lowprec optimizer, clips inside the optimizer's
+      step, by an FP32 norm.
+    - Models cast by `cast_model` return FP32 outputs to the training loop once they are prepared, as after
+      `return_float32`.
+    - Mixed precision "bf16" is turned off, because under FSDP2 it would make parameters FP32.
+    - Ranks are compared when a model is prepared and before an optimizer's first step. If settings, parameters or
+      replicated weights differ, every rank raises a `RuntimeError` that names the differences. Weights that differ
+      before FSDP2 shards them cause a warning.
 
-    With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. A second call
-    changes nothing.
+    With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. Calling it again has
+    no effect.
 
     Args:
         accelerator: an Accelerator that has not prepared a model yet.
-        grad_accumulation: how micro-batches are added up: `"nearest"` (as torch does, in the parameters' dtype),
-            `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per parameter).
+        grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
+            parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
+            parameter).
 
     Returns:
-        What is done, filled as models are prepared. `print` it to see whether it is active.
+        A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.
 
     Raises:
-        ValueError: the accelerator is configured for something in which gradients would not be summed in FP32, or DDP
-            or FSDP2 has wrapped one of its models already.
+        ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or DDP or FSDP2 has
+            already wrapped one of its models.
     """
     check_grad_accumulation(grad_accumulation)
     earlier: ReductionStatus | None = getattr(accelerator, _REDUCTION, None)
     if earlier is not None:
         if earlier.grad_accumulation != grad_accumulation:
-            raise ValueError(f"the accelerator was prepared with grad_accumulation={earlier.grad_accumulation!r}")
+            raise ValueError(
+                f"the accelerator was already prepared with grad_accumulation={earlier.grad_accumulation!r}"
+            )
         return earlier
     check_supported(accelerator, grad_accumulation)
     models = private_apis.prepared_models(accelerator)
     if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
-        raise ValueError("a model was prepared already; call prepare_accelerator before accelerator.prepare")
-    for model in models:  # not wrapped, so it is early enough for them
+        raise ValueError("a model was already prepared; call prepare_accelerator before accelerator.prepare")
+    for model in models:  # prepared but not wrapped, so they can still be changed
         _return_float32_if_cast(model)
     reduction = ReductionStatus(grad_accumulation)
     if private_apis.switch_autocast_off(accelerator):
@@ -94,7 +99,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         "prepare": functools.partial(_prepare, accelerator, reduction, prepared_models),
         # FP32 sums under DDP, which wraps the model there.
         "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
-        # Ranks that differ are found before the first step.
+        # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
         # DDP over one process need not synchronize micro-batches.
         "no_sync": functools.partial(_no_sync, accelerator),
@@ -107,12 +112,12 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
-    """Whether these arguments of `Accelerator.prepare_model`, those after the model, say that it is only evaluated."""
+    """Whether these arguments of `Accelerator.prepare_model` (those after the model) mean that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
 
 
 def note_autocast_is_off(reduction: ReductionStatus) -> None:
-    """Note that mixed precision was asked for and is off, and log it."""
+    """Note and log that mixed precision was requested but is off."""
     reduction.notes.append(AUTOCAST_OFF)
     logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
 
@@ -122,14 +127,14 @@ def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionSt
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > accelerator.num_processes:
         reduction.notes.append(
-            f"{started} processes were started (WORLD_SIZE), and accelerate trains with {accelerator.num_processes}: "
-            "each trains alone. Without GPUs start the script with --use_cpu, or Accelerator(cpu=True)"
+            f"{started} processes were started (WORLD_SIZE), but accelerate trains with {accelerator.num_processes}: "
+            "each trains alone. Without GPUs, start the script with --use_cpu or use Accelerator(cpu=True)"
         )
         logger.warning("hf_lowprec: %s", reduction.notes[-1])
 
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:
-    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, and not their wrappers."""
+    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, but not their wrappers."""
     if not models:  # searching takes a tenth of a second
         return False
     wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
@@ -137,7 +142,7 @@ def _any_in_ddp(models: list[nn.Module]) -> bool:
 
 
 class PreparedModels(weakref.WeakSet):
-    """The models of an accelerator whose gradients are summed in FP32 already; a plain WeakSet does not pickle."""
+    """The models of an accelerator whose gradients are already summed in FP32; a plain WeakSet does not pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (list(self),)
@@ -222,7 +227,7 @@ def _prepare_model(
 
 
 def _compare_models(accelerator: Accelerator, reduction: ReductionStatus, model: nn.Module) -> None:
-    """Compare the ranks' models before they are wrapped; collectives of models that differ would wait forever.
+    """Compare the ranks' models before they are wrapped; if they differ, their collectives would wait forever.
 
     Raises:
         RuntimeError: the ranks' models or settings differ.
@@ -244,8 +249,9 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
     )
     if difference is not None and accelerator.is_main_process:
         logger.warning(
-            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Seed all ranks alike "
-            "before the model is built, load the same checkpoint, or set cpu_ram_efficient_loading to start from "
+            "hf_lowprec: before sharding, %s: FSDP2 would train a mixture of the ranks' weights. Set the same seed on "
+            "all ranks before building the model, load the same checkpoint, or set cpu_ram_efficient_loading to start "
+            "from "
             "rank 0's",
             difference,
         )
@@ -259,13 +265,13 @@ def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: An
 
 
 def _return_float32_if_cast(model: nn.Module) -> None:
-    """Let a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
+    """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
-    """`Accelerator.no_sync`; accelerate's own lets DDP over a single process synchronize every micro-batch."""
+    """`Accelerator.no_sync`; with a single process, accelerate's own makes DDP synchronize every micro-batch."""
     if accelerator.num_processes == 1 and isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return original(model)
@@ -279,9 +285,10 @@ def _clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2,
 ) -> Any:
-    """`Accelerator.clip_grad_norm_`: all parameters of one of our optimizers are clipped inside its next step.
+    """`Accelerator.clip_grad_norm_`: clip all parameters of one of our optimizers inside its next step.
 
-    Accelerate's own runs for a part of the parameters, for other norms and optimizers, and before the last micro-batch.
+    Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
+    micro-batch.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipped = {id(param) for param in parameters if param.grad is not None}

@@ -1,7 +1,7 @@
 """Compares the ranks before an optimizer's first step: with different settings or weights, replicas would diverge.
 
-`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error. Warnings
-are elsewhere: `first_step_warnings.py` has those that every optimizer of ours gives, with or without an accelerator.
+`prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error. The
+warnings that our optimizers give with or without an accelerator are in `first_step_warnings.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RankComparison:
     """Compares the ranks before the first step of each optimizer that it watches, by a step pre-hook.
 
     Args:
-        accelerator: gives the number of ranks, and its models the names of parameters.
+        accelerator: provides the number of ranks and, through its models, the names of parameters.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -42,7 +42,7 @@ class RankComparison:
 
         Args:
             optimizer: any optimizer.
-            max_grad_norm: the norm that its next step clips by, or None.
+            max_grad_norm: the norm to which its next step clips, or None.
 
         Raises:
             RuntimeError: on every rank; the message names the ranks and the difference.

@@ -1,4 +1,4 @@
-"""Setups of an accelerator that are unsupported, because gradients would not be summed in FP32."""
+"""Accelerator setups that are unsupported because gradients would not be summed in FP32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
     """Check the setup of `accelerator` for `grad_accumulation`.
 
     Raises:
-        ValueError: it is not supported; the message names the setting and what to change.
+        ValueError: the setup is not supported; the message names the setting and what to change.
     """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
@@ -30,19 +30,19 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} does not go with pure BF16 training, which replaces "
-            "autocast and scaling; use mixed_precision='no'"
+            f"mixed_precision={accelerator.mixed_precision!r} is incompatible with pure BF16 training, which replaces "
+            "autocast and loss scaling; use mixed_precision='no'"
         )
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
             f"DistributedDataParallelKwargs(comm_hook={str(getattr(handler.comm_hook, 'value', handler.comm_hook))!r}) "
-            "takes the place of the FP32 sums; remove it"
+            "would replace the hook for FP32 sums; remove it"
         )
     if grad_accumulation != "nearest" and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise ValueError(
-            f"GradientAccumulationPlugin(sync_each_batch=True) rounds micro-batches at each synchronization, which "
-            f"grad_accumulation={grad_accumulation!r} would prevent; remove one of the two"
+            f"GradientAccumulationPlugin(sync_each_batch=True) rounds gradients after every micro-batch, which "
+            f"grad_accumulation={grad_accumulation!r} is meant to prevent; remove one of the two"
         )
     _check_parallelism(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
@@ -62,7 +62,7 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
-            "FSDP1 offers no hook for FP32 sums; set fsdp_version: 2 in the accelerate configuration, "
+            "FSDP1 has no hook for FP32 sums; set fsdp_version: 2 in the accelerate configuration, "
             'accelerate launch --fsdp_version 2, or TrainingArguments(fsdp_config={"version": 2})'
         )
     if plugin.mixed_precision_policy is not None and accelerator.mixed_precision == "no":
@@ -72,6 +72,6 @@ def _check_fsdp(accelerator: Any, grad_accumulation: str) -> None:
         )
     if grad_accumulation == "kahan":
         raise ValueError(
-            "grad_accumulation='kahan' does not go with FSDP2, which adds up micro-batches itself; use 'fp32' or "
-            "'nearest'"
+            "grad_accumulation='kahan' is not supported with FSDP2, which accumulates micro-batches itself; use 'fp32' "
+            "or 'nearest'"
         )

@@ -1,4 +1,4 @@
-"""The Trainer callback: casts the model, reports the precision of everything once, logs what rounding did."""
+"""The Trainer callback: casts the model, prints the precision report, and logs what rounding has lost."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from hf_lowprec.rounding import dtype_name
 LOST_UPDATES = "lost_updates"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
-"""From here on rounding at each of them costs percents of the gradient (`benchmarks/micro_batches.py`)."""
+"""From this many micro-batches, rounding at each one loses percents of the gradient (`benchmarks/micro_batches.py`)."""
 _MEASURE_EVERY = 64
-"""Steps between measurements where the step that will be logged is not known in advance."""
+"""Steps between measurements if it is not known in advance which step will be logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,28 +44,28 @@ logger = logging.getLogger(__name__)
 class LowPrecisionCallback(TrainerCallback):
     """Trains a model in pure BF16 under `transformers.Trainer`: casts it, sums gradients in FP32, reports and logs.
 
-    With one of our `optim=` names Trainer has one by itself. Pass one as `Trainer(callbacks=[…])` to choose its
-    arguments, or to train a BF16 model with another optimizer. The model is cast while the Trainer is built, before it
-    moves to the device.
+    With an `optim=` name of hf_lowprec, Trainer adds this callback automatically. Pass an instance as
+    `Trainer(callbacks=[…])` to change its arguments, or to train a BF16 model with another optimizer. The model is cast
+    in Trainer's constructor, before it is moved to the device.
 
-    Every training log gets `lost_updates`, if 16-bit weights train: the share of that step's weight changes that
-    rounding did not store, from 0 (none) to 1 (all). With `skip_nonfinite` it also gets `skipped_steps`, the number of
-    steps left out so far.
+    If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
+    was lost in rounding, from 0 (none) to 1 (all). With `skip_nonfinite`, it also gets `skipped_steps`, the number of
+    steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
         report: print the precision report when training begins.
         log_lost_updates: measure and log `lost_updates`.
-        grad_accumulation: how micro-batches are added up, as for `prepare_accelerator`.
-        check_replicas_every: compare the weights and states of replicas every so many steps; 0 does not.
+        grad_accumulation: how the gradients of micro-batches are accumulated, as for `prepare_accelerator`.
+        check_replicas_every: compare the weights and states of replicas every this many steps; 0 disables the check.
 
-    `keep_fp32`, `grad_accumulation` and `check_replicas_every` may be given in `optim_args` instead, which wins; the
-    patterns of both `keep_fp32` count.
+    `keep_fp32`, `grad_accumulation` and `check_replicas_every` can also be set in `optim_args`. The patterns of both
+    `keep_fp32` are combined; for the other two, `optim_args` takes precedence.
 
     Raises:
-        ValueError: when the Trainer is built: an argument or the model is not supported.
-        RuntimeError: when training begins: the callback was not there when the Trainer was built.
+        ValueError: an argument or the model is not supported (raised when the Trainer is built).
+        RuntimeError: the callback was added after the Trainer was built (raised when training begins).
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class LowPrecisionCallback(TrainerCallback):
         """Start over for a Trainer that is being built.
 
         Args:
-            optim_args: what its `optim_args` say: patterns to add to the callback's own, and values that replace its
-                other arguments.
+            optim_args: its parsed `optim_args`: patterns to add to the callback's own, and values that replace the
+                callback's other arguments.
 
         Raises:
             ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
@@ -102,7 +102,7 @@ class LowPrecisionCallback(TrainerCallback):
         self._accumulation = check_grad_accumulation(self.grad_accumulation if accumulation is None else accumulation)
         self._check_every = self.check_replicas_every if check_every is None else check_every
         if self._check_every < 0:
-            raise ValueError(f"check_replicas_every={self._check_every} is negative; 0 does not check")
+            raise ValueError(f"check_replicas_every={self._check_every} is negative; use 0 to disable the check")
         self.reduction: ReductionStatus | None = None
         self.cast_report: CastReport | None = None
         self._trained: nn.Module | None = None
@@ -112,7 +112,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
 
         Args:
-            model: what is trained.
+            model: the model to train.
             outputs_next_to_loss: see `return_float32`.
         """
         check_quantized_weights_are_frozen(model)
@@ -129,7 +129,7 @@ class LowPrecisionCallback(TrainerCallback):
 
         Args:
             accelerator: as `prepare_accelerator` takes it.
-            autocast_off: the user asked for mixed precision, and the Trainer left it out.
+            autocast_off: whether the user requested mixed precision, which the Trainer has disabled.
         """
         self.reduction = prepare_accelerator(accelerator, self._accumulation)
         if autocast_off:
@@ -137,20 +137,20 @@ class LowPrecisionCallback(TrainerCallback):
         wrap_method(accelerator, "prepare_model", self._prepare_model)
 
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`: cast a model first that is only evaluated."""
+        """`Accelerator.prepare_model`: first cast the model if it is only evaluated."""
         if is_evaluation(*args, **kwargs) and model is not self._trained and self.reduction is not None:
             patterns = self._patterns if type(model) is type(self._trained) else ()  # other classes have other names
             report = cast_like_trained(model, self._trained, lambda other: cast_model(other, self.dtype, patterns))
             if report.changed:
                 self.reduction.notes.append(
-                    f"{type(model).__name__} is only evaluated; it was cast like the trained model"
+                    f"{type(model).__name__} is used only for evaluation and was cast like the trained model"
                 )
         return original(model, *args, **kwargs)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Print the precision report, and warn of convolutions that torch computes wrongly on this device.
+        """Print the precision report, and warn about convolutions that torch computes wrongly on this device.
 
         Raises:
             RuntimeError: the callback was added after the Trainer was built.
@@ -158,17 +158,17 @@ class LowPrecisionCallback(TrainerCallback):
         """
         if self.cast_report is None:
             raise RuntimeError(
-                "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]), so "
+                "LowPrecisionCallback was added after the Trainer was built; pass it as Trainer(callbacks=[…]) so "
                 "that the model is cast before it is moved and wrapped"
             )
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
         if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
             raise ValueError(
-                f"optim={optimizer_name(args)!r} was asked for, and {type(optimizer).__name__} of optimizers= or "
-                "create_optimizer would round its updates of 16-bit weights away. Build it there as one of hf_lowprec "
-                "or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch', and "
-                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 all the same"
+                f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
+                "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
+                "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
+                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
@@ -178,17 +178,17 @@ class LowPrecisionCallback(TrainerCallback):
             lines += quantization_notes(kwargs["model"])
             if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
                 lines.append(
-                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds as often; "
-                    "grad_accumulation='kahan' does not, for 2 bytes per parameter"
+                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
+                    "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
                 )
             print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
-        """Warn of convolutions that this device computes wrongly in 16 bits. A failure here does not stop training."""
+        """Warn about convolutions that this device computes wrongly in 16 bits. Errors here do not stop training."""
         model = self._trained
         try:
             broken = [] if model is None else find_broken_convolutions(model)
-        except Exception as error:  # for example, from code that has replaced torch's own
+        except Exception as error:  # for example, from code that replaces torch's functions
             logger.info("hf_lowprec: layers could not be probed: %r", error)
             return
         if model is None or not broken:
@@ -206,7 +206,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure how much of the coming step rounding will lose, if the step will be logged."""
+        """Measure how much of the coming step will be lost in rounding, if that step will be logged."""
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
             return
@@ -256,7 +256,9 @@ class LowPrecisionCallback(TrainerCallback):
         """
         if not args.load_best_model_at_end:
             return
-        if not any(map(is_sharded, kwargs["model"].parameters())):  # FSDP2 loads into what it has, dtypes included
+        if not any(
+            map(is_sharded, kwargs["model"].parameters())
+        ):  # FSDP2 loads into the existing tensors and keeps their dtypes
             cast_model(kwargs["model"], self.dtype, self._patterns)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
@@ -266,5 +268,5 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first of several names, and how many follow."""
+    """The first of several names, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")

@@ -1,8 +1,8 @@
 """Finds the files of a checkpoint that are damaged or missing.
 
 With a manifest, the files must have the sizes and checksums that it lists. Without one, as in checkpoints of a stock
-Trainer, the files that Trainer loads must exist and open. That finds empty, missing and truncated files, and no flipped
-bits.
+Trainer, the files that Trainer loads must exist and open. This finds empty, missing and truncated files, but not
+flipped bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import Manifest, r
 from hf_lowprec.integrations.transformers.file_checksums import checksums
 
 _NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
-"""Files that no Trainer needs to resume. That of sentence-transformers needs `config.json` and the tokenizer's."""
+"""Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
 """Folders that torch.distributed.checkpoint writes."""
@@ -28,7 +28,7 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
     """Compare the files of a checkpoint with its complete manifest.
 
     Returns:
-        A line for every listed file that was changed, or that is missing and needed to resume.
+        A line for every listed file that has changed, or that is missing and needed to resume.
     """
     problems, same_size = [], []
     missing = missing_files(folder, manifest)
@@ -37,7 +37,7 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
             if name in missing:
                 problems += [f"{name} is missing"] if missing[name] else []
             elif (size_now := (folder / name).stat().st_size) != size:
-                problems.append(f"{name} has {size_now} bytes, {size} were written")
+                problems.append(f"{name} has {size_now} bytes, but {size} were written")
             else:
                 same_size.append(name)
         checksums_now = checksums(folder / name for name in same_size)
@@ -65,10 +65,10 @@ def unreadable_files(checkpoint: Path) -> list[str]:
             name = path.relative_to(checkpoint).as_posix()
             try:
                 problems += [f"{name}{problem}" for problem in check(path)]
-            except Exception as error:  # readers raise many kinds, zipfile even NotImplementedError
+            except Exception as error:  # readers raise many types, zipfile even NotImplementedError
                 problems.append(f"{name} does not open: {error}")
     if not _holds(checkpoint, *_WEIGHTS):
-        problems.append("model.safetensors is missing, and so are all other weights")
+        problems.append("model.safetensors and all other weight files are missing")
     if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
         problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
     return problems
@@ -80,7 +80,7 @@ def holds_optimizer(checkpoint: Path) -> bool:
 
 
 def holds_random_states(checkpoint: Path) -> bool:
-    """Whether the checkpoint has random states, of any number of ranks."""
+    """Whether the checkpoint has random states, for any number of ranks."""
     return _holds(checkpoint, "rng_state*.pth")
 
 
@@ -94,7 +94,7 @@ def _check_json(path: Path) -> list[str]:
 
 
 def _check_index(path: Path) -> list[str]:
-    """Check the index of weights in several files."""
+    """Check the index of weights that are split over several files."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         return [" has no weight_map"]
@@ -131,7 +131,7 @@ def _check_shards(folder: Path) -> list[str]:
         return [f"/.metadata does not open: {type(error).__name__}: {error}"]
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in ends}
     return [
-        f"/{name} is missing" if size is None else f"/{name} has {size} bytes, {ends[name]} were written"
+        f"/{name} is missing" if size is None else f"/{name} has {size} bytes, but {ends[name]} were written"
         for name, size in sizes.items()
         if size is None or size < ends[name]
     ]
@@ -149,4 +149,4 @@ _CHECKS: dict[str, Callable[[Path], list[str]]] = {
     ),
     **dict.fromkeys(_SHARDS, _check_shards),
 }  # fmt: skip
-"""Pattern of file names -> what checks such a file, returning the ends of the lines about it."""
+"""Pattern of file names -> the function that checks such a file and returns the ends of the lines about it."""

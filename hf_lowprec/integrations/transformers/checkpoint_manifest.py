@@ -1,9 +1,9 @@
 """Writes and reads the manifest of a checkpoint: its files with their checksums, the run that saved it, and whether
 saving was completed.
 
-Saving begins with an incomplete manifest, which replaces that of an earlier checkpoint of the same name before anything
-else is written. The complete manifest, with the size and the checksum of every file, is written last. Resuming can
-therefore recognize a checkpoint that a process left half-written, and one whose files were changed or mixed up later.
+Before anything else is written, an incomplete manifest replaces that of an earlier checkpoint with the same name. The
+complete manifest, with the size and checksum of every file, is written last. When resuming, it therefore shows if a
+process left the checkpoint half-written, or if files were changed or mixed up later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOADED_IF_PRESENT = (
 
 
 class FileRecord(NamedTuple):
-    """A file as it was written: its size in bytes, and its checksum (see `file_checksums.py`)."""
+    """A file's size in bytes and its checksum (see `file_checksums.py`) at the time it was written."""
 
     size: int
     checksum: str
@@ -49,13 +49,13 @@ class Manifest:
     """The content of a manifest.
 
     Attributes:
-        run: identifies the run that saved the checkpoint. A run that is resumed keeps it; two runs that save to one
+        run: identifies the run that saved the checkpoint. A resumed run keeps it; different runs that save to the same
             folder have different ones.
-        saved: when saving began, in UTC. It orders the checkpoints of several runs; the files' times do not, since
-            copying changes them.
-        global_step: Trainer's step.
+        saved: when saving began, in UTC. It orders the checkpoints of several runs; file times cannot, since copying
+            changes them.
+        global_step: Trainer's global step.
         optimizer: the optimizer's class.
-        rounding: the rounding modes of its groups; empty for an optimizer of another library.
+        rounding: the rounding modes of its groups; empty for an optimizer from another library.
         complete: whether every file was written.
         files: every file in the folder by its relative path, once the manifest is complete.
     """
@@ -73,7 +73,7 @@ class ManifestWriter:
     """Writes the manifests of one run's checkpoints; the Trainer keeps one writer per run.
 
     Args:
-        resumed: the manifest of the checkpoint that the run is resumed from; None for a new run.
+        resumed: the manifest of the checkpoint that the run resumes from; None for a new run.
     """
 
     def __init__(self, resumed: Manifest | None = None) -> None:
@@ -85,7 +85,7 @@ class ManifestWriter:
         self._records_of_ranks: dict[str, FileRecord] = {}
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
-        """Write an incomplete manifest to `folder`, then remove what Trainer would load of an earlier checkpoint."""
+        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads."""
         groups = getattr(optimizer, "param_groups", [])
         if self._folder is None:
             self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
@@ -105,11 +105,11 @@ class ManifestWriter:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def add(self, records: dict[str, FileRecord]) -> None:
-        """Take over the checksums that other ranks have computed, on machines that still have their files in memory."""
+        """Add the checksums computed by other ranks, whose machines still have their files in memory."""
         self._records_of_ranks.update(records)
 
     def complete(self) -> None:
-        """Write the complete manifest. Called again, it updates the manifest for files that have changed since."""
+        """Write the complete manifest. If called again, update it for files that have changed since."""
         if self._folder is None or self._manifest is None or not self._folder.is_dir():
             return
         stats = {name: _stat(self._folder / name) for name in _files(self._folder)}
@@ -139,7 +139,9 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise ValueError(f"{MANIFEST_NAME} does not match its checksum")
     saved_format = fields.pop("format", None)
     if saved_format != FORMAT:
-        raise ValueError(f"{MANIFEST_NAME} has format {saved_format}, this version of hf_lowprec reads {FORMAT}")
+        raise ValueError(
+            f"{MANIFEST_NAME} has format {saved_format}, but this version of hf_lowprec reads format {FORMAT}"
+        )
     try:
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         return Manifest(**fields, files=files)
@@ -165,7 +167,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else; the message names it.
+        ValueError: the file cannot be read, or does not contain an object. The message names the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -174,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise ValueError(f"{path.name} does not contain a JSON object")
     return content
 
 
@@ -189,7 +191,7 @@ def _times_of_saving(folder: Path) -> list[str]:
 
 
 def _time_after(earlier: str) -> str:
-    """The time in UTC, or just after `earlier`, which may come from a machine whose clock is ahead; "" is no time."""
+    """The time in UTC, but later than `earlier`, which may come from a machine whose clock is ahead; "" means none."""
     now = datetime.now(timezone.utc)
     if earlier:
         now = max(now, datetime.fromisoformat(earlier) + timedelta(microseconds=1))

@@ -16,7 +16,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 def checksums(paths: Iterable[Path]) -> dict[Path, str]:
     """Compute the checksum of every file: CRC-32 over the CRC-32s of its chunks.
 
-    It detects every single flipped bit, and all but one in 2³² of other changes. A cryptographic hash takes several
+    It detects every flip of a single bit, and all but one in 2³² other changes. A cryptographic hash would take several
     times as long.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lets weights be loaded into the parameters that a model has, so that its optimizer goes on with them."""
+"""Loads weights into a model's existing parameters, so that its optimizer can continue with them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 @contextmanager
 def load_in_place(model: nn.Module) -> Iterator[None]:
-    """If parameters of `model` are replaced inside, copy the new values to the old parameters, and put those back.
+    """If parameters of `model` are replaced inside, copy their new values to the old parameters and restore those.
 
-    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built before would go
-    on with the old ones, which no longer belong to the model. A new parameter of another shape stays.
+    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built earlier would
+    continue with the old ones, which no longer belong to the model. A new parameter of another shape is kept.
     """
     before = [(owner, name, p) for owner in model.modules() for name, p in owner._parameters.items() if p is not None]
     yield

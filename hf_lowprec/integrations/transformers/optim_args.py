@@ -1,6 +1,6 @@
-"""Parses `optim_args` once, into one `OptimArgs` that everything reads.
+"""Parses `optim_args` into one `OptimArgs`, from which all other code reads its options.
 
-transformers hands it over as one string of pairs, `"key=value,key=value"`, so every option is a string as well.
+transformers passes it as one string of pairs, `"key=value,key=value"`, so the value of every option is a string.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 @dataclasses.dataclass(frozen=True)
 class OptimArgs:
-    """The parsed `optim_args`. Keys that it does not mention are empty or None.
+    """The parsed `optim_args`. Options that it does not set are empty or None.
 
     Attributes:
         optimizer: keyword arguments of the optimizer's class.
         keep_fp32: patterns of modules to keep in FP32, for `cast_model`.
-        grad_accumulation: how micro-batches are added up, for `prepare_accelerator`.
+        grad_accumulation: how the gradients of micro-batches are accumulated, for `prepare_accelerator`.
         check_replicas_every: steps between comparisons of replicas, for `LowPrecisionCallback`.
     """
 
@@ -42,14 +42,16 @@ def optim_args_of(args: Any) -> OptimArgs:
     """The `optim_args` of a `TrainingArguments` with one of our `optim` names.
 
     Raises:
-        ValueError: a part is not of the form `key=value`, a key is unknown or comes twice, or a value does not parse.
+        ValueError: a part is not of the form `key=value`, a key is unknown or repeated, or a value cannot be parsed.
     """
     if not isinstance(args.optim_args, str | None):
-        raise ValueError(f"optim_args must be text, as 'key=value,key=value'; got {type(args.optim_args).__name__}")
+        raise ValueError(
+            f"optim_args must be a string such as 'key=value,key=value'; got {type(args.optim_args).__name__}"
+        )
     return _parsed_optim_args(optimizer_name(args), args.optim_args or "")
 
 
-@functools.lru_cache(maxsize=16)  # Trainer and the dispatch table of transformers ask one after the other
+@functools.lru_cache(maxsize=16)  # both Trainer and transformers' dispatch table need it
 def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     cls, _ = optimizer_factory(name)
     options = _option_strings(text)
@@ -64,7 +66,7 @@ def _parsed_optim_args(name: str, text: str) -> OptimArgs:
 
 
 def optimizer_name(args: Any) -> str:
-    """The `optim` of `TrainingArguments` as text."""
+    """The `optim` of `TrainingArguments` as a string."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -82,12 +84,12 @@ def _option_strings(text: str) -> dict[str, str]:
 
 
 def _text_keywords(cls: type[LowPrecisionOptimizer]) -> list[str]:
-    """The keyword arguments of `cls` that text can express; a list of parameters, for example, it cannot."""
+    """The keyword arguments of `cls` that a string can express; a list of parameters, for example, is left out."""
     return [key for key, default in keywords(cls).items() if default is not None or key in _PARSERS]
 
 
 def _optimizer_option(cls: type[LowPrecisionOptimizer], key: str, text: str) -> Any:
-    """The value of one of the optimizer's options; its default tells the type, unless it is None."""
+    """Parse the value of one of the optimizer's options. Its type is that of the default, unless that is None."""
     default = keywords(cls)[key]
     if isinstance(default, tuple):
         return _numbers(key, text, default)
@@ -98,7 +100,7 @@ def _parsed(parse: Callable[[str], Any], key: str, text: str) -> Any:
     try:
         return parse(text)
     except (ValueError, KeyError):
-        raise ValueError(f"optim_args: {key}={text!r} does not parse; {_EXPECTED[parse]}") from None
+        raise ValueError(f"optim_args: {key}={text!r} cannot be parsed; {_EXPECTED[parse]}") from None
 
 
 def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ...]:
@@ -107,13 +109,13 @@ def _numbers(key: str, text: str, default: tuple[float, ...]) -> tuple[float, ..
     except ValueError:
         numbers = ()
     if len(numbers) != len(default):
-        expected = f"give {len(default)} numbers as {join_numbers(default)}"
-        raise ValueError(f"optim_args: {key}={text!r} does not parse; {expected}")
+        expected = f"use {len(default)} numbers, as in {join_numbers(default)}"
+        raise ValueError(f"optim_args: {key}={text!r} cannot be parsed; {expected}")
     return numbers
 
 
 def join_numbers(numbers: tuple[float, ...]) -> str:
-    """Several numbers as the text of one option."""
+    """Several numbers as the string value of one option."""
     return "|".join(map(str, numbers))
 
 
@@ -132,7 +134,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _dtypes(text: str) -> torch.dtype | Mapping[str, torch.dtype]:
-    """One dtype, or one per state as `exp_avg:bfloat16|exp_avg_sq:float32`."""
+    """Parse one dtype, or one per state as in `exp_avg:bfloat16|exp_avg_sq:float32`."""
     if ":" not in text:
         return _dtype(text)
     pairs = (pair.split(":") for pair in text.split("|"))
@@ -144,14 +146,14 @@ _CALLBACK_PARSERS: dict[str, Callable[[str], Any]] = {
     "grad_accumulation": str,
     "check_replicas_every": int,
 }
-"""Options that are not the optimizer's, but `LowPrecisionCallback`'s."""
+"""Options of `LowPrecisionCallback`, not of the optimizer."""
 _PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float, "first_parameter": int}
 """Options of the optimizer whose default is None."""
 _PARSERS_BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
 _EXPECTED: dict[Callable[[str], Any], str] = {
-    _bool: "give True or False",
-    int: "give an integer",
-    float: "give a number",
-    _dtypes: "give bfloat16, float32, or a dtype per state as exp_avg:bfloat16|exp_avg_sq:float32",
+    _bool: "use True or False",
+    int: "use an integer",
+    float: "use a number",
+    _dtypes: "use bfloat16, float32, or a dtype per state as in exp_avg:bfloat16|exp_avg_sq:float32",
 }
 """The end of the message when a parser fails."""

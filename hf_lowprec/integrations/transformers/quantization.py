@@ -1,6 +1,6 @@
-"""Checks that no quantized weights are to be trained, and what a precision report says about them.
+"""Checks that quantized weights are not trained, and the lines about them in a precision report.
 
-The checks run before anything is changed, and their messages say what to change.
+The checks run before anything is changed, and their messages say what to do.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _RECIPES = {
     "torch.ao.nn.intrinsic.qat": "quantization-aware training (prepare_qat)",
     "torch.ao.quantization.fake_quantize": "quantization-aware training (prepare_qat)",
 }
-"""The Python modules whose classes round weights in every forward pass -> what a message calls them.
+"""Python modules whose classes round weights in every forward pass -> their description in messages.
 
-They see the 16-bit weight and never its compensation, and their arithmetic expects the formats that they chose."""
+They see the 16-bit weight but not its compensation, and their arithmetic expects the formats that they chose."""
 _ADAPTERS = "train adapters on it (peft.get_peft_model), or load it without quantization_config"
 
 
 def check_quantized_weights_are_frozen(model: nn.Module) -> None:
-    """Check that training `model` trains no quantized weights, nor weights that are quantized in each forward pass.
+    """Check that no trainable weight of `model` is quantized, or gets quantized in each forward pass.
 
     Frozen quantized weights below trainable adapters are fine.
 
     Raises:
-        ValueError: it would; the message says what to change.
+        ValueError: such a weight would be trained; the message says what to do.
     """
     for defined_in, description in _defining_modules(model):
         recipe = next((text for name, text in _RECIPES.items() if f"{defined_in}.".startswith(f"{name}.")), None)
         if recipe:
             raise ValueError(
-                f"the model is prepared for {recipe}: {description}; that does not go with pure BF16 training. Leave "
-                "the preparation out, or train with another optim="
+                f"the model is prepared for {recipe} ({description}), which is incompatible with pure BF16 training. "
+                "Skip the preparation, or train with another optim="
             )
     for name, param in model.named_parameters():
         if param.requires_grad and is_quantized(param):
@@ -58,20 +58,20 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
             f"{what} of a model with quantization_config={type(config).__name__} is not supported: {_ADAPTERS}"
         )
     quantized = next((name for name, module in model.named_modules() if holds_quantized_weights(module)), None)
-    # Who trains adapters, or norms, has frozen the rest.
+    # With trainable adapters or norms, the rest is frozen.
     if quantized is not None and all(param.requires_grad for param in model.parameters() if not is_quantized(param)):
         raise ValueError(
-            f"the model trains as a whole, and its weights are quantized ({quantized}), so they would stay as they "
-            f"are: {_ADAPTERS}"
+            f"the whole model is trainable, but its weights are quantized ({quantized}) and would not change: "
+            f"{_ADAPTERS}"
         )
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError if nothing of `model` is trainable."""
+    """Raise ValueError if `model` has no trainable parameters."""
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(
-            "no parameter of the model requires a gradient, so nothing would be trained; adapters that are loaded to "
-            "be trained further need PeftModel.from_pretrained(…, is_trainable=True)"
+            "no parameter of the model requires a gradient, so nothing would be trained; to continue training saved "
+            "adapters, load them with PeftModel.from_pretrained(…, is_trainable=True)"
         )
 
 
@@ -82,7 +82,7 @@ def quantization_notes(model: nn.Module) -> list[str]:
         return []
     return [
         f"{len(in_fp32)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "
-        "BitsAndBytesConfig is faster"
+        "BitsAndBytesConfig would be faster"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Casts models that are evaluated alongside the trained one: a reference, a teacher, a judge.
+"""Casts models that are evaluated alongside the trained one, such as a reference, a teacher or a judge.
 
 Trainers pass them to `Accelerator.prepare_model(…, evaluation_mode=True)`. Without a cast, such a model computes in the
 dtype in which it was loaded, and a reference that is a copy of the trained model gives different log-probabilities.
@@ -18,16 +18,16 @@ from hf_lowprec.casting import CastReport
 def cast_like_trained(
     model: nn.Module, trained: nn.Module | None, cast: Callable[[nn.Module], CastReport]
 ) -> CastReport:
-    """Cast `model`, and restore what loading has rounded of tensors that the trained model has too.
+    """Cast `model`, and restore the tensors that loading has rounded but the trained model has in full precision.
 
-    TRL loads a reference in the trained model's dtype. Norms, which are FP32 in the trained model, arrive in 16 bits in
-    the reference. A tensor of `model` that the cast has upcast takes the value of the tensor of that name in `trained`
-    if the two differ by rounding only.
+    TRL loads a reference in the trained model's dtype, so norms, which are FP32 in the trained model, arrive in 16 bits
+    in the reference. A tensor of `model` that the cast has upcast takes the value of the tensor with the same name in
+    `trained` if the two differ only by rounding.
 
     Args:
-        model: not sharded yet.
-        trained: the model in training, cast; None if there is none.
-        cast: casts a model in place.
+        model: the model to cast, not sharded yet.
+        trained: the model being trained, already cast; None if there is none.
+        cast: a function that casts a model in place.
 
     Returns:
         The report of `cast`.

@@ -1,9 +1,9 @@
-"""Decides which checkpoint a run is resumed from: the last good one, or the one that the user names, if it is good.
+"""Decides which checkpoint a run resumes from: the last good one, or the one that the user names, if it is good.
 
-A checkpoint is good if saving it was completed and none of its files is damaged (see `checkpoint_damage.py`). The times
-of files play no part, since copying changes them.
+A checkpoint is good if it was saved completely and none of its files is damaged (see `checkpoint_damage.py`). File
+times are not used, since copying changes them.
 
-All ranks come to the same decision: one process per machine checks the files that it sees, and a checkpoint that is
+All ranks reach the same decision: one process per machine checks the files that it sees, and a checkpoint that is
 damaged for one is damaged for all.
 """
 
@@ -33,8 +33,8 @@ _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _NOT_WEIGHTS = re.compile(r"optimizer|scheduler\.pt|rng_state|scaler\.pt")
 """Files of a checkpoint that are not loaded with the best weights."""
 _SHOWN = 5
-"""How many damaged files a message names."""
-_DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is of an earlier training"
+"""The number of damaged files that a message names."""
+_DAMAGED, _UNFINISHED, _EARLIER = "is damaged", "was not finished", "is from an earlier training run"
 
 _on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoint")
 
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
-    """Return what Trainer should resume from; the same on all ranks. Every rank must call it.
+    """Return what Trainer should resume from, the same on all ranks. Every rank must call it.
 
     Args:
         resume_from_checkpoint: as `Trainer.train` takes it. `True` stands for the last good checkpoint in `output_dir`;
@@ -60,16 +60,17 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
         output_dir: where the run saves its checkpoints.
 
     Returns:
-        A path. Or `resume_from_checkpoint` as it is, where Trainer starts anew or says itself that nothing is there.
+        A path; or `resume_from_checkpoint` unchanged, if Trainer starts from scratch or raises its own error because
+        there is no checkpoint.
 
     Raises:
-        ValueError: the checkpoint that was named is not good, or there are checkpoints and none is; the message names
-            the damaged files. Or the ranks ask for different ones, or not all of them see it.
+        ValueError: the named checkpoint is not good, or there are checkpoints but none is good; the message names the
+            damaged files. Or the ranks name different checkpoints, or not all of them see the checkpoint.
     """
     _read_manifest.cache_clear()
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
     if any(other != asked[0] for other in asked):
-        raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; give all of them the same")
+        raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; pass the same value on all ranks")
     if not resume_from_checkpoint:
         return resume_from_checkpoint
     if resume_from_checkpoint is True:
@@ -97,18 +98,18 @@ def check_best(checkpoint: Path) -> None:
     """Check the weights of the best checkpoint, before Trainer loads them at the end of a run.
 
     Raises:
-        ValueError: files have changed since they were written; the message names them.
+        ValueError: files have changed since they were written. The message names them.
     """
     _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listing(damaged)}; "
-            "training has finished, and its last checkpoint has the last weights"
+            "training has finished, and the final weights are in the last checkpoint"
         )
 
 
 def _changed_weights(checkpoint: Path) -> list[str]:
-    """A line for every file that is loaded with the best weights and was changed, as the manifest tells."""
+    """A line for every file that is loaded with the best weights and has changed according to the manifest."""
     manifest = _manifest_or_none(checkpoint)
     if manifest is None:
         return []
@@ -132,7 +133,7 @@ def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
         The results in rank order, None for ranks that have not called it.
 
     Raises:
-        ValueError: on every rank, if `read` raises on one: otherwise the others would wait for it.
+        ValueError: `read` raised on some rank. Raised on every rank, because the others would wait forever otherwise.
     """
     error = None
     try:
@@ -159,21 +160,21 @@ def _last_good(folder: Path) -> Path | None:
     reasons = "; ".join(f"{name}: {problem.reason}" for name, problem in skipped.items())
     if good is None:
         raise ValueError(
-            f"no checkpoint in {str(folder)!r} was finished and is intact ({reasons}); start again without "
-            "resume_from_checkpoint, or name a checkpoint elsewhere"
+            f"no checkpoint in {str(folder)!r} is complete and intact ({reasons}); start again without "
+            "resume_from_checkpoint, or pass the path of another checkpoint"
         )
     _warn("%s; resuming from %s (%s)", kinds, good, reasons)
     return good
 
 
 def _check_named(checkpoint: Path, output_dir: Path) -> None:
-    """Raise ValueError, with what to name instead, if the checkpoint that the user names is not good."""
+    """Raise ValueError, suggesting an alternative, if the checkpoint that the user names is not good."""
     problem = _problem(checkpoint)
     if problem is None:
         return
     numbered = _CHECKPOINT.match(checkpoint.name) is not None
     good, _ = _search(checkpoint.parent if numbered else output_dir)
-    way_out = "name another one" if good is None else f"name {str(good)!r}, the last good one, or another"
+    way_out = "pass another one" if good is None else f"pass {str(good)!r}, the last good one, or another"
     if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
         way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
     raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
@@ -185,7 +186,7 @@ def _check_seen(checkpoint: Path) -> None:
     if missing_on:
         raise ValueError(
             f"rank {', '.join(map(str, missing_on))} does not see {str(checkpoint)!r}, from which the others resume; "
-            "put output_dir on storage that all machines share, or save with save_on_each_node=True"
+            "put output_dir on storage shared by all machines, or save with save_on_each_node=True"
         )
 
 
@@ -193,16 +194,19 @@ def _warn_of_missing_state(checkpoint: Path) -> None:
     """Warn if the checkpoint lacks the optimizer's state, random states or fields of the Trainer's state."""
     if not checkpoint_damage.holds_optimizer(checkpoint):
         _warn(
-            "%s holds no optimizer state (save_only_model=True does not save any): training goes on with fresh "
-            "moments, without compensation, and the learning rate's schedule begins again",
+            "%s contains no optimizer state (save_only_model=True does not save it): training continues with fresh "
+            "moments and without compensation, and the learning rate schedule starts over",
             checkpoint,
         )
     elif not checkpoint_damage.holds_random_states(checkpoint):
-        _warn("%s holds no random states: dropout and the order of batches are not those of the training", checkpoint)
+        _warn(
+            "%s contains no random states: dropout and the order of batches will differ from the original run",
+            checkpoint,
+        )
     unknown = unknown_fields(read_json(checkpoint / TRAINER_STATE_NAME))
     if unknown:
         _warn(
-            "%s of %s is of another version of transformers; left out: %s",
+            "%s of %s was written by another version of transformers; ignored fields: %s",
             TRAINER_STATE_NAME,
             checkpoint,
             ", ".join(unknown),
@@ -210,14 +214,10 @@ def _warn_of_missing_state(checkpoint: Path) -> None:
 
 
 def _warn_of_missing_files(checkpoint: Path) -> None:
-    """Warn if files are missing that resuming does not need; missing files that it needs are an error before."""
+    """Warn about missing files that resuming does not need. Missing files that it needs have already raised."""
     manifest = _manifest_or_none(checkpoint) if _is_first() else None
     if manifest is not None and (missing := [*checkpoint_damage.missing_files(checkpoint, manifest)]):
-        _warn(
-            "%s was saved with files that are gone, and are not needed to resume: %s",
-            checkpoint,
-            _listing(missing),
-        )
+        _warn("%s has lost files that are not needed to resume: %s", checkpoint, _listing(missing))
 
 
 def _search(folder: Path) -> tuple[Path | None, dict[str, Problem]]:
@@ -248,7 +248,7 @@ def _candidates(folder: Path) -> list[tuple[str, Problem | None]]:
         saved = manifests[name].saved
         overtaken = any(manifests[other].saved > saved for other in names[k + 1 :] if other in manifests)
         if overtaken or manifests[name].run != manifests[newest].run:
-            reason = f"saved at {saved} by a previous training, before {newest}; pass its path to use it"
+            reason = f"saved at {saved} by an earlier training run, before {newest}; pass its path to use it"
             candidates[k] = (name, Problem(_EARLIER, reason))
     return candidates
 
@@ -271,7 +271,7 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 
 
 def _problem(checkpoint: Path) -> Problem | None:
-    """The first problem that any machine has with a checkpoint; None if all can resume from it."""
+    """The first problem that any machine finds in a checkpoint; None if all can resume from it."""
     problems = _read_on_ranks(lambda: _problem_here(checkpoint) if checkpoint.is_dir() else None, _checks_here())
     for rank, problem in enumerate(problems):
         if problem is not None:
@@ -280,7 +280,7 @@ def _problem(checkpoint: Path) -> Problem | None:
 
 
 def _problem_here(checkpoint: Path) -> Problem | None:
-    """The problem that this machine has with a checkpoint, or None."""
+    """The problem that this machine finds in a checkpoint, or None."""
     try:
         manifest = _read_manifest(checkpoint)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Wrap methods of `Trainer`, listed here with the reasons, and register our optimizer names.
 
-A Trainer without one of our names or callbacks runs its methods as they are.
+A Trainer without one of our names or callbacks runs its original methods.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Wrapper = Callable[[TrainerCall], Any]
 _EVERY_TRAINER: dict[str, Wrapper] = {
     # Casts the model before it is moved or wrapped, adds the callback, prepares the accelerator.
     "__init__": trainer_setup.build,
-    # Casts what was added to the model since then, as adapters; the optimizer's parameters are collected next.
+    # Casts what has been added to the model since then, such as adapters, before the optimizer collects parameters.
     "create_optimizer": trainer_setup.create_optimizer,
 }
-"""Method -> what runs in its place, for every Trainer: only these find out whether it is one of ours."""
+"""Method -> its replacement, for every Trainer: these methods determine whether a Trainer is one of ours."""
 
 _OUR_TRAINERS: dict[str, Wrapper] = {
-    # Leaves autocast off, lets gradients be summed in FP32.
+    # Turns autocast off and sets up FP32 sums of gradients.
     "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
     # Chooses a good checkpoint to resume from, and reads its state.
     "train": trainer_checkpoints.train,
-    # Ends a run that is resumed from its final checkpoint, which Trainer would train for one more step.
+    # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
     private_apis.RUN_EPOCH: trainer_checkpoints.run_epoch,
     # Writes the checkpoint's manifest, incomplete before and complete after its files.
     private_apis.SAVE_CHECKPOINT: trainer_checkpoints.save_checkpoint,
@@ -45,11 +45,11 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     # The same for the best checkpoint, once its files are checked.
     private_apis.LOAD_BEST: trainer_checkpoints.load_best,
 }
-"""Method -> what runs in its place, for Trainers with our callback."""
+"""Method -> its replacement, for Trainers with our callback."""
 
 
 def register(unpickle: Callable[[str], Any]) -> None:
-    """Add our optimizer names to transformers and wrap Trainer's methods; calling it again changes nothing.
+    """Add our optimizer names to transformers and wrap Trainer's methods. Calling it again has no effect.
 
     Args:
         unpickle: returns a name's member of transformers' enum; pickled arguments refer to it.

@@ -1,4 +1,4 @@
-"""The call that wrappers of Trainer's methods receive, and the state that this package keeps on a Trainer."""
+"""Shared by the wrappers of Trainer's methods: the wrapped call, and the data that this package keeps on a Trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoint_manifest import ManifestWriter
 
 _ATTRIBUTE = "_hf_lowprec"
-"""The attribute of a Trainer that holds its `Attachment`."""
+"""The Trainer's attribute that holds its `Attachment`."""
 
 
 class TrainerCall:
-    """A call of a method of `trainer` that was wrapped.
+    """A call of a wrapped method of `trainer`.
 
     Attributes:
-        trainer: whose method is called.
-        arguments: those that were passed, by name, `self` included; the method gets what is changed here.
+        trainer: the Trainer whose method is called.
+        arguments: the arguments by name, including `self`. Changes made here reach the method.
     """
 
     def __init__(self, original: Callable, trainer: Trainer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,12 +31,12 @@ class TrainerCall:
         self.arguments = self._bound.arguments
 
     def proceed(self) -> Any:
-        """Call Trainer's own method."""
+        """Call Trainer's original method."""
         return self._original(*self._bound.args, **self._bound.kwargs)
 
     @property
     def attachment(self) -> Attachment:
-        """The state that this package keeps on the Trainer, which is one of ours."""
+        """The `Attachment` of the Trainer, which must be one of ours."""
         attachment = attachment_of(self.trainer)
         assert attachment is not None
         return attachment
@@ -44,11 +44,11 @@ class TrainerCall:
 
 @dataclasses.dataclass
 class Attachment:
-    """The state that this package keeps on a Trainer.
+    """The data that this package keeps on a Trainer.
 
     Attributes:
-        callback: the one that it was built with.
-        manifests: writes the manifests of its checkpoints; a new one for each run.
+        callback: the callback that the Trainer was built with.
+        manifests: the writer of its checkpoints' manifests; a new one for each run.
     """
 
     callback: LowPrecisionCallback
@@ -61,5 +61,5 @@ def attach(trainer: Trainer, callback: LowPrecisionCallback) -> None:
 
 
 def attachment_of(trainer: Trainer) -> Attachment | None:
-    """The state that this package keeps on `trainer`; None if it is not one of ours."""
+    """The `Attachment` of `trainer`; None if it is not one of ours."""
     return getattr(trainer, _ATTRIBUTE, None)

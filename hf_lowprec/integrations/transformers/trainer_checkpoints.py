@@ -35,7 +35,7 @@ def train(call: TrainerCall) -> Any:
 def run_epoch(call: TrainerCall) -> None:
     """Trainer's loop over an epoch: skip it if all steps are done.
 
-    Trainer stops after a step, so that a run that is resumed from its final checkpoint would take one too many.
+    Trainer checks `max_steps` only after a step, so a run resumed from its final checkpoint would take one too many.
     """
     trainer = call.trainer
     if trainer.state.global_step >= trainer.state.max_steps:
@@ -45,9 +45,9 @@ def run_epoch(call: TrainerCall) -> None:
 
 
 def save_checkpoint(call: TrainerCall) -> None:
-    """Trainer's saving of a checkpoint, between an incomplete manifest and the complete one.
+    """Write an incomplete manifest, let Trainer save the checkpoint, then write the complete manifest.
 
-    The latter is written before Trainer deletes older checkpoints.
+    The complete manifest is written before Trainer deletes older checkpoints.
     """
     trainer, manifests = call.trainer, call.attachment.manifests
     if trainer.args.should_save:
@@ -59,7 +59,7 @@ def save_checkpoint(call: TrainerCall) -> None:
 
 
 def save_random_state(call: TrainerCall) -> None:
-    """Trainer's saving of a rank's random state: wait until all ranks have saved theirs, and collect their checksums.
+    """Let Trainer save a rank's random state, wait until all ranks have saved theirs, and collect their checksums.
 
     Rank 0 writes `trainer_state.json` afterwards, so a checkpoint with that file has the files of all ranks.
     """
@@ -80,16 +80,16 @@ def update_manifest_on_save(trainer: Trainer, original: Callable, *args: Any, **
 
 
 def load_checkpoint(call: TrainerCall) -> None:
-    """Trainer's loading of weights, into the parameters that the optimizer holds and FP32 estimates are made of."""
+    """Let Trainer load weights into the existing parameters, which the optimizer and FP32 estimates refer to."""
     with load_in_place(call.trainer.model):
         call.proceed()
 
 
 def load_best(call: TrainerCall) -> None:
-    """Trainer's loading of the best weights at the end, if their files are not damaged.
+    """Let Trainer load the best weights at the end of a run, if their files are intact.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the files are not intact.
     """
     check_best(Path(call.trainer.state.best_model_checkpoint))
     load_checkpoint(call)

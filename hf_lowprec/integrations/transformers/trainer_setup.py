@@ -31,8 +31,8 @@ def build(call: TrainerCall) -> None:
     """`Trainer.__init__`: cast the model before it is moved or wrapped, add the callback, prepare the accelerator.
 
     Raises:
-        ValueError: an argument is wrong, or does not go with training in 16 bits; the model was not touched then,
-            unless several GPUs in one process are the reason.
+        ValueError: an argument is invalid or incompatible with training in 16 bits. The model is left unchanged,
+            unless the reason is that one process has several GPUs.
     """
     trainer, arguments = call.trainer, call.arguments
     args: TrainingArguments | None = arguments.get("args")
@@ -56,18 +56,18 @@ def build(call: TrainerCall) -> None:
         arguments["model_init"] = _casting(arguments["model_init"], cast)
     arguments["callbacks"] = [*(other for other in callbacks if not _is_low_precision_callback(other)), callback]
     call.proceed()
-    if trainer.args.n_gpu > 1:  # not before: Trainer sets it to 1 for a model that is spread over the GPUs
+    if trainer.args.n_gpu > 1:  # not earlier: Trainer sets it to 1 for a model that is spread over the GPUs
         raise ValueError(
-            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start a process per "
-            "GPU: accelerate launch, torchrun --nproc-per-node, or CUDA_VISIBLE_DEVICES=0 for one GPU"
+            f"one process with {trainer.args.n_gpu} GPUs (DataParallel) sums gradients in 16 bits; start one process "
+            "per GPU with accelerate launch or torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES=0 to use one GPU"
         )
     private_apis.read_checkpoints_in_float32(trainer)
-    if callback.reduction is None:  # a subclass creates its accelerator by other means
+    if callback.reduction is None:  # a subclass creates its accelerator in another way
         callback.prepare(trainer.accelerator)
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
         wrap_method(trainer, "create_optimizer", functools.partial(_create_optimizer_of_subclass, trainer))
     wrap_method(trainer.callback_handler, "on_save", functools.partial(update_manifest_on_save, trainer))
-    # First, so that trackers and the user's callbacks see what it adds to the logs.
+    # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
 
@@ -77,7 +77,7 @@ def create_accelerator(call: TrainerCall) -> None:
     args = call.trainer.args
     mixed_precision = args.mixed_precision
     try:
-        args.mixed_precision = "no"  # accelerate's state is made once; it does not take another precision later
+        args.mixed_precision = "no"  # accelerate's state is created only once, so its precision cannot change later
         call.proceed()
     finally:
         args.mixed_precision = mixed_precision
@@ -85,7 +85,7 @@ def create_accelerator(call: TrainerCall) -> None:
 
 
 def create_optimizer(call: TrainerCall) -> Any:
-    """`Trainer.create_optimizer`: cast first what was added to the model since the Trainer was built."""
+    """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
     return call.proceed()
 
@@ -94,10 +94,10 @@ def optimizer_for(context: Any) -> tuple[Any, dict[str, Any]]:
     """Return the optimizer class and keyword arguments for one of our names; the entry in Trainer's dispatch table.
 
     Args:
-        context: transformers' `OptimizerContext`, of which `args` and `model` (or None) are read.
+        context: transformers' `OptimizerContext`; its `args` and `model` (which may be None) are read.
 
     Raises:
-        ValueError: the arguments are wrong, or the model has nothing to train, or was not cast.
+        ValueError: the arguments are invalid, or the model has nothing to train or was not cast.
     """
     args, model = context.args, context.model
     cls, kwargs = optimizer_arguments(args)
@@ -105,8 +105,8 @@ def optimizer_for(context: Any) -> tuple[Any, dict[str, Any]]:
         check_trainable(model)
         if not _low_precision_dtypes(model):
             raise ValueError(
-                f"optim={optimizer_name(args)!r} finds a model without any 16-bit parameter: `optim` must be set "
-                "before the Trainer is built, so that the model is cast"
+                f"optim={optimizer_name(args)!r} found no 16-bit parameters in the model; set `optim` before the "
+                "Trainer is built, so that the model is cast"
             )
         if "matrices" in keywords(cls):
             kwargs["matrices"] = hidden_matrices(model)
@@ -119,11 +119,11 @@ def _create_optimizer_of_subclass(trainer: Trainer, original: Callable, *args: A
 
 
 def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
-    """Cast what a checkpoint or the user has added to a cast model, as adapters; the rest stays as it is.
+    """Cast what a checkpoint or the user has added to a cast model, such as adapters. The rest is not changed.
 
     Args:
-        trainer: about to create its optimizer, or to keep one that it was given.
-        model: what the optimizer is created for, if not `trainer.model`.
+        trainer: the Trainer, about to create its optimizer or to keep one that it was given.
+        model: the model that the optimizer is created for, if not `trainer.model`.
     """
     if trainer.args.optim not in OPTIMIZER_NAMES or trainer.optimizer is not None:
         return
@@ -160,25 +160,26 @@ def _low_precision_callback(callbacks: list[Any], named: bool) -> LowPrecisionCa
 
 
 def _check_precision(args: Any) -> None:
-    """Raise ValueError if the mixed precision, or an evaluation dtype, cannot go with a 16-bit model."""
+    """Raise ValueError if the mixed precision or an evaluation dtype is incompatible with a 16-bit model."""
     if args is None:
         return
     if args.fp16 or args.mixed_precision not in ("no", "bf16"):
         setting = "fp16=True" if args.fp16 else f"mixed_precision={args.mixed_precision!r}"
         raise ValueError(
-            f"{setting} does not go with pure BF16 training, which replaces autocast and scaling; remove it"
+            f"{setting} is incompatible with pure BF16 training, which replaces autocast and loss scaling; remove it"
         )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             raise ValueError(
-                f"{name}=True would cast the model again, FP32 norms included; it is in 16 bits: remove it"
+                f"{name}=True would cast the model again, including its FP32 norms; the model is already in 16 bits, "
+                "so remove it"
             )
 
 
 def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Copy those options of `optim_args` to `args` that Trainer reads from there.
+    """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
-    Trainer writes its `weight_decay` into the parameter groups, and asks for clipping if its `max_grad_norm` says so.
+    Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
     """
     if "weight_decay" in kwargs:
         if args.weight_decay not in (0, kwargs["weight_decay"]):
@@ -191,16 +192,16 @@ def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
 
 
 def _needs_outputs(trainer: Trainer) -> bool:
-    """Whether the Trainer may compute its loss from outputs next to which the model has returned a loss already.
+    """Whether the Trainer may compute its loss from outputs although the model has also returned a loss.
 
-    Those of transformers and TRL do not: they leave labels out, or take the model's loss.
+    The Trainers of transformers and TRL do not: they leave out the labels, or use the model's loss.
     """
     library = type(trainer).compute_loss.__module__.partition(".")[0]
     return library not in ("transformers", "trl")
 
 
 def _casting(model_init: Callable, cast: Callable[[Any], Any]) -> Callable:
-    """`model_init`, returning a model that is cast."""
+    """Wrap `model_init` so that it returns a cast model."""
 
     @functools.wraps(model_init)
     def build(*args: Any) -> Any:

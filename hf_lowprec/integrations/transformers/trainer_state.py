@@ -1,4 +1,4 @@
-"""Reads `trainer_state.json`, also one that another version of transformers has written."""
+"""Reads `trainer_state.json`, including files written by another version of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lowprec.integrations.transformers.checkpoint_manifest import read_json
 
 
 def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> TrainerState:
-    """Read a Trainer's state as a `cls`, without fields that only another version of transformers has.
+    """Read a Trainer's state as a `cls`, ignoring fields that this version of transformers does not have.
 
     Raises:
         ValueError: the file is missing or damaged; the message names it.
@@ -24,7 +24,7 @@ def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> Tr
     try:
         state = cls(**{name: value for name, value in fields.items() if name not in unknown})
     except TypeError as error:
-        raise ValueError(f"{path.name} is not a Trainer's: {error}") from error
+        raise ValueError(f"{path.name} is not a Trainer's state: {error}") from error
     for name, kind in (("global_step", int), ("log_history", list), ("stateful_callbacks", dict)):
         if not isinstance(getattr(state, name), kind):
             raise ValueError(f"{path.name} has {name}={getattr(state, name)!r}")

@@ -1,4 +1,4 @@
-"""The optimizer that `TrainingArguments` ask for, and checks of arguments that do not go with it."""
+"""The optimizer that `TrainingArguments` select, and checks of arguments that are incompatible with it."""
 
 from __future__ import annotations
 
@@ -19,42 +19,43 @@ _ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
-    """The optimizer class and keyword arguments that `TrainingArguments` with one of our `optim` names ask for.
+    """The optimizer class and keyword arguments for `TrainingArguments` with one of our `optim` names.
 
-    `optim_args` wins over the dedicated fields (`adam_beta1`, …). Those win over the class's defaults only if they were
-    changed: Adam's default β2 of 0.999 must not become every algorithm's β2. A field without a counterpart in an
-    algorithm is ignored, as Trainer does.
+    `optim_args` takes precedence over the dedicated fields (`adam_beta1`, …). These take precedence over the class's
+    defaults only if they were changed: Adam's default β2 of 0.999 must not become every algorithm's β2. A field without
+    a counterpart in the algorithm is ignored, as in Trainer.
 
     Raises:
-        ValueError: `optim_args` has an unknown key or a value that does not parse, or `adam_beta1` or `adam_beta2` was
-            set for an algorithm of three betas; the message names it.
+        ValueError: `optim_args` has an unknown key or a value that cannot be parsed, or `adam_beta1` or `adam_beta2`
+            was set for an algorithm with three betas; the message names it.
     """
     cls, kwargs = optimizer_factory(optimizer_name(args))
     options = optim_args_of(args).optimizer
     kwargs |= {"lr": args.learning_rate, "seed": args.seed}
     kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in options})
-    return cls, {**kwargs, **copy.deepcopy(dict(options))}  # whoever asks next gets the same options
+    return cls, {**kwargs, **copy.deepcopy(dict(options))}  # a copy, because the parsed options are cached
 
 
 def checked_arguments(args: Any) -> dict[str, Any]:
-    """The optimizer's keyword arguments; raises what building it would raise, before any model is touched.
+    """The optimizer's keyword arguments. Raises the errors of its constructor before any model is changed.
 
     Raises:
         ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
-            `cast_lm_head_to_fp32` is set, which do not go with these optimizers.
+            `cast_lm_head_to_fp32` is set, which these optimizers do not support.
     """
     cls, kwargs = optimizer_arguments(args)
     if args.optim_target_modules:
         raise ValueError(
-            f"optim_target_modules={args.optim_target_modules!r} chooses the modules of GaLore and APOLLO; "
-            f"optim={optimizer_name(args)!r} trains everything that requires a gradient: remove it"
+            f"optim_target_modules={args.optim_target_modules!r} selects modules for GaLore and APOLLO, but "
+            f"optim={optimizer_name(args)!r} trains all parameters that require gradients; remove it"
         )
-    if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts what was rounded already
+    if getattr(args, "cast_lm_head_to_fp32", False):  # in TRL's configurations; it upcasts an already rounded head
         raise ValueError(
             "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
         )
     param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    cls([param], **{"first_parameter": 0, **kwargs})  # with a number, it is not counted among optimizers that train
+    # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
+    cls([param], **{"first_parameter": 0, **kwargs})
     return kwargs
 
 
@@ -62,7 +63,7 @@ def check_liger(args: Any, heads: Iterable[str]) -> None:
     """Raise ValueError, naming what to change, if `use_liger_kernel` cannot run.
 
     Args:
-        args: as Trainer has them when training begins.
+        args: Trainer's arguments when training begins.
         heads: the output heads that are kept in FP32.
     """
     if not args.use_liger_kernel:
@@ -78,7 +79,7 @@ def check_liger(args: Any, heads: Iterable[str]) -> None:
 
 
 def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that Trainer's changed `adam_…` fields give an algorithm with these `defaults`."""
+    """Keyword arguments from Trainer's changed `adam_…` fields, for an algorithm with these `defaults`."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     changed = {name: getattr(args, name) for name in _ADAM_FIELDS if getattr(args, name) != stock[name]}
     kwargs = {}
@@ -87,8 +88,8 @@ def _adam_fields(args: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if "betas" in defaults and (changed_betas := changed.keys() & {"adam_beta1", "adam_beta2"}):
         if len(defaults["betas"]) != 2:
             raise ValueError(
-                f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, whose "
-                f"betas are {len(defaults['betas'])}: give optim_args='betas={join_numbers(defaults['betas'])}'"
+                f"{' and '.join(sorted(changed_betas))} cannot be used with optim={optimizer_name(args)!r}, which has "
+                f"{len(defaults['betas'])} betas; set optim_args='betas={join_numbers(defaults['betas'])}'"
             )
         first, second = defaults["betas"]
         kwargs["betas"] = (changed.get("adam_beta1", first), changed.get("adam_beta2", second))

@@ -21,20 +21,20 @@ class AdamW(TwoMoments):
     States: `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq` with `amsgrad`), of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, 2 more with `amsgrad`.
-    FP32 parameters take 16, with `amsgrad` 20.
+    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes, plus 2 with `amsgrad`.
+    FP32 parameters take 16, or 20 with `amsgrad`.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
-        eps: added to the root of the bias-corrected second moment.
+        eps: added to the square root of the bias-corrected second moment.
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
-        amsgrad: keep the maximum of the second moment.
-        maximize: ascend instead of descend.
+        amsgrad: use the maximum of all past second moments.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Adan(LowPrecisionOptimizer):
 
     States: `exp_avg`, `exp_avg_diff`, `exp_avg_sq` and `previous_grad`, of the parameter's shape, BF16 by default;
     `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar. `previous_grad` holds a BF16 gradient
-    exactly, unless the step itself clips it.
+    exactly, unless the gradient is clipped inside the step.
 
     Bytes per parameter, gradient included: 14 with Kahan summation, 12 with the other modes. FP32 parameters take
     24.
@@ -31,15 +31,16 @@ class Adan(LowPrecisionOptimizer):
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
-        betas: decay rates of the moments of the gradient, of its difference and of the square, each in [0, 1). The
-            paper's β are one minus these.
-        eps: added to the root of the bias-corrected second moment.
-        weight_decay: decoupled decay, by `1 / (1 + lr·weight_decay)` after the step.
-        maximize: ascend instead of descend.
-        no_prox: multiply the weight by `1 - lr·wd` before the step, as AdamW, instead of by `1 / (1 + lr·wd)` after it.
+        betas: decay rates of the moving averages of the gradient, of its difference and of the square, each in [0, 1).
+            The paper's β are one minus these.
+        eps: added to the square root of the bias-corrected second moment.
+        weight_decay: decoupled decay; multiplies the weights by `1 / (1 + lr·weight_decay)` after the step.
+        maximize: maximize the objective instead of minimizing it.
+        no_prox: multiply the weights by `1 - lr·weight_decay` before the step, as AdamW does, instead of by
+            `1 / (1 + lr·weight_decay)` after it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(

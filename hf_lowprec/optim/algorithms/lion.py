@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 
 class Lion(LowPrecisionOptimizer):
-    """Lion for weights stored in BF16: the sign of an interpolated momentum, and one moment instead of two.
+    """Lion for weights stored in BF16: updates by the sign of an interpolated momentum, with one moment instead of two.
 
-    Every weight moves by the learning rate in each step.
-
-    The authors advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
+    Apart from weight decay, every step changes each weight by the learning rate. The authors recommend a
+    learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger by the same factor.
 
     States: `exp_avg`, of the parameter's shape, BF16 by default; `compensation` (BF16) with `rounding="kahan"`;
     `step`, an int64 scalar.
@@ -38,10 +37,10 @@ class Lion(LowPrecisionOptimizer):
         betas: weight of the momentum in the interpolation with the gradient, and decay rate of the momentum, each in
             [0, 1).
         weight_decay: decoupled decay; a step multiplies weights by `1 - lr·weight_decay`.
-        maximize: ascend instead of descend.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(
@@ -88,6 +87,6 @@ class Lion(LowPrecisionOptimizer):
         """`u = -(lr·sign(β1·m + (1-β1)·g) + lr·wd·w); m = β2·m + (1-β2)·g`."""
         interpolated = state.exp_avg * scalars.beta1 + grad * scalars.gain1
         exp_avg = state.exp_avg * scalars.beta2 + grad * scalars.gain2
-        # Zero and NaN are passed on as they are: NaN must reach the weight, where it is noticed.
+        # Zero and NaN are passed through: a NaN must reach the weight, where it is noticed.
         sign = torch.where(interpolated > 0, 1.0, torch.where(interpolated < 0, -1.0, interpolated))
         return -(sign * scalars.lr + weight * scalars.decay), {"exp_avg": exp_avg}

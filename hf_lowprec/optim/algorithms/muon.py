@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982).
 
-Steps matrices by their orthogonalized momentum.
+Updates matrices with their orthogonalized momentum.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LR_SCALES = {
 class Muon(TwoMoments):
     """`torch.optim.Muon` for weights stored in BF16, with AdamW for all parameters that are not hidden matrices.
 
-    Unlike torch's, `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is AdamW's (that of Newton–Schulz is
-    `ns_eps`). A group that has both matrices and other parameters is split in two, so `param_groups` may have more
-    groups than were passed.
+    Differences from torch's Muon: `adjust_lr_fn` is `"match_rms_adamw"` by default, and `eps` is that of AdamW (the
+    Newton–Schulz iteration uses `ns_eps`). A group with both matrices and other parameters is split in two, so
+    `param_groups` may have more groups than were passed.
 
-    A parameter of three dimensions is a stack of matrices, as the experts of a layer. Newton–Schulz runs in BF16. Under
-    FSDP2 every rank gathers the momentum of each matrix, in BF16, and orthogonalizes the full matrix.
+    A three-dimensional parameter is a stack of matrices, such as the experts of a layer. Newton–Schulz runs in BF16.
+    Under FSDP2, every rank gathers the momentum of each matrix in BF16 and orthogonalizes the full matrix.
 
-    States of matrices: `momentum_buffer`; of other parameters those of `AdamW`; BF16 by default, of the parameter's
-    shape. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
+    States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
+    by default. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, and 2 more during
-    the step for the orthogonalized matrix.
+    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, plus 2 during the
+    step for the orthogonalized matrix.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
@@ -56,19 +56,19 @@ class Muon(TwoMoments):
             the scheduler has ended, until the key 'base_momentum' is deleted from the group.
         nesterov: use Nesterov momentum.
         ns_coefficients: coefficients of the Newton–Schulz polynomial `a·X + b·X³ + c·X⁵`.
-        ns_steps: number of times that the polynomial is applied.
-        ns_eps: lower bound of the norm by which a matrix is divided before that.
+        ns_steps: number of Newton–Schulz iterations.
+        ns_eps: lower bound of the norm by which a matrix is divided before the first iteration.
         adjust_lr_fn: `"match_rms_adamw"` multiplies the learning rate by `0.2·√max(rows, columns)`, so that the same
             learning rate suits matrices and other parameters (Liu et al., eq. 4); `"original"` multiplies it by
             `√max(1, rows/columns)`.
-        betas: AdamW's decay rates.
-        eps: AdamW's `eps`.
+        betas: decay rates for the parameters stepped with AdamW.
+        eps: `eps` for the parameters stepped with AdamW.
         matrices: the parameters that are hidden matrices, as `hidden_matrices(model)` returns them; None means all
             parameters of groups that do not set `use_muon`.
-        maximize: ascend instead of descend.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
 
     Raises:
         ValueError: a matrix does not have two or three dimensions, or none of `matrices` is among `params`.
@@ -103,8 +103,8 @@ class Muon(TwoMoments):
         super().__init__(params, defaults, **shared)
         if self._matrices and not any(group["use_muon"] for group in self.param_groups):
             raise ValueError(
-                "none of matrices= is among the parameters; give the parameters themselves, as "
-                "hf_lowprec.hidden_matrices(model) does, of the same model"
+                "none of matrices= is among the parameters; pass parameters of the same model, as returned by "
+                "hf_lowprec.hidden_matrices(model)"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _MIN_SMA_LENGTH = 5.0
 class RAdam(TwoMoments):
     """`torch.optim.RAdam` for weights stored in BF16: Adam with a built-in warm-up.
 
-    The first steps (five of them at β2 = 0.999) use the first moment only. Then the step size grows to that of Adam.
+    The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to that of Adam.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`; `step`, an int64 scalar.
@@ -33,13 +33,13 @@ class RAdam(TwoMoments):
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1). For β2 ≤ 2/3 the second moment is never used.
-        eps: added to the root of the second moment, before the bias correction.
+        eps: added to the square root of the second moment, before the bias correction.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
-        decoupled_weight_decay: decay the weights as AdamW does, per unit of learning rate, instead of the L2 penalty.
-        maximize: ascend instead of descend.
+        decoupled_weight_decay: use AdamW's decoupled weight decay instead of the L2 penalty.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(

@@ -24,20 +24,20 @@ class SGD(LowPrecisionOptimizer):
     States: `momentum_buffer`, of the parameter's shape, BF16 by default, if `momentum` is not zero; `compensation`
     (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 6 with Kahan summation, 4 with the other modes, 2 more with momentum. FP32
-    parameters take 8, with momentum 12.
+    Bytes per parameter, gradient included: 6 with Kahan summation, 4 with the other modes, plus 2 with momentum. FP32
+    parameters take 8, or 12 with momentum.
 
     Args:
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         momentum: momentum factor.
-        dampening: dampening of the gradient in the momentum, from the second step on.
+        dampening: dampening of the gradient in the momentum buffer, from the second step on.
         weight_decay: coefficient of the L2 penalty, added to the gradient.
         nesterov: use Nesterov momentum; needs `momentum > 0` and no dampening.
-        maximize: ascend instead of descend.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SGD(LowPrecisionOptimizer):
         )
 
     def check_hyperparameters(self, group: ParamGroup) -> None:
-        """Raise ValueError if a hyperparameter is out of range, or `nesterov` does not go with the others."""
+        """Raise ValueError if a hyperparameter is out of range, or `nesterov` conflicts with the others."""
         check_range("momentum", group["momentum"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
         check_range("weight_decay", group["weight_decay"], 0.0)
@@ -81,7 +81,7 @@ class SGD(LowPrecisionOptimizer):
         return (State("momentum_buffer", role=1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether there is momentum, and whether it is Nesterov's."""
+        """Whether momentum is used, and whether it is Nesterov momentum."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

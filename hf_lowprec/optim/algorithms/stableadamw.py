@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class StableAdamW(LowPrecisionOptimizer):
-    """AdamW with update clipping per tensor: smaller steps where gradients outgrow their second moment.
+    """AdamW with per-tensor update clipping: takes smaller steps where gradients outgrow their second moment.
 
-    It needs no gradient clipping.
+    No gradient clipping is needed.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
     `rounding="kahan"`; `step`, an int64 scalar.
@@ -34,13 +34,13 @@ class StableAdamW(LowPrecisionOptimizer):
         params: parameters or groups.
         lr: learning rate, a number or a one-element tensor.
         betas: decay rates of the two moments, each in [0, 1).
-        eps: added to the root of the second moment; its square is the lower bound of the second moment in the ratio
-            `g² / v`.
-        weight_decay: decoupled decay, per unit of learning rate; reduced together with the step.
-        maximize: ascend instead of descend.
+        eps: added to the square root of the second moment; its square is the lower bound of the second moment in the
+            ratio `g² / v`.
+        weight_decay: decoupled decay, multiplied by the learning rate; reduced when the step is clipped.
+        maximize: maximize the objective instead of minimizing it.
 
-    `rounding`, `state_dtype`, `seed` and the other keywords that every optimizer takes, and the errors raised, are
-    those of `LowPrecisionOptimizer`.
+    The keyword arguments of every optimizer (`rounding`, `state_dtype`, `seed`, …) and the errors raised are described
+    in `LowPrecisionOptimizer` and, in the documentation, under "Arguments of every optimizer".
     """
 
     def __init__(

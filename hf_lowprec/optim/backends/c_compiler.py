@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Contraction or re-association would break Kahan summation and make backends differ. -fno-math-errno and
-# -fno-trapping-math let the compiler vectorize square roots and selections and change no result. The last two flags
+# Contraction or reassociation would break Kahan summation and make backends differ. -fno-math-errno and
+# -fno-trapping-math let the compiler vectorize square roots and selections without changing results. The last two flags
 # make the step 7% faster with gcc.
 FLAGS = (
     *("-std=c11", "-O3", "-march=native", "-fPIC", "-shared"),
@@ -29,7 +29,7 @@ _hung: set[tuple[str, ...]] = set()
 
 
 class CompilerError(RuntimeError):
-    """No usable C compiler; the message says what was tried and what to do."""
+    """There is no usable C compiler; the message says what was tried and what to do."""
 
 
 class CompilerRun(NamedTuple):
@@ -57,12 +57,12 @@ def require_compiler() -> tuple[str, ...]:
         command = _find_compiler(variable)
     except ValueError as error:
         raise CompilerError(
-            f"$CC={variable!r} cannot be read as a command ({error}); correct $CC, or use backend='eager'"
+            f"$CC={variable!r} is not a valid shell command ({error}); correct $CC, or use backend='eager'"
         ) from None
     if command is None:
         reason = f"$CC={variable!r} is not a program" if variable else "none of cc, gcc, clang is on PATH"
         raise CompilerError(
-            f"backend='native' needs a C compiler and {reason}; install one, set $CC, or use backend='eager'"
+            f"backend='native' needs a C compiler, but {reason}; install one, set $CC, or use backend='eager'"
         )
     return command
 
@@ -77,7 +77,7 @@ def _find_compiler(variable: str) -> tuple[str, ...] | None:
 def compiler_identity(compiler: str) -> str:
     """The path and the `--version` output (possibly several lines) of the program `compiler`.
 
-    `native.py` makes it part of a library's file name, so that another compiler compiles again.
+    `native.py` makes it part of a library's file name, so that a different compiler leads to a new compilation.
 
     Raises:
         CompilerError: it cannot be started, or exceeds TIMEOUT.
@@ -102,7 +102,7 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
     """
     code, library = folder / "step.c", folder / "step.so"
     code.write_text(source, encoding="utf-8")
-    # Without OpenMP the step is correct, and single-threaded.
+    # Without OpenMP, the step is still correct, but single-threaded.
     for openmp in (["-fopenmp"], []):
         arguments = [*FLAGS, *openmp, str(code), "-o", str(library), "-lm"]
         run = _run(compiler, arguments, TMPDIR=str(folder))
@@ -114,7 +114,7 @@ def compile_library(compiler: Sequence[str], source: str, folder: Path) -> bytes
             f"the C compiler failed ({run.failure}): {shlex.join(command)}\n{run.errors.strip()}\n{_ADVICE}"
         )
     if not library.is_file():
-        raise CompilerError(f"the C compiler reported success and wrote no library: {shlex.join(command)}\n{_ADVICE}")
+        raise CompilerError(f"the C compiler reported success but wrote no library: {shlex.join(command)}\n{_ADVICE}")
     return library.read_bytes()
 
 
@@ -127,7 +127,7 @@ def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) 
     if tuple(compiler) in _hung:
         raise timed_out
     try:
-        # In a process group of its own, so that processes that the compiler starts can be killed with it.
+        # In its own process group, so that processes started by the compiler can be killed with it.
         process = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -145,7 +145,7 @@ def _run(compiler: Sequence[str], arguments: Sequence[str], **environment: str) 
             _kill_group(process)
             _hung.add(tuple(compiler))
             raise timed_out from None
-        except BaseException:  # Ctrl-C reaches this process only
+        except BaseException:  # Ctrl-C reaches only this process
             _kill_group(process)
             raise
     return CompilerRun(_failure(process.returncode), *(text.decode(errors="replace") for text in (output, errors)))

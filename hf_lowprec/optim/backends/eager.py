@@ -12,7 +12,7 @@ from hf_lowprec.optim.step.fused_group import CHUNK
 
 
 class EagerStep(BackendStep):
-    """Steps a fused group segment by segment, with torch's own operations; it keeps nothing between steps."""
+    """Steps a fused group segment by segment with torch's own operations. It keeps nothing between steps."""
 
     def run(self) -> None:
         """Step every parameter of the group in place."""
@@ -27,7 +27,7 @@ class EagerStep(BackendStep):
                 chunk = slice(start, min(start + CHUNK, end))
                 index = torch.arange(chunk.start + shift, chunk.stop + shift, device=group.device).to(torch.int32)
                 new_weight, new_states = fused_step(group.spec, *group.elements(entry_index, chunk), index, keys)
-                # Values are already representable, so these copies only change the format.
+                # The values are already representable in the storage dtype, so these copies only convert them.
                 entry.weight.view(-1)[chunk].copy_(new_weight)
                 for name, state in entry.states.items():
                     state.view(-1)[chunk].copy_(new_states[name])

@@ -1,8 +1,8 @@
 """The cache of compiled libraries, which later processes of the same user load instead of compiling again.
 
-A library from the cache runs as this user, so it is loaded only if its checksum is right and nobody but this user and
-root can have put it there. A file is read once, through one descriptor; these bytes are checked, and these bytes are
-loaded from memory. Replacing or truncating the file afterwards affects no process.
+A library from the cache runs as this user, so it is loaded only if its checksum is correct and only this user or root
+can have put it there. A file is read once, through one descriptor; the bytes are checked and then loaded from memory.
+Replacing or truncating the file afterwards affects no process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 SCRATCH_PREFIX = "hf_lowprec-build-"
 """Prefix of the names of a build's temporary files and folders."""
 ABANDONED_AFTER = 3600.0
-"""Age in seconds at which a temporary file must belong to a build that was killed; a build takes minutes at most."""
+"""Age in seconds from which a temporary file must belong to a build that was killed; builds take minutes at most."""
 
 _load_count = itertools.count(1)
 
@@ -46,7 +46,7 @@ def load(name: str, functions: Sequence[str], build: Callable[[Path], bytes]) ->
         build: returns the library's bytes, given an empty folder for its temporary files.
 
     Raises:
-        OSError: a built library can be written nowhere, or cannot be loaded.
+        OSError: the built library cannot be written anywhere, or cannot be loaded.
     """
     cache = _usable_cache()
     if cache is not None:
@@ -56,7 +56,7 @@ def load(name: str, functions: Sequence[str], build: Callable[[Path], bytes]) ->
                 return _load_bytes(library, functions, cache)
         except OSError as error:
             warnings.warn(
-                f"the compiled step {cache / name} is not used, and compiled again: {error}",
+                f"the cached step {cache / name} cannot be used and is compiled again: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -74,12 +74,12 @@ def cache_dir() -> Path:
     """The cache's folder: `$HF_LOWPREC_CACHE`, else `hf_lowprec` in the user's cache directory.
 
     Raises:
-        FileNotFoundError: the path begins at a home directory and there is none.
+        FileNotFoundError: the path is relative to a home directory that does not exist.
     """
     path = os.environ.get("HF_LOWPREC_CACHE")
     if path:
         return _absolute(path)
-    user_cache = os.environ.get("XDG_CACHE_HOME", "")  # to be ignored unless it is absolute, says its specification
+    user_cache = os.environ.get("XDG_CACHE_HOME", "")  # the XDG specification says to ignore a relative path
     return (Path(user_cache) if os.path.isabs(user_cache) else _absolute("~/.cache")) / "hf_lowprec"
 
 
@@ -104,8 +104,8 @@ def _usable_cache() -> Path | None:
 @functools.cache
 def _warn_not_cached(reason: str) -> None:
     warnings.warn(
-        f"compiled steps cannot be kept: {reason}; each process compiles its own (about a third of a second each); set "
-        "HF_LOWPREC_CACHE to a folder that only this user can write to",
+        f"compiled steps cannot be cached: {reason}; each process compiles them again (about a third of a second per "
+        "step); set HF_LOWPREC_CACHE to a folder that only this user can write to",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -140,7 +140,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _checksum(name: str, library: bytes) -> bytes:
-    """The checksum of a library and its name, so that a library under the name of another does not pass."""
+    """The checksum of a library and its name, so that a library stored under another's name is rejected."""
     return hashlib.sha256(name.encode() + b"\0" + library).digest()
 
 
@@ -183,8 +183,8 @@ def _load_memory_file(library: bytes) -> ctypes.CDLL:
     try:
         with open(descriptor, "wb", closefd=False) as opened:
             opened.write(library)
-        # Descriptors are reused, and for a path that glibc has loaded before it returns the library of that time. The
-        # number of "./" makes each path new.
+        # Descriptors are reused, and glibc returns the earlier library for a path that it has loaded before. A
+        # different number of "./" makes each path unique.
         return ctypes.CDLL(f"/proc/self/fd/{'./' * next(_load_count)}{descriptor}")
     finally:
         os.close(descriptor)
@@ -221,7 +221,7 @@ def _scratch_folder(parent: Path) -> Iterator[Path]:
     try:
         folder = trusted_folder(created)
     except OSError:
-        created.rmdir()  # which removes no file: others could have put another folder there
+        created.rmdir()  # removes no files: others could have put another folder there
         raise
     try:
         _remove_abandoned(folder.parent)

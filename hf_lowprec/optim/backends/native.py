@@ -1,6 +1,6 @@
 """The `native` backend (CPU): the traced step, compiled by the system's C compiler on first use.
 
-One shared library per spec, kept in a per-user cache under a key of source, compiler, flags and CPU.
+There is one shared library per spec, in a per-user cache keyed by source, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_lowprec.optim.step.spec import StepSpec
 
 
 class NativeStep(BackendStep):
-    """Steps a fused group with a call of compiled C.
+    """Steps a fused group by calling compiled C.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
@@ -49,8 +49,8 @@ class NativeStep(BackendStep):
         """Step every parameter of the group in place, in one call."""
         if self.fused_group.skipped:
             return
-        # Autograd notices a write that it did not see by the version of a weight; states are in no graph. Done before
-        # the step, which leaves nothing else in the caches.
+        # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
+        # This is done before the step, because the step evicts everything else from the CPU's caches.
         increment_version(self.fused_group.weights)
         self._call(self._kernel.step, self.fused_group.counts)
 
@@ -78,7 +78,7 @@ class NativeStep(BackendStep):
 def kernel(spec: StepSpec) -> ctypes.CDLL:
     """The library with the compiled functions `step` and, if `spec` has a `tensor_mean`, `tensor_sum`.
 
-    A spec that failed to compile is not tried again.
+    A spec that failed to compile is not compiled again.
 
     Raises:
         CompilerError: no compiler was found, or it failed.
@@ -98,8 +98,8 @@ def _load(spec: StepSpec) -> ctypes.CDLL | CompilerError:
         return error
     except OSError as error:
         return CompilerError(
-            f"the compiled step cannot be written or loaded ({error}); set HF_LOWPREC_CACHE to a folder with room from "
-            "which programs may run, or use backend='eager'"
+            f"the compiled step cannot be written or loaded ({error}); set HF_LOWPREC_CACHE to a folder that has free "
+            "space and allows execution, or use backend='eager'"
         )
     for name in functions:
         function = getattr(library, name)

@@ -1,4 +1,4 @@
-"""Choose the backend that runs a step: the one asked for, or the best one the device has."""
+"""Select the backend that runs a step: the requested one, or the best one for the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _warned: set[str] = set()
 
 
 def check_backend(backend: str) -> None:
-    """Raise if `backend` cannot be an optimizer's.
+    """Check an optimizer's argument `backend`.
 
     Raises:
         ValueError: there is no such backend.
-        RuntimeError: it cannot run on this machine.
+        RuntimeError: the backend cannot run on this machine.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, BACKENDS))}")
@@ -32,16 +32,16 @@ def check_backend(backend: str) -> None:
 
 
 def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
-    """Build the `BackendStep` that steps `fused_group`, with its kernel and tables.
+    """Build the `BackendStep` of `fused_group`, with its kernel and tables.
 
     `"auto"` falls back to `eager`, with a warning.
 
     Args:
         backend: the optimizer's argument.
-        fused_group: what is stepped.
+        fused_group: the parameters to step.
 
     Raises:
-        RuntimeError: `backend` was asked for explicitly and cannot run on the group's device.
+        RuntimeError: `backend` was requested explicitly but cannot run on the group's device.
     """
     name = expected_backend(backend, fused_group.device)
     if name == "eager":
@@ -56,7 +56,7 @@ def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
             return eager.EagerStep(fused_group)
     if fused_group.device.type != "cpu":
         raise RuntimeError(
-            f"backend='native' runs on the CPU and a parameter is on {fused_group.device}; use backend='auto'"
+            f"backend='native' runs on the CPU, but a parameter is on {fused_group.device}; use backend='auto'"
         )
     try:
         return native.NativeStep(fused_group)
@@ -90,7 +90,7 @@ def _warn_once(where: str, reason: Exception) -> None:
     if where not in _warned:
         _warned.add(where)
         warnings.warn(
-            f"hf_lowprec steps with the slower 'eager' backend on {where}, with the same results: {reason}",
+            f"hf_lowprec uses the slower 'eager' backend on {where}, with the same results: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )

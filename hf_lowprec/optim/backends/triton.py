@@ -1,7 +1,8 @@
 """The `triton` backend: one kernel launch for all parameters of a spec, whatever their number.
 
-A model has hundreds of tensors; a launch for each costs the host more than the device needs for a billion parameters.
-So a table of pointers and a table of chunks go to the device, and a program per chunk looks up what it works on.
+A model has hundreds of tensors, and launching a kernel for each would take the host longer than the device needs to
+step a billion parameters. Instead, a table of pointers and a table of chunks are sent to the device, and one program
+per chunk looks up its tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from hf_lowprec.rounding import dtype_name
 BLOCK = 1024
 """Elements per program and iteration: eight per thread, 128 bits of BF16."""
 CHUNK = 8 * BLOCK
-"""Elements per program: enough to pay for reading the tables."""
+"""Elements per program: enough to amortize reading the tables."""
 TAIL = BLOCK // 4
-"""Elements per iteration where accesses are masked and narrow; few, so that this path does not cost registers."""
+"""Elements per iteration where accesses are masked and narrow; few, so that this path needs no extra registers."""
 WARPS = 4
-"""Warps of 32 threads per program; where they are of 64, as on AMD's data-center GPUs, half as many."""
+"""Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
 
 class TritonError(RuntimeError):
@@ -40,7 +41,7 @@ class TritonError(RuntimeError):
 
 
 def check_available(device: torch.device | None = None) -> None:
-    """Raise TritonError unless Triton is installed and can run on `device`, or somewhere if that is None."""
+    """Raise TritonError unless Triton is installed and can run on `device`, or on any device if that is None."""
     try:
         import triton
     except ImportError as error:
@@ -59,7 +60,7 @@ def check_available(device: torch.device | None = None) -> None:
     if not on_gpu and not _interpreted():
         where = "there is none" if device is None else "a parameter is on the CPU"
         raise TritonError(
-            f"backend='triton' runs on a GPU and {where}; use 'auto', 'native' (CPU) or 'eager' (any device), or set "
+            f"backend='triton' runs on a GPU, but {where}; use 'auto', 'native' (CPU) or 'eager' (any device), or set "
             "TRITON_INTERPRET=1 before anything imports triton, to run its kernels in Triton's interpreter"
         )
 
@@ -87,7 +88,7 @@ class _StepTables(NamedTuple):
 
 
 class TritonStep(BackendStep):
-    """Steps a fused group with one kernel launch, without waiting for the device.
+    """Steps a fused group with one kernel launch, without synchronizing with the device.
 
     Attributes:
         step_kernel: the Triton function that steps a chunk.
@@ -112,7 +113,7 @@ class TritonStep(BackendStep):
         self._has_run = False
 
     def run(self) -> None:
-        """Step every parameter of the group in place: one launch, without waiting for the device."""
+        """Step every parameter of the group in place: one launch, without synchronizing with the device."""
         if len(self._chunks) == 0:
             return
         group, tables = self.fused_group, self._step_tables()
@@ -124,7 +125,7 @@ class TritonStep(BackendStep):
                 **_constants(group.device),
             )
         self._has_run = True
-        # Autograd notices a write that it did not see by the version of a weight; states are in no graph.
+        # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights)
 
     def square_sum(self) -> Tensor:
@@ -171,7 +172,7 @@ class TritonStep(BackendStep):
         return self._has_run or len(self._chunks) == 0
 
     def release_tables(self) -> None:
-        """Let go of this step's tables: at the end of the step, or since addresses in them have changed."""
+        """Release this step's tables: at the end of the step, or because addresses in them have changed."""
         self._tables = None
 
     def _step_tables(self) -> _StepTables:
@@ -186,18 +187,18 @@ class TritonStep(BackendStep):
         return self._tables
 
     def _pointers_on_device(self) -> Tensor:
-        """The table of pointers, where scalars and counts are on the device already.
+        """The table of pointers, for groups whose scalars and counts are already on the device.
 
-        It is sent when an address has changed; and by every captured graph, from memory that stays as it is.
+        It is sent when an address has changed, and by every captured graph, from memory that is never modified.
         """
         device, pointers = self.fused_group.device, self.fused_group.pointers()
         if device.type == "cuda" and is_capturing():
             if not self._pinned_reserve:
                 raise RuntimeError(
-                    f"a graph can hold {_RESERVE} steps or norms of the same parameters; take a step outside of a "
-                    "graph before the next is captured"
+                    f"a graph can hold at most {_RESERVE} steps or norms of the same parameters; take a step outside "
+                    "a graph before capturing the next one"
                 )
-            # Memory cannot be pinned during a capture, and what a graph copies from must stay as it is.
+            # Memory cannot be pinned during a capture, and the source of a captured copy must not be modified.
             pinned = self._pinned_reserve.pop().copy_(pointers)
             _captured.append((self, pinned))
             return pinned.to(device, non_blocking=True)
@@ -210,16 +211,16 @@ class TritonStep(BackendStep):
 
 
 class _SentPointers(NamedTuple):
-    """A table of pointers as it was sent to the device, and its copy there."""
+    """A table of pointers on the host, and its copy on the device."""
 
     host: Tensor
     device: Tensor
 
 
 _captured: list[tuple[TritonStep, Tensor]] = []
-"""Objects that captured graphs read, kept alive for replays: steps with their tables, and pinned host memory."""
+"""The objects that captured graphs read, kept alive for replays: steps with their tables, and pinned host memory."""
 _RESERVE = 4
-"""Pinned tables that a step keeps ready, one for each time that a capture asks for pointers."""
+"""The number of pinned tables that a step keeps ready: each capture that needs pointers uses one."""
 
 
 def _constants(device: torch.device) -> dict[str, Any]:
@@ -238,10 +239,10 @@ def _on(device: torch.device) -> Any:
 
 
 def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
-    """Copies of host tensors on `device`, in one transfer that the host does not wait for."""
+    """Copy host tensors to `device` in one asynchronous transfer."""
     if device.type == "cpu":
         return [table.contiguous() for table in tables]
-    # Each on a boundary that Triton specializes for, whatever the others' sizes.
+    # Each begins on a boundary that Triton specializes for, whatever the sizes of the others.
     ends = [0]
     for table in tables:
         ends.append(ends[-1] + -(-table.nbytes // 256) * 256)

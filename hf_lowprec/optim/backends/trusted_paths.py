@@ -1,6 +1,6 @@
-"""Decide whether a file or folder can have been put in place by anybody but this user and root.
+"""Check that nobody but this user and root can have put a file or folder in place.
 
-`library_cache.py` asks before it runs code from a file, or writes code that a later process will run.
+`library_cache.py` checks this before it runs code from a file, or writes code that a later process will run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 from pathlib import Path
 
 MAX_LINKS = 40
-"""Symbolic links that are followed in one path; Linux follows as many."""
+"""Maximum number of symbolic links followed in one path, the same as Linux's."""
 
 
 def trusted_folder(path: Path) -> Path:
@@ -38,12 +38,13 @@ def trusted_folder(path: Path) -> Path:
 
 
 def resolve(path: Path) -> Path:
-    """Resolve the symbolic links of the absolute `path`, no part of which others can replace; create missing folders.
+    """Resolve the symbolic links of the absolute `path`, check that others can replace no part of it, and create
+    missing folders.
 
-    Goes down from the root, so that each folder is checked before anything is looked up in it.
+    Works from the root downwards, so that each folder is checked before anything is looked up in it.
 
     Raises:
-        OSError: others can replace a part, it cannot be created, or it has more than `MAX_LINKS` links.
+        OSError: others can replace a part of the path, it cannot be created, or it has more than `MAX_LINKS` links.
     """
     folder, names, links = Path(path.anchor), list(path.parts[:0:-1]), 0
     while names:
@@ -84,8 +85,8 @@ def check_owner(status: os.stat_result, path: Path | str, allow_unmapped_root: b
     Args:
         status: the file's status.
         path: the file, for the message.
-        allow_unmapped_root: accept the user as whom a container sees the root of its host. It sees all other users of
-            the host as the same one, so this is safe only where no other user can have created the file.
+        allow_unmapped_root: accept the user ID by which a container sees the host's root. The container sees all other
+            users of the host by the same ID, so this is safe only where no other user can have created the file.
     """
     if status.st_uid not in {0, os.geteuid(), *(_unmapped_users() if allow_unmapped_root else ())}:
         raise PermissionError(f"{path} belongs to another user ({status.st_uid})")
@@ -93,7 +94,7 @@ def check_owner(status: os.stat_result, path: Path | str, allow_unmapped_root: b
 
 @functools.cache
 def _unmapped_users() -> frozenset[int]:
-    """The user as whom an unprivileged container sees the host's root; empty outside of such containers."""
+    """The user ID by which an unprivileged container sees the host's root; empty outside such containers."""
     with contextlib.suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
             return frozenset([int(Path("/proc/sys/kernel/overflowuid").read_text())])
@@ -101,7 +102,7 @@ def _unmapped_users() -> frozenset[int]:
 
 
 def others_can_write(status: os.stat_result) -> bool:
-    """Whether the file's mode lets users other than its owner write to it."""
+    """Whether the file's mode allows users other than its owner to write to it."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status)

@@ -44,4 +44,4 @@ class BackendStep(ABC):
         return True
 
     def release_tables(self) -> None:  # noqa: B027  # most backends have none
-        """Let go of this step's tables: at the end of the step, or since addresses in them have changed."""
+        """Release this step's tables: at the end of the step, or because addresses in them have changed."""

@@ -1,4 +1,4 @@
-"""Clipping by the global gradient norm, inside the step: the norm takes one pass over the gradients, the factor none.
+"""Clipping by the global gradient norm inside the step: the norm takes one pass over the gradients, clipping none.
 
 Squares are summed in FP64, so the norm, rounded to FP32 at the end, does not depend on how tensors are cut: a sharded
 run clips by the same factor as an unsharded one. (Summed in one FP32 variable, as `torch.linalg.vector_norm` does on a
@@ -51,7 +51,7 @@ def square_sum(fused_group: FusedGroup) -> Tensor:
 def global_norm(backend_steps: Sequence[BackendStep]) -> Tensor:
     """The norm of all gradients, over all groups and shards; FP32 scalar.
 
-    It lies on the device of the first group, and on the CPU if there is none.
+    It is on the device of the first group, or on the CPU if there are no groups.
     """
     sums = [sum_over_shards(step.square_sum(), step.fused_group.sharding) for step in backend_steps]
     if not sums:
@@ -107,10 +107,10 @@ class GradientClipping:
         return self.pending is not None and self.pending.limit is not None
 
     def match(self, grads: Sequence[Tensor]) -> None:
-        """Forget what is pending if it belongs to other gradients than `grads`.
+        """Discard `pending` if it belongs to gradients other than `grads`.
 
         Raises:
-            RuntimeError: gradients that are to be clipped were written to or joined by others.
+            RuntimeError: gradients that are to be clipped were written to, or others were added.
         """
         if self.pending is not None and not self.pending.applies_to(grads):
             self.pending = None
@@ -128,7 +128,7 @@ class GradientClipping:
             max_norm: the norm to which they are to be clipped; infinity or None does not clip.
 
         Raises:
-            RuntimeError: gradients were written to after `clip_grad_norm_`; `pending` is as before then.
+            RuntimeError: gradients were written to after `clip_grad_norm_`. `pending` is left unchanged.
         """
         norm = global_norm(backend_steps)
         if self.pending is not None and self.pending.unverified:
@@ -271,7 +271,7 @@ class PendingClip:
 
 
 def _smallest(max_norm: float | None, earlier: PendingClip | None) -> float | None:
-    """The smaller one of `max_norm` and the limit of `earlier`; None if there is neither."""
+    """The smaller of `max_norm` and the limit of `earlier`; None if there is neither."""
     if earlier is None or earlier.limit is None:
         return max_norm
     return earlier.limit if max_norm is None else min(max_norm, earlier.limit)

@@ -129,7 +129,7 @@ class FusedGroup:
             entry.orthogonalized = matrix
 
     def release(self) -> None:
-        """Let go of what belongs to one step, the gradients above all."""
+        """Release what belongs to a single step, above all the gradients."""
         self.clip_factor = self.enabled = self.per_param_scalars = None
         for entry in self.entries:
             entry.grad = entry.orthogonalized = None

@@ -1,4 +1,4 @@
-"""CUDA graphs: which steps can be captured in one, and what must be there before."""
+"""CUDA graphs: checks whether a step can be captured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 
 
 def is_capturing() -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Whether a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -18,8 +18,8 @@ def check_not_capturing() -> None:
     """Raise RuntimeError during a capture. Called where tables or kernels must be made, which a graph cannot hold."""
     if is_capturing():
         raise RuntimeError(
-            "a step can be captured in a graph after one was taken outside of it, with parameters, gradients and "
-            "settings of the same kind; take one (on a side stream), then capture"
+            "a step can be captured in a graph only after one was taken outside it, with the same kind of parameters, "
+            "gradients and settings; take one (on a side stream), then capture"
         )
 
 

@@ -1,6 +1,6 @@
-"""Signals wait for the end of a step: an exception between two kernels would leave half of one.
+"""Delay signals until the end of a step, since an exception between two kernels would leave a step half done.
 
-Python runs a signal's handler between any two operations of the main thread, and Ctrl-C's raises there.
+Python may run a signal's handler between any two operations of the main thread, and Ctrl-C's handler raises there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def deferred() -> Iterator[None]:
 
 
 def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:
-    """Install handlers again, all of them, even if one that is back already raises meanwhile."""
+    """Reinstall all handlers, even if one that is already reinstalled raises meanwhile."""
     try:
         for number, handler in handlers:
             _signal.signal(number, handler)
@@ -57,7 +57,7 @@ def _restore(handlers: Sequence[tuple[int, Callable[..., Any]]]) -> None:
 
 
 def _send(numbers: Sequence[int]) -> None:
-    """Send signals to this thread; each is handled even if the handler of one before raises."""
+    """Send signals to this thread. Each is handled even if the handler of an earlier one raises."""
     if numbers:
         try:
             signal.raise_signal(numbers[0])

@@ -1,7 +1,7 @@
 """The plan of a step: which parameters are stepped together, and their tables; reused from step to step.
 
-Building a plan checks every parameter and creates its states, which takes microseconds each. A step on an existing
-plan only checks that nothing it was built on has changed.
+Building a plan checks every parameter and creates its states, which takes microseconds per parameter. A step with an
+existing plan only checks that nothing the plan depends on has changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ContiguousCopy:
 class StepPlan:
     """The fused groups of an optimizer's steps, while the same parameters have gradients of the same kind.
 
-    As a context manager, it lets go of what belongs to one step at the end of the block.
+    As a context manager, it releases what belongs to a single step at the end of the block.
 
     Attributes:
         fused_groups: the parameters, in groups that are stepped together.
@@ -191,12 +191,12 @@ class StepPlan:
         )
 
     def copy_back(self) -> None:
-        """Write what was stepped in a contiguous copy to where it belongs."""
+        """Copy the stepped contiguous copies back to their tensors."""
         for strided in self.contiguous_copies:
             strided.original.copy_(strided.copy)
 
     def release(self) -> None:
-        """Let go of what belongs to one step."""
+        """Release what belongs to a single step."""
         for backend_step in self.backend_steps:
             backend_step.release_tables()
         for fused_group in self.fused_groups:
@@ -212,7 +212,7 @@ class StepPlan:
 
 
 class _Fingerprint(NamedTuple):
-    """Everything that a plan depends on; when it changes, a new plan is built.
+    """Everything that a plan depends on. A plan is rebuilt when its fingerprint has changed.
 
     Attributes:
         settings: what shapes the arithmetic, see `_settings`.

@@ -1,4 +1,4 @@
-"""Everything that shapes the arithmetic of a step: formula, rounding mode, dtypes, states and names of scalars.
+"""Everything that determines the arithmetic of a step: the algorithm's formula, rounding mode, dtypes and scalars.
 
 A `StepSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
 """
@@ -43,7 +43,7 @@ class StoredState:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """Everything that shapes the arithmetic of a step; parameters of equal specs go through one kernel.
+    """Everything that determines the arithmetic of a step. Parameters with equal specs go through one kernel.
 
     Attributes:
         update: the algorithm's formula, see `Algorithm.update`.

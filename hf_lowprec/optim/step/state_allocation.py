@@ -1,4 +1,4 @@
-"""Allocate states: on a CPU, at other distances from page boundaries than their weight and each other.
+"""Placement of states in memory: on a CPU, at different offsets from page boundaries than their weight and each other.
 
 A load waits for an earlier store in flight if the last twelve bits of their addresses are equal, even if they are pages
 apart (AMD, Software Optimization Guide, publication 25112, section 5.5, "False Dependencies"; Intel calls it 4-KByte
@@ -37,6 +37,6 @@ def zeros_apart(param: Tensor, dtype: torch.dtype, position: int, count: int) ->
     target = part.data_ptr() + PAGE * (position + 1) // (count + 1)
     first = (target - memory.data_ptr()) % PAGE // _LINE * _LINE // dtype.itemsize
     zeros = memory[first : first + part.numel()].view(part.shape)
-    # Torch makes of a shard with an offset in its storage a DTensor that it cannot copy, so a shard goes without one. A
-    # plain tensor keeps it: the offset is saved with it, so that what is loaded lies apart as well.
+    # From a shard with an offset in its storage, torch makes a DTensor that it cannot copy, so shards have no offset.
+    # A plain tensor keeps its offset, which is saved with it, so that loaded states are placed apart as well.
     return dtensor_like(from_dlpack(zeros), param) if is_sharded(param) else zeros

@@ -65,7 +65,7 @@ def test_a_policy_of_the_users_is_refused():
 
 
 def test_a_residual_is_refused_under_fsdp2():
-    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' does not go with FSDP2.*'fp32'"):
+    with pytest.raises(ValueError, match=r"grad_accumulation='kahan' is not supported with FSDP2.*'fp32'"):
         hf_lowprec.prepare_accelerator(fsdp(fsdp_version=2), grad_accumulation="kahan")
 
 
@@ -100,7 +100,7 @@ def test_synchronizing_every_micro_batch_is_refused_where_it_would_round():
 
 
 def test_an_unknown_mode_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="grad_accumulation='exact' is none of 'nearest', 'kahan', 'fp32'"):
+    with pytest.raises(ValueError, match="grad_accumulation='exact' is unknown; valid are 'nearest', 'kahan', 'fp32'"):
         hf_lowprec.prepare_accelerator(accelerator(), grad_accumulation="exact")
 
 
@@ -143,7 +143,7 @@ def test_preparing_twice_changes_nothing():
     methods = (built.prepare, built.prepare_model, built.clip_grad_norm_)
     assert hf_lowprec.prepare_accelerator(built) is first
     assert methods == (built.prepare, built.prepare_model, built.clip_grad_norm_)
-    with pytest.raises(ValueError, match="was prepared with grad_accumulation='nearest'"):
+    with pytest.raises(ValueError, match="was already prepared with grad_accumulation='nearest'"):
         hf_lowprec.prepare_accelerator(built, grad_accumulation="fp32")
 
 
@@ -165,7 +165,7 @@ def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     reduction = hf_lowprec.prepare_accelerator(built)
     assert built.mixed_precision == "no"
     assert not built.native_amp
-    assert str(reduction).count("'bf16' was asked for and is off") == 1
+    assert str(reduction).count("'bf16' was requested but is off") == 1
     assert [record.message for record in caplog.records].count(f"hf_lowprec: {reduction.notes[0]}") == 1
     seen = []
 
@@ -183,7 +183,7 @@ def test_processes_that_train_alone_are_pointed_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     notes = hf_lowprec.prepare_accelerator(built).notes
     assert len(notes) == 1
-    assert "4 processes were started (WORLD_SIZE), and accelerate trains with 1: each trains alone" in notes[0]
+    assert "4 processes were started (WORLD_SIZE), but accelerate trains with 1: each trains alone" in notes[0]
 
 
 def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:

@@ -14,7 +14,7 @@ def test_the_callback_alone_trains_bf16_with_any_optimizer(tmp_path, capsys):
     assert trainer.model.lm_head.weight.dtype == torch.float32
     assert trainer.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert trainer.accelerator.mixed_precision == "no"
-    assert "not of hf_lowprec" in capsys.readouterr().out
+    assert "not from hf_lowprec" in capsys.readouterr().out
 
 
 def test_the_users_callback_replaces_ours(tmp_path, capsys):
@@ -55,7 +55,10 @@ def test_many_micro_batches_in_16_bits_are_pointed_out(tmp_path, capsys):
     trained(tmp_path, gradient_accumulation_steps=127, **settings)
     assert "grad_accumulation" not in capsys.readouterr().out
     trained(tmp_path, gradient_accumulation_steps=128, **settings)
-    assert "gradient_accumulation_steps=128 rounds as often; grad_accumulation='kahan'" in capsys.readouterr().out
+    assert (
+        "gradient_accumulation_steps=128 rounds gradients once per micro-batch; grad_accumulation='kahan'"
+        in capsys.readouterr().out
+    )
     trained(tmp_path, gradient_accumulation_steps=128, optim_args="grad_accumulation=kahan", **settings)
     assert "micro-batches: a 16-bit residual, 2 bytes per parameter" in capsys.readouterr().out
 
@@ -73,8 +76,8 @@ def test_optim_args_win_over_the_callback(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("grad_accumulation=fp64", "grad_accumulation='fp64' is none of 'nearest', 'kahan', 'fp32'"),
-        ("check_replicas_every=often", "check_replicas_every='often' does not parse; give an integer"),
+        ("grad_accumulation=fp64", "grad_accumulation='fp64' is unknown; valid are 'nearest', 'kahan', 'fp32'"),
+        ("check_replicas_every=often", "check_replicas_every='often' cannot be parsed; use an integer"),
         ("check_replicas_every=-1", "check_replicas_every=-1 is negative"),
     ],
 )

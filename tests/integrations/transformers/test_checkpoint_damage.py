@@ -246,7 +246,7 @@ def test_a_second_training_that_dies_while_it_saves_over_the_first_one(whole, ki
     monkeypatch.undo()
     assert resolve(True, str(killed)) == str(killed / "checkpoint-2")
     assert "checkpoint-4 was not finished" in caplog.text
-    assert "checkpoint-6 is of an earlier training" in caplog.text
+    assert "checkpoint-6 is from an earlier training run" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint-4' was not finished"):
         resolve(str(killed / "checkpoint-4"), str(killed))
     assert resolve(str(killed / "checkpoint-6"), str(killed)) == str(killed / "checkpoint-6"), "it was named"
@@ -259,7 +259,7 @@ def test_files_of_an_earlier_checkpoint_do_not_become_part_of_the_next(whole, ki
     train(killed, max_steps=4, save_only_model=True)
     assert not (killed / "checkpoint-4/optimizer.pt").exists()
     assert resolve(True, str(killed)) == str(killed / "checkpoint-4")
-    assert "holds no optimizer state" in caplog.text
+    assert "contains no optimizer state" in caplog.text
 
 
 def test_a_training_that_went_back_to_an_earlier_step(whole, killed, caplog):
@@ -267,7 +267,7 @@ def test_a_training_that_went_back_to_an_earlier_step(whole, killed, caplog):
     shutil.copytree(whole[0] / "checkpoint-6", killed / "checkpoint-6")
     train(killed, resume=str(killed / "checkpoint-2"), max_steps=3, save_steps=1)
     assert resolve(True, str(killed)) == str(killed / "checkpoint-3")
-    assert "checkpoint-6 is of an earlier training, checkpoint-4 is of an earlier training" in caplog.text
+    assert "checkpoint-6 is from an earlier training run, checkpoint-4 is from an earlier training run" in caplog.text
 
 
 def test_an_earlier_training_is_no_replacement(killed):
@@ -278,7 +278,7 @@ def test_an_earlier_training_is_no_replacement(killed):
         ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .*; pass its path"
     ) as error:
         resolve(True, str(killed))
-    assert "by a previous training, before checkpoint-3" in str(error.value)
+    assert "by an earlier training run, before checkpoint-3" in str(error.value)
 
 
 def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
@@ -286,7 +286,7 @@ def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (last / name).unlink()
     assert resolve(True, str(stock)) == str(last)
-    assert "holds no optimizer state" in caplog.text
+    assert "contains no optimizer state" in caplog.text
     assert train(stock, resume=True).state.global_step == 6
 
 
@@ -337,7 +337,7 @@ def test_callbacks_may_change_a_checkpoint(tmp_path, caplog):
     (last / "added later.txt").write_text("what is not in the manifest does not matter")
     assert resolve(str(last), str(tmp_path)) == str(last)
     (last / "notes.txt").unlink()
-    with pytest.raises(ValueError, match=r"notes.txt is missing; name another one"):
+    with pytest.raises(ValueError, match=r"notes.txt is missing; pass another one"):
         resolve(str(last), str(tmp_path))
 
 

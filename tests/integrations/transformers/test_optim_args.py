@@ -63,9 +63,9 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
     [
         ("momentun=0.9", r"'momentun' is not an argument of .*did you mean 'momentum'"),
         ("rounding=kahn", r"rounding='kahn'.*'kahan', 'stochastic', 'nearest'"),
-        ("nesterov=maybe", r"nesterov='maybe' does not parse; give True or False"),
-        ("momentum=fast", r"momentum='fast' does not parse; give a number"),
-        ("state_dtype=float8", r"state_dtype='float8' does not parse; give bfloat16"),
+        ("nesterov=maybe", r"nesterov='maybe' cannot be parsed; use True or False"),
+        ("momentum=fast", r"momentum='fast' cannot be parsed; use a number"),
+        ("state_dtype=float8", r"state_dtype='float8' cannot be parsed; use bfloat16"),
         ("momentum", r"'momentum' is not of the form key=value"),
         ("seed=1,seed=2", r"names 'seed' twice"),
         ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),

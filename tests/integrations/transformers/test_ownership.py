@@ -22,7 +22,7 @@ def test_a_callback_may_be_used_again(tmp_path, capsys):
     callback = hf_lowprec.LowPrecisionCallback()
     for _ in range(2):
         trained(tmp_path, optim="adamw_bf16_kahan", bf16=True, callbacks=[callback], max_steps=1)
-        assert capsys.readouterr().out.count("mixed precision: 'bf16' was asked for") == 1
+        assert capsys.readouterr().out.count("mixed precision: 'bf16' was requested") == 1
 
 
 def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
@@ -93,5 +93,5 @@ def test_best_weights_are_not_given_the_last_ones_compensation(tmp_path):
 
 def test_a_model_of_another_optimizer_has_no_estimate(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+    with pytest.raises(ValueError, match="has none of the model's parameters"):
         hf_lowprec.fp32_state_dict(llama(), trainer.optimizer)

@@ -100,7 +100,7 @@ class TestRefusals:
         model = quantized(form, adapters=False)
         for name, param in model.named_parameters():
             param.requires_grad_("proj" not in name)
-        refused(tmp_path, model, r"trains as a whole.*q_proj.*peft\.get_peft_model.*without quantization_config")
+        refused(tmp_path, model, r"whole model is trainable.*q_proj.*peft\.get_peft_model.*without quantization_config")
 
     @pytest.mark.parametrize(
         ("aware", "what"), [(False, "training all weights"), (True, "quantization-aware training")]

@@ -154,7 +154,7 @@ def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
 
 def test_nothing_finished_is_said(tmp_path):
     cut_short(tmp_path, 10)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* was finished"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is complete"):
         resolve(True, str(tmp_path))
     assert resolve(True, str(tmp_path / "absent")) is True
     assert resolve("hub/name", str(tmp_path)) == "hub/name"

@@ -155,7 +155,7 @@ class BuildsTorchs(Halved):
 
 
 def test_an_optimizer_that_is_not_the_one_asked_for_is_refused(tmp_path):
-    asked = r"optim='adamw_bf16_kahan' was asked for, and AdamW of optimizers= or create_optimizer"
+    asked = r"optim='adamw_bf16_kahan' was requested, but AdamW from optimizers= or create_optimizer"
     with pytest.raises(ValueError, match=asked):
         trained(tmp_path, trainer_cls=BuildsTorchs, optim="adamw_bf16_kahan")
     model = llama()
@@ -178,7 +178,7 @@ def test_the_way_out_that_is_offered_works(tmp_path):
 
 
 def test_modules_of_galore_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("optim_target_modules=['mlp'] chooses the modules of GaLore")):
+    with pytest.raises(ValueError, match=re.escape("optim_target_modules=['mlp'] selects modules for GaLore")):
         trained(tmp_path, optim="adamw_bf16_kahan", optim_target_modules=["mlp"])
 
 
