@@ -79,7 +79,7 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
             text += f", or keep what it computes with there in FP32: `cast_model(model, keep_fp32={entries})`, "
             text += f'or `optim_args="keep_fp32={"|".join(tensors)}"`'
         text += "."
-    numbers = next((found for module, _ in reversed(calls) if (found := numbers_of(module))), ())
+    numbers = next(filter(None, (numbers_of(module) for module, _ in reversed(calls))), ())
     if numbers:
         arguments = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
         text += f" {arguments} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
