@@ -292,7 +292,7 @@ def test_a_step_count_of_any_type_is_accepted(step):
 def test_a_saved_group_in_param_groups_raises():
     target = stepped("AdamW")
     target.param_groups[0].update({**target.state_dict()["param_groups"][0], "params": params_of(target)})
-    with pytest.raises(ValueError, match=r"of a group of state_dict\(\).*use load_state_dict$"):
+    with pytest.raises(ValueError, match=r"from a group of state_dict\(\).*use load_state_dict$"):
         target.step()
 
 
