@@ -1,6 +1,6 @@
 """The private attributes of torch that reductions need, each behind one function.
 
-torch has no public API for these. `tests/reduction/test_torch_private.py` fails if a version of torch drops one.
+torch has no public API for these. `tests/reduction/test_private_torch_apis.py` fails if a version of torch drops one.
 """
 
 from __future__ import annotations

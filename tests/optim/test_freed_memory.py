@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, validation
+from hf_lowprec.optim.step import step_plan
 
 SCRIPT = """
 import itertools

@@ -20,7 +20,7 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import last_complet
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 MODES = ("kahan", "stochastic", "nearest")
 
 
