@@ -171,7 +171,7 @@ def partly(model):
 FOREIGN = {
     "torch's": (
         lambda model: torch.optim.AdamW(model.parameters()),
-        r"^model\.embed_tokens\.weight.* and \d+ more: taken as",
+        r"^model\.embed_tokens\.weight.* and \d+ more: their stored",
     ),
     "ours, of other parameters": (partly, r"^lm_head\.weight: their stored 16-bit values are used, since this AdamW "),
 }

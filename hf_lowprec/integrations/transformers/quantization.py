@@ -41,8 +41,8 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
         recipe = next((text for name, text in _RECIPES.items() if f"{defined_in}.".startswith(f"{name}.")), None)
         if recipe:
             raise ValueError(
-                f"the model is prepared for {recipe} ({description}), which is incompatible with pure BF16 training. "
-                "Skip the preparation, or train with another optim="
+                f"the model is prepared for {recipe}: {description}. This is incompatible with pure BF16 training; "
+                "skip the preparation, or train with another optim="
             )
     for name, param in model.named_parameters():
         if param.requires_grad and is_quantized(param):

@@ -275,7 +275,7 @@ def test_an_earlier_training_is_no_replacement(killed):
     train(killed, max_steps=3, save_steps=3)
     flipped(killed / "checkpoint-3/optimizer.pt")
     with pytest.raises(
-        ValueError, match=r"no checkpoint .* is intact .*checkpoint-2: saved at .*; pass its path"
+        ValueError, match=r"no checkpoint .* is complete and intact .*checkpoint-2: saved at .*; pass its path"
     ) as error:
         resolve(True, str(killed))
     assert "by an earlier training run, before checkpoint-3" in str(error.value)
