@@ -38,9 +38,9 @@ def _holds_numbers(name: str, tensor: Tensor) -> bool:
     last = name.rpartition(".")[2]
     if isinstance(tensor, nn.Parameter):
         return tensor.numel() == 1 and last not in _PARTS_OF_LAYERS  # such as the bias of a regression
-    if tensor.dim() < 2:
-        return True
-    return names_numbers(last) and last not in _PARTS_OF_LAYERS and _EMBEDDINGS.isdisjoint(words_of(last))
+    if not _EMBEDDINGS.isdisjoint(words_of(last)):
+        return False  # sines of positions, and Gemma's `embed_scale`, which its code rounds itself
+    return tensor.dim() < 2 or (names_numbers(last) and last not in _PARTS_OF_LAYERS)
 
 
 def _loses_digits(tensor: Tensor, dtype: torch.dtype) -> bool:

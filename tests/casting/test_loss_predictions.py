@@ -171,6 +171,15 @@ class Lambda(Net):
         return F.cross_entropy(multiply(self.head(x)), CLASSES)
 
 
+class UnknownFunction(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(multiplied(self.head(x), self.prototypes), CLASSES)
+
+
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
 UPCAST: dict[type[Net], list[str]] = {
     TwoTowers: ["head", "other"],
     Pointer: ["head", "other"],
@@ -192,6 +201,7 @@ UPCAST: dict[type[Net], list[str]] = {
     Sequence: ["head"],
     Several: ["heads.0", "heads.1"],
     Lambda: [],
+    UnknownFunction: [],
 }
 """Which layers get FP32 copies."""
 
