@@ -46,7 +46,7 @@ MAY_IMPORT = {
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
 PROGRAMS = {"user_inputs", "demo", "doctor", "cli", "__main__"}
 """The units behind the command line, which use this package and transformers by their public names."""
-KERNELS = {f"{PACKAGE}.optim.backends.triton_kernels", f"{PACKAGE}.reduction.mean_kernel"}
+KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 
@@ -258,7 +258,7 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
         ("optim.backends.triton_launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
         ("optim.backends.triton_launch", "class Kernels:\n    from triton import jit"),
         ("optim.backends.triton_launch", "from hf_lowprec.optim.backends.triton_square_sum import square_sum"),
-        ("optim.backends.triton_launch", "from hf_lowprec.optim.backends import triton_kernels"),
+        ("optim.backends.triton_launch", "from hf_lowprec.optim.backends import triton_square_sum"),
         ("odds", "x = 1"),
     ],
 )

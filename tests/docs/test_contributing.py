@@ -41,7 +41,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_a_planted_file_is_found() -> None:
-    text = "`optim/algorithm_interface.py`, `rounding/gone.py`, spec.py"
+    text = "`optim/algorithm_interface.py`, `rounding/gone.py`, kernel_spec.py"
     assert missing_files(text) == ["rounding/gone.py"]
 
 

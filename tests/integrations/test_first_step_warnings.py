@@ -43,7 +43,7 @@ def test_an_fp32_model_that_nobody_has_cast_is_said_once(caplog):
     stepped(model, steps=3)
     (text,) = said(caplog)
     assert "the model is FP32 throughout, so it trains in FP32; it was never cast." in text
-    assert "hf_lowprec.cast_model(model) before the optimizer is built" in text
+    assert "hf_lowprec.cast_model(model) before building the optimizer" in text
     stepped(llama())
     assert len(said(caplog)) == 1
 
