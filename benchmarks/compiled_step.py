@@ -65,7 +65,7 @@ def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: objec
 
 @dataclass
 class CompiledKernel:
-    """What the compiler made of one kernel.
+    """The compiled form of one kernel.
 
     Attributes:
         registers: per thread.

@@ -81,7 +81,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
 
 
 def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a tensor is a buffer of a class of transformers, whose code casts such buffers itself (Gemma's scale)."""
+    """Whether a tensor is a buffer of a transformers class. Those classes convert their buffers where they need to."""
     owner = type(modules[planned.target.owners[0].module])
     return not isinstance(planned.target.tensor, nn.Parameter) and owner.__module__.startswith("transformers.")
 

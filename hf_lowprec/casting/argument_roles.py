@@ -70,19 +70,19 @@ def _role_by_name(name: str) -> Role:
 
 
 def names_numbers(name: str) -> bool:
-    """Whether the name of a buffer says that it holds numbers: a word of `NUMBERS`, or a frequency."""
+    """Whether a buffer holds numbers, by its name: it has a word of `NUMBERS`, or a word for frequencies."""
     words = words_of(name)
     return _names_numbers(words) or not {"freq", "freqs", "frequency", "frequencies"}.isdisjoint(words)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_time(name: str) -> bool:
-    """Whether an argument holds points in time (`timesteps`, `t`), by the last word of its name (not `time_ids`)."""
+    """Whether an argument holds timesteps, by the last word of its name: `timesteps` and `t` do, `time_ids` does not."""
     return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
 
 
 def _names_numbers(words: list[str]) -> bool:
-    """Whether the words of a name denote a number, rather than something computed from one."""
+    """Whether a name stands for numbers themselves, rather than for something computed from them."""
     if _NUMBERS.isdisjoint(words):
         return False
     if _COMPUTED.isdisjoint(words) or {"time", "features"} <= set(words):  # `past_time_features`: times of a series

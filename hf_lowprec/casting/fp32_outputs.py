@@ -71,7 +71,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_multiplied_outside(tree: ModuleTree, model: str) -> bool:
-    """Whether code of the user around a model multiplies its outputs with 16-bit tensors."""
+    """Whether user code around a model multiplies its outputs by 16-bit tensors."""
     parts = model.split(".") if model else []
     for depth in range(len(parts)):
         around = tree.modules[".".join(parts[:depth])]
