@@ -77,7 +77,7 @@ def names_numbers(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_time(name: str) -> bool:
-    """Whether an argument holds timesteps, by the last word of its name: `timesteps` and `t` do, `time_ids` does not."""
+    """Whether an argument holds timesteps, by the last word of its name: `timesteps` and `t`, but not `time_ids`."""
     return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
 
 

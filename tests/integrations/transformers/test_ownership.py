@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
-from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
 
 
 def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
@@ -80,11 +80,7 @@ def test_best_weights_are_not_given_the_last_ones_compensation(tmp_path):
     trainer = trained(
         tmp_path,
         optim="adamw_bf16_kahan",
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=4,
-        save_steps=4,
-        load_best_model_at_end=True,
+        **LOAD_BEST,
     )
     full = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
     for name, tensor in trainer.model.state_dict().items():

@@ -14,6 +14,7 @@ from transformers import (
 import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
 from tests.support.training.tiny_trainer import (
+    LOAD_BEST,
     VOCABULARY,
     arguments,
     assert_pure_bf16,
@@ -98,11 +99,7 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
     trainer = trained(
         tmp_path,
         optim="adamw_bf16_kahan",
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=4,
-        save_steps=4,
-        load_best_model_at_end=True,
+        **LOAD_BEST,
         learning_rate=3e-2,
     )
     history = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

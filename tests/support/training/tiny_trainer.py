@@ -5,6 +5,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 VOCABULARY, LENGTH = 64, 16
+LOAD_BEST = {
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "eval_steps": 4,
+    "save_steps": 4,
+    "load_best_model_at_end": True,
+}
+"""Training arguments that evaluate and save every four steps, and load the best weights at the end."""
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
