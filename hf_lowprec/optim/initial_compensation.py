@@ -11,11 +11,16 @@ spacing; there the dither is known only to within half of that.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import global_indices, local_shard
+from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.dither import as_compensation, dither
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.random_bits import random_bits
@@ -50,10 +55,47 @@ def initialize_compensation(compensation: Tensor, param: Tensor, group: ParamGro
     set_dithered(group, position, kept is None and start != "zero")
 
 
+def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
+    """Whether an optimizer with these keyword arguments, or a group of it, starts with low bits that a cast has kept."""
+    mode = MODES[settings.get("rounding", "kahan")]
+    low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
+    return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
+
+
+def initial_values(optimizer: Algorithm) -> Counter[str]:
+    """Count the elements of 16-bit parameters whose compensation starts, or has started, with each kind of value.
+
+    Kinds: "low bits", "dither", "zero" and "from a checkpoint or earlier steps".
+    """
+    count: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
+            if not holds or param.dtype == torch.float32:
+                continue
+            kind = group["initial_compensation"]
+            if optimizer.state.get(param):
+                kind = "from a checkpoint or earlier steps"
+            elif kind == "low_bits":
+                kind = "dither" if low_bits(param) is None else "low bits"
+            count[kind] += param.numel()
+    return count
+
+
+def reset_compensations(optimizer: Algorithm) -> None:
+    """Set all compensations to zero, because other weights were loaded."""
+    for values in optimizer.state.values():
+        if isinstance(values, dict) and "compensation" in values:
+            values["compensation"].zero_()
+    for group in optimizer.param_groups:
+        group.pop(DITHERED, None)
+
+
 def set_dithered(group: ParamGroup, position: int, dithered: bool) -> None:
     """Note in the group whether the compensation of the parameter at `position` contains a dither."""
-    flags = group.get(DITHERED, "").ljust(position + 1, "0")
-    group[DITHERED] = flags[:position] + str(int(dithered)) + flags[position + 1 :]
+    if dithered != is_dithered(group, position):
+        flags = group.get(DITHERED, "").ljust(position + 1, "0")
+        group[DITHERED] = flags[:position] + str(int(dithered)) + flags[position + 1 :]
 
 
 def is_dithered(group: ParamGroup, position: int) -> bool:
