@@ -1,12 +1,11 @@
 """The compensation that a weight starts with: the low bits that a cast rounded off, a random dither, or zero.
 
-With a compensation of zero, no weight moves before its updates add up to half a spacing, so what the model computes with
-lags behind. With any other number from the interval that rounds to the weight, weights move from the first step on, in
-proportion to the update.
+With a compensation of zero, no weight moves before its updates add up to half a spacing, so what the model computes
+with lags behind. With low bits or a dither, weights move from the first step on, in proportion to the update.
 
-A dither is not a digit of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter number
-and element, in units of the weight's spacing. A weight that has since moved to another power of two has another
-spacing; there the dither is known only to within half of that.
+A dither is not a part of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter
+number and element, in units of the weight's spacing. A weight that has moved past a power of two has another spacing;
+there the dither is known only to within half a spacing.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def initialize_compensation(compensation: Tensor, param: Tensor, group: ParamGro
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these keyword arguments, or a group of it, starts with low bits that a cast has kept."""
+    """Whether an optimizer with these keyword arguments, or a group of it, starts with low bits if a cast keeps them."""
     mode = MODES[settings.get("rounding", "kahan")]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)

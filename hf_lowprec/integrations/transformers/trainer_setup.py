@@ -49,7 +49,7 @@ def build(call: TrainerCall) -> None:
         kwargs = checked_arguments(args)
         _move_to_fields(args, kwargs)
         optim_args = optim_args_of(args)
-        settings = [kwargs]
+        settings: Sequence[Mapping[str, Any]] = [kwargs]
     else:
         settings = _optimizer_settings(arguments)
     _check_precision(args)
@@ -143,7 +143,7 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
 
 
 def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The keyword arguments or param groups of an hf_lowprec optimizer that is passed to the Trainer, if there is one."""
+    """The keyword arguments or the param groups of an hf_lowprec optimizer that the Trainer gets, if it gets one."""
     optimizer, _ = arguments.get("optimizers") or (None, None)
     if isinstance(optimizer, LowPrecisionOptimizer):
         return optimizer.param_groups
