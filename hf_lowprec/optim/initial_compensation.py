@@ -55,7 +55,7 @@ def initialize_compensation(compensation: Tensor, param: Tensor, group: ParamGro
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these keyword arguments, or a group of it, starts with low bits if a cast keeps them."""
+    """Whether an optimizer with these keyword arguments, or a param group, starts with the low bits that a cast kept."""
     mode = MODES[settings.get("rounding", "kahan")]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)

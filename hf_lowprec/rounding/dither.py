@@ -1,8 +1,8 @@
 """Dither: a random number added to a stored weight, small enough that the sum still rounds to that weight.
 
 16-bit weights all begin exactly on the grid of their dtype, and none moves before its updates add up to half a spacing.
-With a dither as first compensation (see `kahan.py`), it is as if they had been rounded from FP32 weights: from the first
-step on, the share of weights that move to a neighbour is proportional to the update.
+With a dither as first compensation (see `kahan.py`), it is as if they had been rounded from FP32 weights: from the
+first step on, the share of weights that move to a neighbour is proportional to the update.
 """
 
 from __future__ import annotations
