@@ -181,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others (default {','.join(VARIANTS)})")
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
@@ -190,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         print(markdown(*joined(options.join)))
         return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    variants = [VARIANTS[name] for name in options.ways.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
@@ -209,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     measured, apart = list[Numbers](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
-        stages = pretrain_and_fine_tune(list(VARIANTS.values()), options.steps, seed, options.output_dir, result(seed))
+        stages = pretrain_and_fine_tune(variants, options.steps, seed, options.output_dir, result(seed))
         others = other_paths(stages[0], seed, options.paths, options.output_dir)
         apart += [loss - stages[0].runs["fp32"].final for loss in others]
         measured.append(numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun))

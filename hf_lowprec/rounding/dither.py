@@ -14,6 +14,14 @@ from hf_lowprec.rounding.fp32_math import bit_pattern
 from hf_lowprec.rounding.nearest import round_nearest
 
 
+def chunk_size(device: torch.device) -> int:
+    """How many elements to compute at once, so that temporaries take little memory and launches little time.
+
+    On a CPU, large temporaries would also fragment the memory in which optimizer states are allocated in between.
+    """
+    return 1 << 16 if device.type == "cpu" else 1 << 22
+
+
 def dither(weight: Tensor, bits: Tensor) -> Tensor:
     """A random number, uniform over the interval of values that round to `weight`, relative to it.
 

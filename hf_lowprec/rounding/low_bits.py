@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.dither import as_compensation
+from hf_lowprec.rounding.dither import as_compensation, chunk_size
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
 
 _ATTRIBUTE = "_low_bits"
-_CHUNK = 1 << 22
-"""Elements that are computed at once; bounds the temporaries."""
 
 
 class _LowBits(NamedTuple):
@@ -33,8 +31,9 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> None:
     """
     weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
     kept = torch.empty_like(weights, dtype=torch.bfloat16)
-    for first in range(0, len(weights), _CHUNK):
-        part = slice(first, first + _CHUNK)
+    chunk = chunk_size(param.device)
+    for first in range(0, len(weights), chunk):
+        part = slice(first, first + chunk)
         kept[part] = as_compensation(weights[part], exacts[part] - weights[part].float())
     set_low_bits(param, kept.view(param.shape))
 
