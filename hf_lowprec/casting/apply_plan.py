@@ -66,8 +66,8 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         exact = tensor.data
         if planned.action != "leave":
             convert_in_place(tensor, planned.dtype)
-        if keep_low_bits and planned.action == "cast" and _has_low_bits(exact, tensor):
-            keep_low_bits_of(tensor, exact)
+        may_have_low_bits = planned.action == "cast" and _was_trainable_fp32(exact, tensor)
+        if keep_low_bits and may_have_low_bits and keep_low_bits_of(tensor, exact):
             low_bits.append(planned.name)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
 
@@ -92,7 +92,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
     )
 
 
-def _has_low_bits(exact: Tensor, tensor: Tensor) -> bool:
+def _was_trainable_fp32(exact: Tensor, tensor: Tensor) -> bool:
     """Whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
     return (
         isinstance(tensor, nn.Parameter) and tensor.requires_grad and exact.dtype == torch.float32 and not exact.is_meta
