@@ -60,10 +60,15 @@ _OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
 
 def install_input_upcast(module: nn.Module) -> bool:
     """Make a module get its floating inputs in FP32. Return whether the hook is new."""
-    if upcast_inputs in module._forward_pre_hooks.values():
+    if upcasts_inputs(module):
         return False
     module.register_forward_pre_hook(upcast_inputs, with_kwargs=True)
     return True
+
+
+def upcasts_inputs(module: nn.Module) -> bool:
+    """Whether a cast has kept a module in FP32, so that it gets its floating inputs in FP32."""
+    return upcast_inputs in module._forward_pre_hooks.values()
 
 
 def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
