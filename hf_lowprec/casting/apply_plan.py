@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
-from hf_lowprec.casting.earlier_casts import remove_mark
+from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hook_placement import HookKind
 from hf_lowprec.casting.hooks import (
@@ -24,7 +24,7 @@ from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
-from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
+from hf_lowprec.casting.rounded_weights import LoadedTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 
@@ -71,13 +71,18 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
             low_bits.append(planned.name)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
 
-    restorations, weights = dict[str, Restoration](), list[KeptTensor]()
+    restorations, weights = dict[str, Restoration](), list[LoadedTensor]()
     for planned in plan.tensors:
         owner, name = modules[planned.target.owners[0].module], planned.name
         if planned.action == "keep" and is_rotary(owner):
             restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
         elif planned.action == "keep":
-            weights.append(KeptTensor(name, planned.target.tensor, dtypes_before[name]))
+            weights.append(LoadedTensor(name, planned.target.tensor, dtypes_before[name]))
+    trained = [
+        LoadedTensor(planned.name, planned.target.tensor, dtypes_before[planned.name])
+        for planned in to_cast
+        if _is_trainable(planned.target.tensor) and not was_cast(modules[planned.target.owners[0].module])
+    ]
     lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
@@ -86,7 +91,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         low_bits=tuple(low_bits),
         warnings=(
             *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
-            *rounded_weight_warnings(modules.values(), weights),
+            *rounded_weight_warnings(modules.values(), weights, trained),
             *numbers,
         ),
     )
@@ -94,9 +99,11 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
 
 def _has_low_bits(exact: Tensor, tensor: Tensor) -> bool:
     """Whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
-    return (
-        isinstance(tensor, nn.Parameter) and tensor.requires_grad and exact.dtype == torch.float32 and not exact.is_meta
-    )
+    return _is_trainable(tensor) and exact.dtype == torch.float32 and not exact.is_meta
+
+
+def _is_trainable(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:

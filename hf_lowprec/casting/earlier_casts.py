@@ -27,6 +27,11 @@ def marks_in(model: nn.Module) -> list[CastMark]:
     return [mark for module in model.modules() if (mark := vars(module).get(_ATTRIBUTE)) is not None]
 
 
+def was_cast(module: nn.Module) -> bool:
+    """Whether a cast has left its mark on this module itself."""
+    return _ATTRIBUTE in vars(module)
+
+
 def cast_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes to which `cast_model` has cast the model or parts of it; empty if it was not cast."""
     return {mark.dtype for mark in marks_in(model)}
