@@ -20,6 +20,7 @@ from hf_lowprec.casting.hooks import (
 )
 from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
+from hf_lowprec.casting.loss_warning import install_loss_warning, remove_loss_warning
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
@@ -35,6 +36,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "downcast inputs": install_input_downcast,
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
+    "warn of 16-bit losses": lambda module, dtype: install_loss_warning(module),
 }
 """The function that installs each kind of hook; it returns whether the hook is new."""
 
@@ -138,6 +140,7 @@ def remove_cast(model: nn.Module) -> None:
         remove_conversion_hooks(module)
         remove_input_downcast(module)
         remove_advice(module)
+        remove_loss_warning(module)
         remove_fp32_loss(module)
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors

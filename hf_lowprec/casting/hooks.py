@@ -88,15 +88,20 @@ def install_output_upcast(module: nn.Module) -> bool:
 
 def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
     """Make a model return FP32 to the code that calls it; with `next_to_loss`, even if it also returns a loss."""
-    if any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values()):
+    if returns_float32(model):
         return
     # Last, after the hooks that round outputs.
     model.register_forward_hook(upcast_model_outputs if next_to_loss else upcast_model_outputs_without_loss)
 
 
+def returns_float32(model: nn.Module) -> bool:
+    """Whether `install_model_output_upcast` was called for a model."""
+    return any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values())
+
+
 def remove_model_output_upcast(module: nn.Module) -> bool:
     """Undo `install_model_output_upcast` and upcasts of outputs below. Return whether it was installed."""
-    installed = any(hook in _MODEL_OUTPUT_UPCASTS for hook in module._forward_hooks.values())
+    installed = returns_float32(module)
     for part in module.modules() if installed else ():
         remove_hooks(part, lambda hook: hook in (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
     return installed
