@@ -18,10 +18,11 @@ logger = logging.getLogger(__name__)
 
 def install_loss_warning(module: nn.Module) -> bool:
     """Make `module` warn if it returns a 16-bit loss in training. Return whether this is new."""
-    if warn_of_16_bit_loss in module._forward_hooks.values():
-        return False
+    is_new = warn_of_16_bit_loss not in module._forward_hooks.values()
+    for part in module.modules():
+        remove_loss_warning(part)  # of an earlier cast of a part
     module.register_forward_hook(warn_of_16_bit_loss)
-    return True
+    return is_new
 
 
 def remove_loss_warning(module: nn.Module) -> None:
@@ -32,7 +33,7 @@ def remove_loss_warning(module: nn.Module) -> None:
 def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
     """Forward hook: log the warning if `output` has a loss in 16 bits that is to be differentiated."""
     global _given
-    if _given or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _given:
         return
     loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
     if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.requires_grad:

@@ -375,7 +375,7 @@ class TestComposition:
         cast_model(model)
         hooks = hook_counts(model)
         assert not cast_model(model).changed and hook_counts(model) == hooks
-        assert hooks[0] == (1, 1) and not any(forward for _, forward in hooks[1:3])
+        assert hooks[0] == (1, 2) and not any(forward for _, forward in hooks[1:3])
         uncast_model(model)
         assert hook_counts(model) == before and not model._forward_hooks_always_called
         model(X).sum().backward()
