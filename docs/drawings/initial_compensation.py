@@ -1,4 +1,4 @@
-"""How far stored weights have moved in the first steps: with a compensation of zero, with low bits and with a dither."""
+"""How far stored weights move in the first steps: with a compensation of zero, with low bits and with a dither."""
 
 from __future__ import annotations
 
