@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
+    from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
@@ -34,6 +35,7 @@ _DEFINED_IN = {
     "LowPrecisionCallback": "integrations.transformers.callback",
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
+    "save_pretrained": "integrations.export.save_pretrained",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "prepare_accelerator",
     "register",
     "return_float32",
+    "save_pretrained",
 ]
 
 

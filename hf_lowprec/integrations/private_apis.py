@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+import transformers.modeling_utils
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -217,6 +218,21 @@ def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
+
+    It takes a whole state dict and writes it file by file, so tensors can be computed when their file is written.
+    """
+    original = transformers.modeling_utils.safe_save_file
+
+    def save_file(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(compute(tensors), *args, **kwargs)
+
+    with _replaced(transformers.modeling_utils, "safe_save_file", save_file):
+        yield
+
+
+@contextmanager
 def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
     """Make Trainer read `trainer_state.json` with `read(path, cls)`, where `cls` is the class that it expects."""
 
@@ -228,7 +244,7 @@ def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerSta
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = vars(owner)[name]
     setattr(owner, name, value)
     try:
