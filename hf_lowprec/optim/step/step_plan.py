@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
+from hf_lowprec.optim.initial_compensation import initialize_compensation
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -26,6 +27,7 @@ from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
+from hf_lowprec.rounding.low_bits import drop_low_bits
 
 _LAYOUT = operator.attrgetter("dtype", "shape", "layout")
 
@@ -107,7 +109,8 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = states_by_dtype[param.dtype]
-            optimizer_state = _initialized_state(optimizer, param, group, states)
+            number = index + operator.index(validation.first_parameter(group))
+            optimizer_state = _initialized_state(optimizer, param, group, states, index - first, number)
             tensors = {state.name: optimizer_state[state.name] for state in states}
             for tensor in (grad, *tensors.values()):
                 if tensor.shape != param.shape or tensor.device != param.device:
@@ -120,7 +123,7 @@ class StepPlan:
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             entry = ParamEntry(
-                number=index + operator.index(validation.first_parameter(group)),
+                number=number,
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
@@ -272,16 +275,28 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...]
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], position: int, number: int
 ) -> dict[str, Any]:
-    """The parameter's entry in `optimizer.state`, with zeros where `states` are missing."""
+    """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
+
+    Args:
+        optimizer: the optimizer.
+        param: the parameter.
+        group: its group.
+        states: the states that it has.
+        position: its position in the group.
+        number: its number in the random stream.
+    """
     optimizer_state: dict[str, Any] = optimizer.state[param]
     if "step" not in optimizer_state:
         optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for position, state in enumerate(states):
+    for k, state in enumerate(states):
         if state.name not in optimizer_state:
             dtype = validation.state_dtype(state.name, param.dtype, group)
-            optimizer_state[state.name] = zeros_apart(param, dtype, position, len(states))
+            optimizer_state[state.name] = zeros_apart(param, dtype, k, len(states))
+            if state.holds_low_bits:
+                initialize_compensation(optimizer_state[state.name], param, group, position, number)
+    drop_low_bits(param)
     return optimizer_state
 
 
