@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
-        not floating point are returned unchanged.
+        not floating point are returned unchanged. Of a model that FSDP2 has sharded, DTensors, which cannot be saved as
+        they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
 
     Raises:
         ValueError: `optimizer` has none of the model's parameters.
@@ -56,7 +57,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: `optimizer` holds none of the model's parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    places = dict(_places(optimizer))
+    places = {id(param): place for param, place in parameter_places(optimizer.param_groups)}
     if not any(id(param) in places for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
@@ -69,13 +70,13 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
             return weight
         # `state[tensor]` would create an entry for a parameter that was never stepped.
         state = optimizer.state.get(tensor, {})
-        missing = _missing_part(tensor, state.get("compensation"), places[id(tensor)]) if state else low_bits(tensor)
+        missing = missing_part(tensor, state.get("compensation"), places[id(tensor)]) if state else low_bits(tensor)
         return weight if missing is None else weight + dtensor_like(missing.float(), tensor)
 
     return estimate
 
 
-class _Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where an optimizer has a parameter: its group, its position there, and its number in the random stream."""
 
     group: ParamGroup
@@ -83,16 +84,16 @@ class _Place(NamedTuple):
     number: int
 
 
-def _places(optimizer: Any) -> Iterator[tuple[int, _Place]]:
-    """The identity and the place of each parameter of `optimizer`."""
+def parameter_places(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, ParameterPlace]]:
+    """Each of the `params` of an optimizer's groups, in memory or loaded from a file, and its place."""
     index = 0
-    for group in optimizer.param_groups:
+    for group in groups:
         for position, param in enumerate(group["params"]):
-            yield id(param), _Place(group, position, index + first_parameter(group))
+            yield param, ParameterPlace(group, position, index + first_parameter(group))
             index += 1
 
 
-def _missing_part(param: Tensor, compensation: Tensor | None, place: _Place) -> Tensor | None:
+def missing_part(param: Tensor, compensation: Tensor | None, place: ParameterPlace) -> Tensor | None:
     """What this rank's shard of the stored weight lacks of the FP32 weight; None if nothing is known of it."""
     if compensation is None or not is_dithered(place.group, place.position):
         return None if compensation is None else local_shard(compensation)
