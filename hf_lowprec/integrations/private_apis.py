@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
@@ -200,6 +201,12 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
     return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
+def saves_sharded(trainer: Trainer) -> bool:
+    """Whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+
 @contextmanager
 def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
     """Call `written` each time a `trainer_state.json` has been written inside.
@@ -230,6 +237,11 @@ def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]])
 
     with _replaced(transformers.modeling_utils, "safe_save_file", save_file):
         yield
+
+
+def in_saved_layout(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state dict of `model` to the names and shapes in which `save_pretrained` writes it."""
+    return revert_weight_conversion(model, state_dict)
 
 
 @contextmanager

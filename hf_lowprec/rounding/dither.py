@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_lowprec.rounding.fp32_math import bit_pattern
 from hf_lowprec.rounding.nearest import round_nearest
 
+
 def dither(weight: Tensor, bits: Tensor) -> Tensor:
     """A random number, uniform over the interval of values that round to `weight`, relative to it.
 

@@ -86,10 +86,6 @@ def write_model_folder(
     """
     recorded = RecordedOperations()
     state_dict = {name: recorded.add_source(name, pending.shape, pending.dtype) for name, pending in tensors.items()}
-
-    def values(sources: Iterable[str]) -> dict[str, Tensor]:
-        return {name: tensors[name].value() for name in sources}
-
     with _copied_config(model), recorded:
         if is_peft(model):
             _write_adapters(model, tensors, folder, state_dict, recorded)

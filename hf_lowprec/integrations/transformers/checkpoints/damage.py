@@ -59,6 +59,16 @@ def unreadable_files(checkpoint: Path) -> list[str]:
     Returns:
         A line for every file that is missing or does not open.
     """
+    problems = files_that_do_not_open(checkpoint)
+    if not _holds(checkpoint, *_WEIGHTS):
+        problems.append("model.safetensors and all other weight files are missing")
+    if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
+        problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
+    return problems
+
+
+def files_that_do_not_open(checkpoint: Path) -> list[str]:
+    """A line for every file in a folder that a checkpoint may have, and that does not open."""
     problems = []
     for pattern, check in _CHECKS.items():
         for path in sorted(checkpoint.glob(pattern)):
@@ -67,10 +77,6 @@ def unreadable_files(checkpoint: Path) -> list[str]:
                 problems += [f"{name}{problem}" for problem in check(path)]
             except Exception as error:  # readers raise many types, zipfile even NotImplementedError
                 problems.append(f"{name} does not open: {error}")
-    if not _holds(checkpoint, *_WEIGHTS):
-        problems.append("model.safetensors and all other weight files are missing")
-    if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
-        problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
     return problems
 
 

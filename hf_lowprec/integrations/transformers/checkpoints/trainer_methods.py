@@ -10,6 +10,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, manifest_of, resolve
@@ -53,6 +54,9 @@ def save_checkpoint(call: TrainerCall) -> None:
     if trainer.args.should_save:
         folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
         manifests.begin(folder, trainer.state.global_step, unwrap_optimizer(trainer.optimizer))
+        write_parameter_names(folder, trainer.model, [trainer.optimizer])
+        if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
+            write_model_description(folder, trainer.model, trainer.processing_class)
     trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
     with private_apis.after_trainer_state(manifests.complete):
         call.proceed()
