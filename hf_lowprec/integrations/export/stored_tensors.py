@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -109,7 +110,9 @@ class ShardedFolder:
 
         key, info = self._keys[path], self.info(path)
         state_dict = {key: None if info is None else torch.empty(info.shape, dtype=info.dtype)}
-        load(state_dict, storage_reader=self._reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+            load(state_dict, storage_reader=self._reader, no_dist=True)
         return state_dict[key]
 
 
