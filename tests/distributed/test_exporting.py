@@ -13,7 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 # Three ranks hold uneven shards: 36 · 70 elements are no multiple of three rows.
 @pytest.mark.parametrize(
     ("kind", "ranks", "format"),
-    [("ddp", 2, "full"), ("fsdp2", 2, "sharded"), ("fsdp2", 3, "sharded"), ("fsdp2", 2, "full"), pytest.param("hsdp", 4, "sharded", marks=many_ranks)],
+    [
+        ("ddp", 2, "full"),
+        ("fsdp2", 2, "sharded"),
+        ("fsdp2", 3, "sharded"),
+        ("fsdp2", 2, "full"),
+        pytest.param("hsdp", 4, "sharded", marks=many_ranks),
+    ],
 )
 def test_an_accelerate_loop(tmp_path, kind, ranks, format):
     run_ranks("exported_on_ranks.py", ranks, kind, format, str(tmp_path))

@@ -26,6 +26,7 @@ from hf_lowprec.integrations.export.model_folder import (
     saved_dtype,
     write_model_folder,
 )
+from hf_lowprec.integrations.export.older_checkpoints import names_by_order
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
 from hf_lowprec.integrations.export.saved_optimizer import (
     SavedOptimizer,
@@ -112,16 +113,15 @@ def export_checkpoint(
     source, folder, parsed = Path(checkpoint), Path(save_directory), parse_dtype(dtype)
     _check_folders(source, folder)
     names = read_parameter_names(source)
-    optimizer = _read_optimizers(source, names)
-    notes = _notes(source, optimizer)
+    optimizers = _read_optimizers(source, names)
     description = Path(model_folder) if model_folder else source
     with _removed_if_it_fails(folder):
         if (names and names.adapters) or (description / _ADAPTER_CONFIG).is_file():
-            written = _export_adapters(source, optimizer, names, description, folder, parsed)
+            written = _export_adapters(source, optimizers, names, description, folder, parsed)
         else:
-            written = _export_model(_read_weights(source), optimizer, description, folder, parsed, max_shard_size)
+            written = _export_model(_read_weights(source), optimizers, description, folder, parsed, max_shard_size)
         _copy_description(description, folder, skipped=names.adapters if names else ())
-    return ExportReport(*written, dtype_name(parsed), notes)
+    return ExportReport(*written, dtype_name(parsed), _notes(source, optimizers))
 
 
 def _check_folders(checkpoint: Path, folder: Path) -> None:
@@ -165,47 +165,59 @@ def _read_weights(checkpoint: Path) -> StoredTensors:
     )
 
 
-def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> SavedOptimizer:
-    """What the optimizers in a checkpoint know of the parameters."""
+def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> list[SavedOptimizer]:
+    """The optimizers in a checkpoint."""
     found = []
-    for k, file_names in enumerate(_optimizer_files(checkpoint, names)):
-        of_optimizer = None if names is None else names.optimizers[k] if k < len(names.optimizers) else []
+    for k, file_names in enumerate(_optimizer_files(names)):
+        of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
         for name in file_names:
             if (checkpoint / name).is_file():
                 found.append(read_optimizer_file(checkpoint / name, of_optimizer))
             elif (checkpoint / name).is_dir():
                 found.append(read_optimizer_folder(checkpoint / name))
-    parameters = {name: parameter for optimizer in found for name, parameter in optimizer.parameters.items()}
-    unnamed = sum(optimizer.unnamed for optimizer in found)
-    if unnamed:
-        raise ValueError(
-            f"{str(checkpoint)!r} has the compensations of {unnamed} parameters but not their names: it has no "
-            f"{PARAMETERS_NAME}, which this version saves. Resume the run from it and save another checkpoint, "
-            f"or {_SCRIPT}"
-        )
-    return SavedOptimizer(parameters, 0, any(optimizer.is_ours for optimizer in found))
+    return found
 
 
-def _optimizer_files(checkpoint: Path, names: ParameterNames | None) -> Iterator[tuple[str, ...]]:
+def _refining(optimizers: list[SavedOptimizer], layout: WeightLayout | None = None) -> dict[str, SavedParameter]:
+    """The parameters of which the optimizers know more than the stored weight, by name.
+
+    Raises:
+        ValueError: their names are not known.
+    """
+    refining: dict[str, SavedParameter] = {}
+    for optimizer in optimizers:
+        if optimizer.names is None and optimizer.refines:
+            names = None if layout is None else names_by_order(optimizer.groups, layout)
+            if names is None:
+                raise ValueError(
+                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which says whose they are; this "
+                    f"version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
+                )
+            optimizer = optimizer._replace(names=names)
+        refining |= optimizer.by_name()
+    return refining
+
+
+def _optimizer_files(names: ParameterNames | None) -> Iterator[tuple[str, ...]]:
     """The names that the file of each optimizer of the model may have."""
     yield "optimizer.pt", "optimizer.bin", _SHARDED_OPTIMIZER
     for k in range(1, 1 if names is None else len(names.optimizers)):
         yield f"optimizer_{k}.bin", f"optimizer_{k}"
 
 
-def _notes(checkpoint: Path, optimizer: SavedOptimizer) -> list[str]:
-    if any(parameter.refines for parameter in optimizer.parameters.values()):
+def _notes(checkpoint: Path, optimizers: list[SavedOptimizer]) -> list[str]:
+    if any(optimizer.refines for optimizer in optimizers):
         return []
     if not damage.holds_optimizer(checkpoint):
         return ["no optimizer state (save_only_model=True?): the weights are as they were stored, without compensation"]
-    if not optimizer.is_ours:
+    if not any(optimizer.is_ours for optimizer in optimizers):
         return ["saved by an optimizer of another library, which has no compensation: the weights are as stored"]
     return ["the optimizer keeps no compensation (rounding is not 'kahan'): the weights are as stored"]
 
 
 def _export_model(
     weights: StoredTensors,
-    optimizer: SavedOptimizer,
+    optimizers: list[SavedOptimizer],
     description: Path,
     folder: Path,
     dtype: torch.dtype,
@@ -218,7 +230,7 @@ def _export_model(
     """
     model = _empty_model(description)
     layout = WeightLayout(model, weights)
-    refining = _by_stored_name(optimizer, layout.aliases)
+    refining = _by_first_name(_refining(optimizers, layout), layout.aliases)
     tensors = {
         name: _pending(info, refining.get(layout.aliases[name][0]), partial(layout.read, name), dtype, name)
         for name, info in layout.infos.items()
@@ -232,13 +244,14 @@ def _export_model(
     return len(once), len(once & refining.keys())
 
 
-def _by_stored_name(optimizer: SavedOptimizer, aliases: Mapping[str, list[str]]) -> dict[str, SavedParameter]:
-    """The parameters of which more is known than the stored weight, by the first of their names in the model.
+def _by_first_name(
+    refining: Mapping[str, SavedParameter], aliases: Mapping[str, list[str]]
+) -> dict[str, SavedParameter]:
+    """The parameters by the first of their names in the model.
 
     Raises:
         ValueError: the model has no such parameter.
     """
-    refining = {name: parameter for name, parameter in optimizer.parameters.items() if parameter.refines}
     unknown = [name for name in refining if name not in aliases]
     if unknown:
         raise ValueError(
@@ -307,7 +320,7 @@ def _write_config(description: Path, folder: Path, dtype: torch.dtype) -> None:
 
 def _export_adapters(
     checkpoint: Path,
-    optimizer: SavedOptimizer,
+    optimizers: list[SavedOptimizer],
     names: ParameterNames | None,
     description: Path,
     folder: Path,
@@ -318,13 +331,12 @@ def _export_adapters(
     Returns:
         The number of their tensors, and of those that were refined.
     """
-    refining = {name: parameter for name, parameter in optimizer.parameters.items() if parameter.refines}
+    refining = _refining(optimizers)
     adapters = names.adapters if names and names.adapters else {_DEFAULT: {}}
     saved = {name for of_adapter in adapters.values() for name in of_adapter.values()}
     if lost := sorted(refining.keys() - saved):
         raise ValueError(
-            f"the optimizer has a compensation for {lost[0]}, but PEFT saves only what is computed from it; "
-            f"{_SCRIPT}"
+            f"the optimizer has a compensation for {lost[0]}, but PEFT saves only what is computed from it; {_SCRIPT}"
         )
     count = 0
     for adapter, parameters in adapters.items():

@@ -61,7 +61,9 @@ def write_model_description(folder: Path, model: nn.Module, processing_class: An
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     if is_peft(model):
         for adapter, peft_config in model.peft_config.items():  # type: ignore[union-attr, operator]
-            peft_config.save_pretrained(folder if adapter == "default" else folder / adapter)
+            for_inference = copy.deepcopy(peft_config)
+            for_inference.inference_mode = True  # as PEFT saves it
+            for_inference.save_pretrained(folder if adapter == "default" else folder / adapter)
     elif isinstance(model, PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]

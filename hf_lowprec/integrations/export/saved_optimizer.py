@@ -54,14 +54,28 @@ class SavedOptimizer(NamedTuple):
     """A saved optimizer.
 
     Attributes:
-        parameters: by name.
-        unnamed: the number of parameters that have a compensation but no name, because the checkpoint has no names.
+        groups: the parameters of each param group.
+        names: their names; None if the state dict only numbers them.
         is_ours: whether one of hf_lowprec's optimizers saved it.
     """
 
-    parameters: dict[str, SavedParameter]
-    unnamed: int
+    groups: list[list[SavedParameter]]
+    names: list[list[str | None]] | None
     is_ours: bool
+
+    @property
+    def refines(self) -> bool:
+        """Whether it has compensations, or low bits."""
+        return any(parameter.refines for group in self.groups for parameter in group)
+
+    def by_name(self) -> dict[str, SavedParameter]:
+        """The parameters of which more is known than their stored weight, by name."""
+        pairs = (
+            (name, parameter)
+            for names, group in zip(self.names or [], self.groups, strict=False)
+            for name, parameter in zip(names, group, strict=True)
+        )
+        return {name: parameter for name, parameter in pairs if name is not None and parameter.refines}
 
 
 def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> SavedOptimizer:
@@ -79,45 +93,45 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
     if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
         raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
     groups, states, kept = _groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
-    if names is not None and [len(group) for group in names] != [len(group["params"]) for group in groups]:
+    sizes = [len(group["params"]) for group in groups]
+    if names is not None and [*map(len, names)] != sizes:
         raise ValueError(
             f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} has "
-            f"{[len(group['params']) for group in groups]}: they are from different checkpoints"
+            f"{sizes}: they are from different checkpoints"
         )
-    flat_names = None if names is None else [name for group in names for name in group]
-    parameters: dict[str, SavedParameter] = {}
-    unnamed = 0
-    for k, (key, place) in enumerate(parameter_places(groups)):
+
+    def parameter(key: Any, place: ParameterPlace) -> SavedParameter:
         compensation = states.get(key, {}).get(_COMPENSATION)
-        parameter = SavedParameter(
-            place,
-            None if compensation is None else lambda tensor=compensation: tensor,  # type: ignore[misc]
-            kept.get(key) if not states.get(key) else None,
-            None if compensation is None else compensation.shape,
-        )
-        name = key if isinstance(key, str) else flat_names[k] if flat_names else None
-        if name is not None:
-            parameters[name] = parameter
-        elif flat_names is None:
-            unnamed += parameter.refines
-    return SavedOptimizer(parameters, unnamed, any("rounding" in group for group in groups))
+        if compensation is None:
+            return SavedParameter(place, None, None if states.get(key) else kept.get(key), None)
+        return SavedParameter(place, lambda: compensation, None, compensation.shape)
+
+    by_key = {key: parameter(key, place) for key, place in parameter_places(groups)}
+    if all(isinstance(key, str) for key in by_key):
+        names = [[*group["params"]] for group in groups]
+    return SavedOptimizer([[by_key[key] for key in group["params"]] for group in groups], names, _are_ours(groups))
 
 
 def read_optimizer_folder(folder: Path) -> SavedOptimizer:
     """Read a folder that `torch.distributed.checkpoint` wrote, whose states have names."""
     stored = ShardedFolder(folder)
     groups = _groups({_GROUPS: _sharded_groups(stored)})
-    parameters = {}
-    for name, place in parameter_places(groups):
+    paths = set(stored.paths())
+
+    def parameter(name: str, place: ParameterPlace) -> SavedParameter:
         path = ("optimizer", _STATE, name, _COMPENSATION)
-        info = stored.info(path) if path in stored.paths() else None
-        parameters[name] = SavedParameter(
-            place,
-            None if info is None else lambda path=path: stored.read(path),  # type: ignore[misc]
-            None,
-            None if info is None else info.shape,
-        )
-    return SavedOptimizer(parameters, 0, any("rounding" in group for group in groups))
+        info = stored.info(path) if path in paths else None
+        if info is None:
+            return SavedParameter(place, None, None, None)
+        return SavedParameter(place, lambda: stored.read(path), None, info.shape)
+
+    by_name = {name: parameter(name, place) for name, place in parameter_places(groups)}
+    names = [[*group["params"]] for group in groups]
+    return SavedOptimizer([[by_name[name] for name in group] for group in names], names, _are_ours(groups))
+
+
+def _are_ours(groups: Iterable[ParamGroup]) -> bool:
+    return any("rounding" in group for group in groups)
 
 
 def _sharded_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:

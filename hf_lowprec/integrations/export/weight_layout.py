@@ -23,6 +23,7 @@ class WeightLayout:
         stored: the checkpoint's weights.
 
     Attributes:
+        model: the model.
         infos: the shape and stored dtype of each tensor, by its name in the model. Tensors that transformers does not
             save are left out.
         aliases: the names of each tensor, which several names have if it is tied.
@@ -32,6 +33,7 @@ class WeightLayout:
     """
 
     def __init__(self, model: PreTrainedModel, stored: StoredTensors) -> None:
+        self.model = model
         self._stored = stored
         tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
