@@ -140,7 +140,7 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
 
 
 def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The indices in the full tensor of this rank's elements, in the shard's order: int64, `chunk` elements at a time."""
+    """The indices in the full tensor of this rank's elements, in the shard's order; int64, `chunk` at a time."""
     runs = list(contiguous_runs(tensor))
     ends = torch.tensor([run.local_start + run.length for run in runs], device=tensor.device)
     shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=tensor.device)

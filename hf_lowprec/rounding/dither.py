@@ -1,8 +1,8 @@
 """Dither: a random number added to a stored weight, small enough that the sum still rounds to that weight.
 
-A 16-bit weight starts exactly on the grid of its dtype, with every FP32 value around it equally far from moving it.
-With a dither as its first compensation (see `kahan.py`), it is as if the weights had been rounded from FP32 values: from
-the first step on, the share of weights that cross to a neighbour is proportional to the update.
+16-bit weights all begin exactly on the grid of their dtype, and none moves before its updates add up to half a spacing.
+With a dither as first compensation (see `kahan.py`), it is as if they had been rounded from FP32 weights: from the
+first step on, the share of weights that move to a neighbour is proportional to the update.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from torch import Tensor
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.export.stored_tensors import ShardedFolder, load_mapped
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.fp32_weights import ParameterPlace, missing_part, parameter_places
-from hf_lowprec.optim.state_dict import ADDED_KEYS, HEADER, LOW_BITS, from_saved_form
+from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
+from hf_lowprec.optim.initial_compensation import subtract_dither
+from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form
 from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
 
 _COMPENSATION = "compensation"
@@ -24,16 +25,16 @@ class SavedParameter(NamedTuple):
     """What a saved optimizer knows of a parameter.
 
     Attributes:
-        place: its place in the optimizer.
         compensation: reads its compensation; None if it has none.
-        low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
         shape: the shape of its compensation; None without one.
+        dither: the random stream of the dither that the compensation started with; None if there was none.
+        low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
     """
 
-    place: ParameterPlace
-    compensation: Callable[[], Tensor] | None
-    low_bits: dict[str, Any] | None
-    shape: torch.Size | None
+    compensation: Callable[[], Tensor] | None = None
+    shape: torch.Size | None = None
+    dither: RandomStream | None = None
+    low_bits: dict[str, Any] | None = None
 
     @property
     def refines(self) -> bool:
@@ -44,9 +45,9 @@ class SavedParameter(NamedTuple):
         """The FP32 estimate of the parameter, whose stored value is `weight`."""
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
-            missing = low_bits(weight)
-        else:
-            missing = missing_part(weight, self.compensation() if self.compensation else None, self.place)
+        missing = self.compensation() if self.compensation else low_bits(weight)
+        if missing is not None and self.dither is not None:
+            missing = subtract_dither(missing, weight, *self.dither)
         return weight.float() if missing is None else weight.float() + missing.float()
 
 
@@ -100,16 +101,18 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
             f"{sizes}: they are from different checkpoints"
         )
 
-    def parameter(key: Any, place: ParameterPlace) -> SavedParameter:
+    dithers = _dithers(groups)
+
+    def parameter(key: Any) -> SavedParameter:
         compensation = states.get(key, {}).get(_COMPENSATION)
         if compensation is None:
-            return SavedParameter(place, None, None if states.get(key) else kept.get(key), None)
-        return SavedParameter(place, lambda: compensation, None, compensation.shape)
+            return SavedParameter(low_bits=None if states.get(key) else kept.get(key))
+        return SavedParameter(lambda: compensation, compensation.shape, dithers.get(key))
 
-    by_key = {key: parameter(key, place) for key, place in parameter_places(groups)}
-    if all(isinstance(key, str) for key in by_key):
+    parameters = [[parameter(key) for key in group["params"]] for group in groups]
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
         names = [[*group["params"]] for group in groups]
-    return SavedOptimizer([[by_key[key] for key in group["params"]] for group in groups], names, _are_ours(groups))
+    return SavedOptimizer(parameters, names, _are_ours(groups))
 
 
 def read_optimizer_folder(folder: Path) -> SavedOptimizer:
@@ -118,16 +121,18 @@ def read_optimizer_folder(folder: Path) -> SavedOptimizer:
     groups = _groups({_GROUPS: _sharded_groups(stored)})
     paths = set(stored.paths())
 
-    def parameter(name: str, place: ParameterPlace) -> SavedParameter:
+    dithers = _dithers(groups)
+
+    def parameter(name: str) -> SavedParameter:
         path = ("optimizer", _STATE, name, _COMPENSATION)
         info = stored.info(path) if path in paths else None
         if info is None:
-            return SavedParameter(place, None, None, None)
-        return SavedParameter(place, lambda: stored.read(path), None, info.shape)
+            return SavedParameter()
+        return SavedParameter(lambda: stored.read(path), info.shape, dithers.get(name))
 
-    by_name = {name: parameter(name, place) for name, place in parameter_places(groups)}
-    names = [[*group["params"]] for group in groups]
-    return SavedOptimizer([[by_name[name] for name in group] for group in names], names, _are_ours(groups))
+    names: list[list[str | None]] = [[*group["params"]] for group in groups]
+    parameters = [[parameter(name) for name in group["params"]] for group in groups]
+    return SavedOptimizer(parameters, names, _are_ours(groups))
 
 
 def _are_ours(groups: Iterable[ParamGroup]) -> bool:
@@ -147,3 +152,10 @@ def _groups(saved: Mapping[str, Any]) -> list[ParamGroup]:
     """The param groups of a saved state dict, with the keys that ours keep in their header."""
     groups = from_saved_form({**saved})[_GROUPS]
     return [{**group, **{k: v for k, v in group.get(HEADER, {}).items() if k in ADDED_KEYS}} for group in groups]
+
+
+def _dithers(groups: list[ParamGroup]) -> dict[Any, RandomStream]:
+    """The random streams of parameters whose compensation started with a dither, by their keys in the state dict."""
+    flags = (group.get(HEADER, {}).get(DITHERED, "").ljust(len(group["params"]), "0") for group in groups)
+    streams = random_streams(groups)
+    return {key: stream for (key, stream), flag in zip(streams, "".join(flags), strict=True) if flag == "1"}

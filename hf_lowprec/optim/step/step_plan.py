@@ -110,7 +110,7 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = states_by_dtype[param.dtype]
             number = index + operator.index(validation.first_parameter(group))
-            optimizer_state = _initialized_state(optimizer, param, group, states, index - first, number)
+            optimizer_state = _initialized_state(optimizer, param, group, states, number)
             tensors = {state.name: optimizer_state[state.name] for state in states}
             for tensor in (grad, *tensors.values()):
                 if tensor.shape != param.shape or tensor.device != param.device:
@@ -275,7 +275,7 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], position: int, number: int
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], number: int
 ) -> dict[str, Any]:
     """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
 
@@ -284,7 +284,6 @@ def _initialized_state(
         param: the parameter.
         group: its group.
         states: the states that it has.
-        position: its position in the group.
         number: its number in the random stream.
     """
     optimizer_state: dict[str, Any] = optimizer.state[param]
@@ -295,7 +294,7 @@ def _initialized_state(
             dtype = validation.state_dtype(state.name, param.dtype, group)
             optimizer_state[state.name] = zeros_apart(param, dtype, k, len(states))
             if state.holds_low_bits:
-                initialize_compensation(optimizer_state[state.name], param, group, position, number)
+                initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)
     return optimizer_state
 
