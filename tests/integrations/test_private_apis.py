@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerState, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
@@ -246,3 +247,22 @@ def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
     assert called[1:] == [private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST], (
         f"checkpoints are loaded elsewhere {WHERE}"
     )
+
+
+def test_models_are_saved_by_the_function_that_we_replace(tmp_path):
+    model = llama()
+    expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    with private_apis.computing_saved_tensors(lambda file: {name: tensor + 1 for name, tensor in file.items()}):
+        model.save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in found), f"save_pretrained writes otherwise {WHERE}"
+
+
+def test_the_saved_layout_is_that_of_files(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=8, num_hidden_layers=1, num_local_experts=2, **sizes))
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    found = private_apis.in_saved_layout(model, model.state_dict())
+    assert found.keys() == expected.keys() != model.state_dict().keys(), f"models are converted otherwise {WHERE}"
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -1,4 +1,4 @@
-"""Train on several ranks, save the model by `save_pretrained` and a checkpoint, and compare both with the FP32 state dict.
+"""Train on several ranks; save the model by `save_pretrained`, a checkpoint, and the FP32 state dict.
 
 exported_on_ranks.py ddp|fsdp2|hsdp full|sharded FOLDER
 

@@ -3,6 +3,7 @@
 memory_of_exports.py FOLDER
 """
 
+import ctypes
 import json
 import sys
 import threading
@@ -59,7 +60,29 @@ def saved(folder: Path, model: torch.nn.Module):
     return model, optimizer
 
 
+def return_freed_memory() -> None:
+    """Make the C library return freed tensors to the system, so that they do not count."""
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    mallopt(-1, 1 << 16)  # M_TRIM_THRESHOLD
+
+
+def measured(folder: Path, model: torch.nn.Module) -> dict[str, int]:
+    """The memory that `save_pretrained` and `export_checkpoint` take, and the sizes that bound it, in bytes."""
+    model, optimizer = saved(folder / "state", model)
+    options = {"max_shard_size": SHARD}
+    sizes = [4 * param.numel() for param in model.parameters()]
+    return {
+        "model": sum(sizes),
+        "tensor": max(sizes),
+        "shard": SHARD,
+        "function": peak_of(lambda: hf_lowprec.save_pretrained(model, optimizer, folder / "live", **options)),
+        "command": peak_of(lambda: hf_lowprec.export_checkpoint(folder / "state", folder / "out", **options)),
+    }
+
+
 def main(folder: str) -> None:
+    return_freed_memory()
     tiny = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     large = {"hidden_size": 512, "intermediate_size": 1024}
     cases = {
@@ -68,19 +91,7 @@ def main(folder: str) -> None:
         "mixtral": MixtralForCausalLM(MixtralConfig(**SIZES, **large, num_hidden_layers=2, num_local_experts=4)),
     }
     for name, model in cases.items():
-        at = Path(folder, name)
-        model, optimizer = saved(at / "state", model)
-        params = [*model.parameters()]
-        measured = {
-            "model": 4 * sum(param.numel() for param in params),
-            "tensor": 4 * max(param.numel() for param in params),
-            "shard": SHARD,
-            "function": peak_of(
-                lambda: hf_lowprec.save_pretrained(model, optimizer, at / "live", max_shard_size=SHARD)
-            ),  # noqa: B023
-            "command": peak_of(lambda: hf_lowprec.export_checkpoint(at / "state", at / "out", max_shard_size=SHARD)),  # noqa: B023
-        }
-        print(json.dumps({name: measured}))
+        print(json.dumps({name: measured(Path(folder, name), model)}))
 
 
 if __name__ == "__main__":
