@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
@@ -37,6 +38,21 @@ def test_an_accelerate_loop(tmp_path, kind, ranks, format):
         for name, tensor in expected.items():
             assert found[name].dtype == torch.float32 and torch.equal(found[name], tensor), (folder, name)
         assert torch.equal(loaded(tokens).logits, logits)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_sharded_adapters(tmp_path, format):
+    pytest.importorskip("peft")
+    run_ranks("exported_on_ranks.py", 2, "fsdp2", format, str(tmp_path), "adapters")
+    assert hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out").refined == 8
+    expected = torch.load(tmp_path / "fp32.pt")
+    for folder in ("live", "out"):
+        found = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert len(found) == 8
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name.replace(".weight", ".default.weight")]), (folder, name)
+    found, expected = ((tmp_path / folder / "adapter_config.json").read_text() for folder in ("out", "live"))
+    assert found == expected.replace("FSDPLlama", "Llama")  # PEFT saves the class that FSDP2 has made
 
 
 @pytest.mark.parametrize(("kind", "format"), [("ddp", "FULL"), ("fsdp2", "FULL"), ("fsdp2", "SHARDED")])

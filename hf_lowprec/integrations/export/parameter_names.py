@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,8 @@ from hf_lowprec.integrations.export.recorded_operations import RecordedOperation
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
+
+logger = logging.getLogger(__name__)
 
 PARAMETERS_NAME = "hf_lowprec_parameters.json"
 FORMAT = 1
@@ -51,7 +54,12 @@ def write_parameter_names(folder: Path, model: nn.Module, optimizers: Iterable[A
         [[names.get(id(param)) for param in group["params"]] for group in unwrap_optimizer(optimizer).param_groups]
         for optimizer in optimizers
     ]
-    content = {"format": FORMAT, **ParameterNames(groups, _adapters(model))._asdict()}
+    try:
+        adapters = _adapters(model)
+    except Exception as error:  # PEFT's many methods; a checkpoint must be saved in any case
+        logger.warning("the adapters' names cannot be saved, so %s cannot be exported: %s", folder, error)
+        adapters = {}
+    content = {"format": FORMAT, **ParameterNames(groups, adapters)._asdict()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PARAMETERS_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -60,10 +68,15 @@ def write_model_description(folder: Path, model: nn.Module, processing_class: An
     """Write what a model folder has besides weights: configurations and the tokenizer or processor."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     if is_peft(model):
+        base = type(model.get_base_model())  # type: ignore[operator]
+        base_class = {"base_model_class": base.__name__.removeprefix("FSDP"), "parent_library": base.__module__}
         for adapter, peft_config in model.peft_config.items():  # type: ignore[union-attr, operator]
-            for_inference = copy.deepcopy(peft_config)
-            for_inference.inference_mode = True  # as PEFT saves it
-            for_inference.save_pretrained(folder if adapter == "default" else folder / adapter)
+            saved = copy.deepcopy(peft_config)
+            saved.inference_mode = True  # as PEFT saves it, like the class
+            saved.save_pretrained(
+                folder if adapter == "default" else folder / adapter,
+                auto_mapping_dict=base_class if saved.task_type is None else None,
+            )
     elif isinstance(model, PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -110,6 +110,22 @@ def test_adapters_that_transformers_added_itself(tmp_path):
     assert all(tensor.dtype == FP32 and torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+def test_adapters_that_cannot_be_named_do_not_stop_a_checkpoint(tmp_path, monkeypatch, caplog):
+    peft = pytest.importorskip("peft")
+    from tests.support.training.peft_adapters import adapted
+
+    original = peft.get_peft_model_state_dict
+
+    def fails(model, state_dict=None, **options):
+        raise KeyError("a new method")
+
+    monkeypatch.setattr(peft, "get_peft_model_state_dict", fails)
+    trained(tmp_path, model=adapted("lora"), optim="adamw_bf16_kahan", **SAVING)
+    assert "the adapters' names cannot be saved" in caplog.text
+    monkeypatch.setattr(peft, "get_peft_model_state_dict", original)
+    assert "has a compensation for base_model" in refused(tmp_path / "checkpoint-3", tmp_path / "out")
+
+
 def test_two_adapters(tmp_path):
     peft = pytest.importorskip("peft")
     from tests.support.models import tiny_models

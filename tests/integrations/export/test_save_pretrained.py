@@ -155,7 +155,7 @@ def test_an_optimizer_that_does_not_train_all_weights_is_named(tmp_path):
 def test_the_config_is_restored_if_saving_fails(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
     config = trainer.model.config
-    with pytest.raises(ValueError, match="max_shard_size|not supported"):
+    with pytest.raises(ValueError, match=r"max_shard_size|not supported"):
         hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, tmp_path / "out", max_shard_size="many")
     assert trainer.model.config is config and config.dtype != "float32"
 
