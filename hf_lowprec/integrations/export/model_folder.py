@@ -164,7 +164,7 @@ def _computed(
         values = {source: tensors[source].value() for source in sources}
         for name in names:
             value = recorded.evaluate(file[name], values).contiguous()
-            # A view would keep its source in memory, and safetensors does not save views.
+            # A view would keep all of its source in memory.
             computed[name] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
     return computed
 
