@@ -19,9 +19,11 @@ from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
 from hf_lowprec.optim.state_dict import (
     changed_options,
+    keep_modes,
     prepare_for_loading,
     restore_dtypes,
     to_saved_form,
+    warn_about_changed_modes,
     warn_about_changed_options,
 )
 from hf_lowprec.optim.step import interrupts
@@ -298,21 +300,25 @@ class LowPrecisionOptimizer(Algorithm):
         return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same algorithm, rounding mode and parameter shapes; states keep their saved dtypes.
+        """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
 
-        As in torch, the saved options replace those of this optimizer; a warning names those that differ. Keys missing
-        from the state dict because an earlier version did not have them get their defaults.
+        As in torch, the saved options replace those of this optimizer; a warning names those that differ. The rounding
+        mode is an exception: this optimizer's is kept, and if the saved one differs, the states are converted before
+        the next step. Keys missing from the state dict because an earlier version did not have them get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
         final: list[dict[str, Any]] = []
         changed: list[str] = []
+        modes: list[str] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            final.append(prepare_for_loading(self, incoming))
-            changed.extend(changed_options(self, final[0]["param_groups"]))
-            return final[0]
+            prepared, changed_modes = keep_modes(self, prepare_for_loading(self, incoming))
+            final.append(prepared)
+            modes.extend(changed_modes)
+            changed.extend(changed_options(self, prepared["param_groups"]))
+            return prepared
 
         # torch's loader casts states to the parameter's dtype. Registered last, this hook sees what torch will load.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -322,6 +328,7 @@ class LowPrecisionOptimizer(Algorithm):
             handle.remove()
         restore_dtypes(self, final[0])
         warn_about_changed_options(self, changed)
+        warn_about_changed_modes(self, modes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -169,12 +169,6 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
         )
     saved = _with_defaults(optimizer, group, saved, where)
     check_group(optimizer, saved, f"{where} of the state dict")
-    if saved["rounding"] != group["rounding"]:
-        raise ValueError(
-            f"{where} was saved with rounding={saved['rounding']!r}, but this {name} has "
-            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, then change "
-            "the group's 'rounding' to continue in another mode"
-        )
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
             raise ValueError(
@@ -212,15 +206,45 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     return {**{key: defaults[key] for key in missing}, **saved}
 
 
+def keep_modes(optimizer: Algorithm, prepared: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace the saved rounding modes in a prepared state dict by those of `optimizer`.
+
+    The user has chosen them, possibly to change the mode; the states are converted before the next step, see
+    `mode_change.py`.
+
+    Returns:
+        The state dict, and the changes as `'saved' to 'own'`, for the warning.
+    """
+    changes: dict[str, None] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, prepared["param_groups"], strict=True):
+        if saved["rounding"] != group["rounding"]:
+            changes[f"{saved['rounding']!r} to {group['rounding']!r}"] = None
+        groups.append({**saved, "rounding": group["rounding"]})
+    return {**prepared, "param_groups": groups}, list(changes)
+
+
+def warn_about_changed_modes(optimizer: Algorithm, changes: list[str]) -> None:
+    """Warn that training continues in other rounding modes than it was saved with, if there are any in `changes`."""
+    if changes:
+        warnings.warn(
+            f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was "
+            "built: before the next step, a compensation is created for 'kahan', and rounded into the weights for "
+            "other modes",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
     """Arguments whose saved value differs from that of `optimizer`, as `name=saved (was value)`, for the warning.
 
     Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run, and
-    `ADDED_KEYS`, which users seldom choose.
+    `ADDED_KEYS`, which users seldom choose. The rounding mode is not replaced, see `keep_modes`.
     """
     changed: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        exempt = {"lr", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
+        exempt = {"lr", "rounding", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
         for key in sorted(group_keys(optimizer) - exempt):
             if _comparable(saved[key]) != _comparable(group[key]):
                 changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None

@@ -19,7 +19,9 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
+from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
+from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
@@ -66,6 +68,9 @@ class StepPlan:
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
         ValueError: a parameter, mode or dtype is not supported. States may have been created, nothing else is changed.
+
+    If a group was given another rounding mode, the weights take in what the former one has kept out of them; see
+    `mode_change.py`.
     """
 
     def __init__(self, optimizer: Algorithm, clipped: bool) -> None:
@@ -79,6 +84,7 @@ class StepPlan:
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
+        self._change_modes()
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
@@ -109,7 +115,8 @@ class StepPlan:
             states = states_by_dtype[param.dtype]
             optimizer_state = _initialized_state(optimizer, param, group, states)
             tensors = {state.name: optimizer_state[state.name] for state in states}
-            for tensor in (grad, *tensors.values()):
+            former = states_of_other_modes(param, group, optimizer_state)
+            for tensor in (grad, *tensors.values(), *(optimizer_state[name] for name in sorted(former))):
                 if tensor.shape != param.shape or tensor.device != param.device:
                     validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
@@ -130,6 +137,13 @@ class StepPlan:
             entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
             self._entries.append(entry)
             self._tensors += (param, *tensors.values())
+
+    def _change_modes(self) -> None:
+        """Fold into the weights what another rounding mode has kept out of them. All entries have been checked."""
+        for entry in self._entries:
+            if states_of_other_modes(entry.param, entry.group, entry.optimizer_state):
+                with interrupts.deferred():
+                    fold_compensation(entry.param, entry.group, entry.number, entry.optimizer_state)
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
         """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
