@@ -7,6 +7,7 @@ checkpoints are written here and below, once for all algorithms.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,15 +18,7 @@ from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
-from hf_lowprec.optim.state_dict import (
-    changed_options,
-    keep_modes,
-    prepare_for_loading,
-    restore_dtypes,
-    to_saved_form,
-    warn_about_changed_modes,
-    warn_about_changed_options,
-)
+from hf_lowprec.optim.state_dict import Prepared, prepare_for_loading, restore_dtypes, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
@@ -302,6 +295,9 @@ class LowPrecisionOptimizer(Algorithm):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
 
+        State of torch's own optimizers, optimi, torchao and flashoptim is converted where the algorithm is the same and
+        states are plain tensors; a warning says so.
+
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. The rounding
         mode is an exception: this optimizer's is kept, and if the saved one differs, the states are converted before
         the next step. Keys missing from the state dict because an earlier version did not have them get their defaults.
@@ -309,16 +305,11 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
-        final: list[dict[str, Any]] = []
-        changed: list[str] = []
-        modes: list[str] = []
+        final: list[Prepared] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            prepared, changed_modes = keep_modes(self, prepare_for_loading(self, incoming))
-            final.append(prepared)
-            modes.extend(changed_modes)
-            changed.extend(changed_options(self, prepared["param_groups"]))
-            return prepared
+            final.append(prepare_for_loading(self, incoming))
+            return final[0].state_dict
 
         # torch's loader casts states to the parameter's dtype. Registered last, this hook sees what torch will load.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -326,9 +317,9 @@ class LowPrecisionOptimizer(Algorithm):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        restore_dtypes(self, final[0])
-        warn_about_changed_options(self, changed)
-        warn_about_changed_modes(self, modes)
+        restore_dtypes(self, final[0].state_dict)
+        for note in final[0].notes:
+            warnings.warn(note, RuntimeWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -44,7 +44,7 @@ def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
 
 
 def check(name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, **options) -> None:
-    """Train full tensors and shards of them on the same gradients and compare; with `then`, in that mode from step 3."""
+    """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`."""
     full = [torch.nn.Parameter(gradient(shape, 0, k)) for k, shape in enumerate(shapes)]
     parts = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, placements)) for p in full]
     whole = make(full, lr=0.1, backend="eager", **options)
