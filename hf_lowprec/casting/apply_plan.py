@@ -26,6 +26,7 @@ from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
 from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 
 INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "upcast inputs": lambda module, dtype: install_input_upcast(module),
@@ -45,19 +46,29 @@ class ConvertedTensors:
     cast: tuple[str, ...]  # tensors that were converted to 16 bits
     upcast: dict[str, torch.dtype]  # tensors that were converted to FP32 -> the dtype they came in
     restored: tuple[str, ...]  # rotary tables that were recomputed
+    low_bits: tuple[str, ...]  # parameters whose low bits are kept
     warnings: tuple[str, ...]
 
 
-def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
-    """Give every tensor its planned dtype, and recompute rotary tables that had been rounded."""
+def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> ConvertedTensors:
+    """Give every tensor its planned dtype, and recompute rotary tables that had been rounded.
+
+    With `keep_low_bits`, trainable FP32 parameters that are cast keep what is rounded off.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
     to_cast = [planned for planned in plan.tensors if planned.action == "cast"]
     maybe_numbers = {p.name: p.target.tensor for p in to_cast if not _is_buffer_of_transformers(p, modules)}
     numbers = tuple(rounded_number_warnings(maybe_numbers, plan.dtype))
+    low_bits = []
     for planned in plan.tensors:
+        tensor = planned.target.tensor
+        exact = tensor.data
         if planned.action != "leave":
-            convert_in_place(planned.target.tensor, planned.dtype)
+            convert_in_place(tensor, planned.dtype)
+        if keep_low_bits and planned.action == "cast" and _has_low_bits(exact, tensor):
+            keep_low_bits_of(tensor, exact)
+            low_bits.append(planned.name)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
 
     restorations, weights = dict[str, Restoration](), list[KeptTensor]()
@@ -72,11 +83,19 @@ def convert_tensors(model: nn.Module, plan: CastPlan) -> ConvertedTensors:
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
         upcast={planned.name: dtypes_before[planned.name] for planned in converted if planned.action == "keep"},
         restored=tuple(name for name, outcome in restorations.items() if outcome == "recomputed"),
+        low_bits=tuple(low_bits),
         warnings=(
             *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
             *rounded_weight_warnings(modules.values(), weights),
             *numbers,
         ),
+    )
+
+
+def _has_low_bits(exact: Tensor, tensor: Tensor) -> bool:
+    """Whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
+    return (
+        isinstance(tensor, nn.Parameter) and tensor.requires_grad and exact.dtype == torch.float32 and not exact.is_meta
     )
 
 

@@ -13,7 +13,9 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor"}
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = ()) -> CastReport:
+def cast_model(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: KeepFp32 = (), keep_low_bits: bool = False
+) -> CastReport:
     """Cast a model to BF16 or FP16 in place, keep norms and other sensitive parts in FP32, and report what was done.
 
     **Cast to 16 bits**: all floating-point parameters and buffers that no rule keeps in FP32, and the gradients of
@@ -54,6 +56,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
             one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
             submodules. A tensor is kept with the module that owns it if that has no children; otherwise only the tensor
             is kept, without hooks. A class keeps its instances.
+        keep_low_bits: keep what the cast rounds off from trainable FP32 parameters, 2 bytes per parameter, until an
+            hf_lowprec optimizer with Kahan summation takes it as first compensation. On several ranks, the ranks'
+            weights must be equal. An optimizer in another rounding mode drops it.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.
@@ -70,7 +75,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
     plan = make_plan(model, dtype, entries)
     targets = [planned.target for planned in plan.tensors]
     before = dtype_totals(targets)
-    tensors = convert_tensors(model, plan)
+    tensors = convert_tensors(model, plan, keep_low_bits)
     hooks_are_new = install_hooks(model, plan)
     set_marks(model, dtype, entries)
     upcast_inputs, downcast_outputs = plan.hooks_of("upcast inputs"), plan.hooks_of("downcast outputs")
@@ -86,6 +91,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32:
         predictions=plan.hooks_of("upcast outputs"),
         upcast=tensors.upcast,
         restored=tensors.restored,
+        low_bits=tensors.low_bits,
         untouched={planned.name: planned.reason for planned in plan.tensors if planned.action == "leave"},
         warnings=tensors.warnings,
         before=before,

@@ -50,6 +50,7 @@ class CastReport:
         predictions: 16-bit modules that return FP32 copies, for a loss or distribution computed from them, and why.
         upcast: kept tensors that were in 16 bits before the cast, and their dtype; they stay rounded.
         restored: rotary buffers that had been rounded and were recomputed.
+        low_bits: parameters whose low bits, rounded off by this call, are kept for the optimizer.
         untouched: tensors left alone because they are not plain 16- to 64-bit floating-point tensors, and their kind.
         warnings: messages about likely mistakes.
         before: parameters, buffer elements and bytes by dtype, before the call.
@@ -69,6 +70,7 @@ class CastReport:
     predictions: dict[str, str]
     upcast: dict[str, torch.dtype]
     restored: tuple[str, ...]
+    low_bits: tuple[str, ...]
     untouched: dict[str, str]
     warnings: tuple[str, ...]
     before: dict[torch.dtype, DtypeTotal]
@@ -83,6 +85,8 @@ class CastReport:
             for dtype, n in sorted(total.items(), key=str):
                 counts = f"{n.parameters:,} parameters, {n.buffers:,} buffer elements, {n.bytes:,} bytes"
                 lines.append(f"  {when:<6} {dtype!s:<14} {counts}")
+        if self.low_bits:
+            lines.append(f"  low bits of {len(self.low_bits)} tensors kept for the optimizer")
         for title, entries in (
             ("kept in float32", self.kept),
             ("upcast to float32", {name: f"was {dtype}" for name, dtype in self.upcast.items()}),

@@ -13,6 +13,7 @@ from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.diagnostics.memory_estimate import expected_states, storage_tensors
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
+from hf_lowprec.optim.initial_compensation import initial_values
 from hf_lowprec.rounding import dtype_name
 
 
@@ -38,6 +39,9 @@ def precision_report(
     if isinstance(optimizer, LowPrecisionOptimizer):
         lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
+        if initial := initial_values(optimizer):
+            counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
+            lines.append(f"  {'compensation':<16}starts with {counts}")
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")

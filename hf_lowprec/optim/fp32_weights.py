@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.initial_compensation import is_dithered, subtract_dither
+from hf_lowprec.optim.sharding import dtensor_like, local_shard
+from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.low_bits import low_bits
 
 _NAMED = 3
 """The number of parameters that the warning names."""
@@ -19,8 +24,10 @@ _NAMED = 3
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the best FP32 estimate of every tensor of `model.state_dict()`.
 
-    For a weight trained with Kahan summation, it is `weight + compensation`, which has about twice as many significant
-    bits as the weight. Every other floating-point tensor is simply converted. A warning names trainable 16-bit
+    For a weight trained with Kahan summation, it is `weight + compensation`, minus the dither that the compensation may
+    have started with (see `optim/initial_compensation.py`): about twice as many significant bits as the weight has.
+    Before the first step, it is the weight plus the low bits that its cast has kept. Every other floating-point tensor
+    is simply converted. A warning names trainable 16-bit
     parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
@@ -49,8 +56,8 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: `optimizer` holds none of the model's parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    if not any(id(param) in groups for param in model.parameters()):
+    places = dict(_places(optimizer))
+    if not any(id(param) in places for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
     def estimate(tensor: Tensor) -> Tensor:
@@ -58,13 +65,38 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         if not tensor.is_floating_point():
             return tensor
         weight = tensor.detach().to(torch.float32, copy=True)
-        if groups.get(id(tensor), {}).get("rounding") == "kahan":
-            # `state[tensor]` would create an entry for a parameter that was never stepped.
-            compensation = optimizer.state.get(tensor, {}).get("compensation")
-            weight = weight if compensation is None else weight + compensation.float()
-        return weight
+        if id(tensor) not in places:
+            return weight
+        # `state[tensor]` would create an entry for a parameter that was never stepped.
+        state = optimizer.state.get(tensor, {})
+        missing = _missing_part(tensor, state.get("compensation"), places[id(tensor)]) if state else low_bits(tensor)
+        return weight if missing is None else weight + dtensor_like(missing.float(), tensor)
 
     return estimate
+
+
+class _Place(NamedTuple):
+    """Where an optimizer has a parameter: its group, its position there, and its number in the random stream."""
+
+    group: ParamGroup
+    position: int
+    number: int
+
+
+def _places(optimizer: Any) -> Iterator[tuple[int, _Place]]:
+    """The identity and the place of each parameter of `optimizer`."""
+    index = 0
+    for group in optimizer.param_groups:
+        for position, param in enumerate(group["params"]):
+            yield id(param), _Place(group, position, index + first_parameter(group))
+            index += 1
+
+
+def _missing_part(param: Tensor, compensation: Tensor | None, place: _Place) -> Tensor | None:
+    """What this rank's shard of the stored weight lacks of the FP32 weight; None if nothing is known of it."""
+    if compensation is None or not is_dithered(place.group, place.position):
+        return None if compensation is None else local_shard(compensation)
+    return subtract_dither(compensation, param, place.group["seed"], place.number)
 
 
 def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:

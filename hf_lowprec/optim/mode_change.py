@@ -1,9 +1,9 @@
 """Changing the rounding mode of a parameter that has been trained in another one.
 
-A mode's auxiliary state is a part of the weight: under Kahan summation, the weight is `weight + compensation`. When a
-group is given a mode without that state, between two steps or by loading a checkpoint of another mode, the weight is
-rounded once, in the new mode, from the value that both have held together. It happens before the next step, since
-weights may be loaded after the optimizer.
+A mode's auxiliary state is a part of the weight: under Kahan summation, the weight is `weight + compensation`, minus
+the dither that the compensation may have started with. When a group is given a mode without that state, between two
+steps or by loading a checkpoint of another mode, the weight is rounded once, in the new mode, from the value that both
+have held together. It happens before the next step, since weights may be loaded after the optimizer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.sharding import contiguous_runs, local_shard
+from hf_lowprec.optim.initial_compensation import is_dithered, set_dithered, subtract_dither
+from hf_lowprec.optim.sharding import global_indices, local_shard
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.random_bits import random_bits
 
 STEP, ROLE = 0, 1
-"""Step and role of the random bits. Steps count from 1, so no step draws them."""
+"""Step and role of the random bits. Steps count from 1, so no step draws them; the dither has role 0."""
 _CHUNK = 1 << 22
 """Elements that are computed at once; bounds the temporary tensors."""
 
@@ -33,30 +34,35 @@ def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dic
 
 
 @torch.no_grad()
-def fold_compensation(param: Tensor, group: ParamGroup, number: int, optimizer_state: dict[str, Any]) -> None:
-    """Round `weight + compensation` to the weight's dtype in the mode of `group`, and remove the compensation.
+def fold_compensation(
+    param: Tensor, group: ParamGroup, position: int, number: int, optimizer_state: dict[str, Any]
+) -> None:
+    """Round `weight + compensation - dither` to the weight's dtype in the mode of `group`; remove the compensation.
 
     Args:
         param: BF16 or FP16 parameter, which may be a DTensor; this rank's elements are changed in place.
         group: its parameter group, which has the new mode.
-        number: the parameter's number, which selects its random bits.
+        position: its position in the group.
+        number: its number in the random stream.
         optimizer_state: its entry in `optimizer.state`.
     """
+    compensation = optimizer_state["compensation"]
+    if is_dithered(group, position):
+        compensation = subtract_dither(compensation, param, group["seed"], number)
     part = local_shard(param)
-    weight = part.contiguous().view(-1)
-    compensation = local_shard(optimizer_state["compensation"]).contiguous().view(-1)
-    for first, length, start in contiguous_runs(param):
-        for offset in range(0, length, _CHUNK):
-            count = min(_CHUNK, length - offset)
-            elements = slice(first + offset, first + offset + count)
-            exact = weight[elements].float() + compensation[elements].float()
-            if group["rounding"] == "stochastic":
-                index = torch.arange(count, device=weight.device) + (start + offset)
-                bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
-                rounded = round_stochastic(exact, bits)
-            else:
-                rounded = round_nearest(exact, weight.dtype)
-            weight[elements] = rounded.to(weight.dtype)
+    weight, low_bits = part.contiguous().view(-1), local_shard(compensation).contiguous().view(-1)
+    first = 0
+    for index in global_indices(param, _CHUNK):
+        elements = slice(first, first + len(index))
+        exact = weight[elements].float() + low_bits[elements].float()
+        if group["rounding"] == "stochastic":
+            bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
+            rounded = round_stochastic(exact, bits)
+        else:
+            rounded = round_nearest(exact, weight.dtype)
+        weight[elements] = rounded.to(weight.dtype)
+        first = elements.stop
     if weight.data_ptr() != part.data_ptr():
         part.copy_(weight.view(part.shape))
     del optimizer_state["compensation"]
+    set_dithered(group, position, False)

@@ -18,7 +18,13 @@ from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
-from hf_lowprec.optim.state_dict import Prepared, prepare_for_loading, restore_dtypes, to_saved_form
+from hf_lowprec.optim.state_dict import (
+    Prepared,
+    prepare_for_loading,
+    restore_dtypes,
+    restore_low_bits,
+    to_saved_form,
+)
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
@@ -36,8 +42,12 @@ class LowPrecisionOptimizer(Algorithm):
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` (unbiased, no
-            extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be set per
+            extra state; BF16 parameters only) or `"nearest"`. This argument and the next five may also be set per
             parameter group.
+        initial_compensation: the compensation that a weight starts with. `"low_bits"`: what the cast to 16 bits rounded
+            off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random number, uniform
+            over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the papers' textbook
+            algorithm, with which weights lag behind their updates at first.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
@@ -79,6 +89,7 @@ class LowPrecisionOptimizer(Algorithm):
         defaults: ParamGroup,
         *,
         rounding: str = "kahan",
+        initial_compensation: str = "low_bits",
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         state_rounding: str = "stochastic",
         seed: int = 0,
@@ -103,6 +114,7 @@ class LowPrecisionOptimizer(Algorithm):
         defaults = {
             **defaults,
             "rounding": rounding,
+            "initial_compensation": initial_compensation,
             "state_dtype": dict(state_dtype) if isinstance(state_dtype, Mapping) else state_dtype,
             "state_rounding": state_rounding,
             "seed": seed,
@@ -110,7 +122,8 @@ class LowPrecisionOptimizer(Algorithm):
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
         if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
             execution = (backend, capturable, max_grad_norm, skip_nonfinite)
-            kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
+            stored = (rounding, initial_compensation, str(state_dtype), state_rounding)
+            kind = (type(self), *stored, seed, isinstance(defaults["lr"], Tensor))
             if number := parameter_numbers.next_number((*kind, *execution)):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
@@ -288,7 +301,8 @@ class LowPrecisionOptimizer(Algorithm):
         """Return the state dict, as `torch.optim.Optimizer.state_dict` does, with dtypes as strings.
 
         Every checkpoint format can store it. Each group's `state_rounding` is a JSON object that holds its value, the
-        name of the `optimizer` and the `format`.
+        name of the `optimizer` and the `format`. Low bits of weights that have not been stepped yet are saved under the
+        key `low_bits`.
         """
         return to_saved_form(self, super().state_dict())
 
@@ -318,6 +332,7 @@ class LowPrecisionOptimizer(Algorithm):
         finally:
             handle.remove()
         restore_dtypes(self, final[0].state_dict)
+        restore_low_bits(self, final[0].state_dict)
         for note in final[0].notes:
             warnings.warn(note, RuntimeWarning, stacklevel=2)
 
@@ -332,3 +347,4 @@ class LowPrecisionOptimizer(Algorithm):
         self._reset()
         for group in self.param_groups:
             group.setdefault("maximize", False)
+            group.setdefault("initial_compensation", "low_bits")

@@ -139,6 +139,17 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
             local_start += count * width
 
 
+def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
+    """The indices in the full tensor of this rank's elements, in the shard's order; int64, `chunk` at a time."""
+    runs = list(contiguous_runs(tensor))
+    ends = torch.tensor([run.local_start + run.length for run in runs], device=tensor.device)
+    shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=tensor.device)
+    count = local_shard(tensor).numel()
+    for first in range(0, count, chunk):
+        positions = torch.arange(first, min(first + chunk, count), device=tensor.device)
+        yield positions + shifts[torch.searchsorted(ends, positions, right=True)]
+
+
 def _is_shard(placement: Any) -> bool:
     # Strided sharding (tensor parallel before data parallel) is not a `Shard` in every version of torch.
     return placement.is_shard() or hasattr(placement, "split_factor")

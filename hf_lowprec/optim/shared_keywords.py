@@ -13,6 +13,7 @@ class Shared(TypedDict, total=False):
     """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
 
     rounding: str
+    initial_compensation: str
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
     state_rounding: str
     seed: int

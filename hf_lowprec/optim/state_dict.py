@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
+from hf_lowprec.optim.initial_compensation import DITHERED
+from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
+from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -29,9 +32,13 @@ FORMAT = 2
 HEADER = "header"
 """Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
 
-ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
+ADDED_KEYS: tuple[str, ...] = ("first_parameter", "initial_compensation", DITHERED)
 """Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
 group are those of format 1."""
+
+LOW_BITS = "low_bits"
+"""Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
+none."""
 
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
@@ -65,7 +72,10 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
-    return {**state_dict, "param_groups": [saved_group(group) for group in state_dict["param_groups"]]}
+    saved = {**state_dict, "param_groups": [saved_group(group) for group in state_dict["param_groups"]]}
+    params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
+    kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
+    return {**saved, LOW_BITS: kept} if kept else saved
 
 
 def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +244,7 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in the group as well"
         )
-    return {**{key: defaults[key] for key in missing}, **saved}
+    return {"initial_compensation": group["initial_compensation"], **{key: defaults[key] for key in missing}, **saved}
 
 
 def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
@@ -341,6 +351,10 @@ def _states_of_any_mode() -> set[str]:
     return {state.name for mode in MODES.values() for state in mode.auxiliary}
 
 
+def _states_with_low_bits() -> set[str]:
+    return {state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits}
+
+
 def _is_count(step: Any) -> bool:
     """Whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
@@ -359,6 +373,16 @@ def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
         for name, value in state_dict["state"].get(number, {}).items():
             if name != "step" and optimizer.state[param][name].dtype != value.dtype:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+
+
+def restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
+    """Restore the low bits of parameters that had not been stepped, and drop those that the loaded states hold."""
+    saved = state_dict.get(LOW_BITS, {})
+    for param, number, _ in _parameters(optimizer, state_dict):
+        if number in saved:
+            restore_saved_low_bits(param, saved[number])
+        elif _states_with_low_bits() & state_dict["state"].get(number, {}).keys():
+            drop_low_bits(param)
 
 
 def _parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, ParamGroup]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 STATE_ROUNDINGS = ("stochastic", "nearest")
+INITIAL_COMPENSATIONS = ("low_bits", "dither", "zero")
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
@@ -191,6 +192,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
             "cannot be put into param_groups; use load_state_dict"
         )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
+    check_one_of("initial_compensation", group["initial_compensation"], INITIAL_COMPENSATIONS, where)
     check_integer("seed", group["seed"], where)
     first = first_parameter(group)
     check_integer("first_parameter", first, where)

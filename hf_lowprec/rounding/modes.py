@@ -32,11 +32,13 @@ class State:
         role: the role of its random bits, see `random.py`.
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
+        holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
     """
 
     name: str
     role: int
     averages: bool = True
+    holds_low_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _add_kahan(
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("kahan", _add_kahan, auxiliary=(State("compensation", role=WEIGHT_ROLE),)),
+        Mode("kahan", _add_kahan, auxiliary=(State("compensation", role=WEIGHT_ROLE, holds_low_bits=True),)),
         Mode("stochastic", _add_stochastic, dtypes=(torch.bfloat16, torch.float32)),
         Mode("nearest", _add_nearest),
     )

@@ -41,7 +41,7 @@ def gradients(optimizer, steps: range) -> None:
 
 def converted(source, cls, dtype: torch.dtype, **options):
     """An optimizer of ours with the weights and the state of `source`."""
-    target = cls([nn.Parameter(p.detach().to(dtype)) for p in params_of(source)], **options)
+    target = cls([nn.Parameter(p.detach().to(dtype, copy=True)) for p in params_of(source)], **options)
     with pytest.warns(RuntimeWarning, match="was converted for"):
         target.load_state_dict(copy.deepcopy(source.state_dict()))
     return target

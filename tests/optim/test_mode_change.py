@@ -9,11 +9,13 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.fp32_weights import fp32_estimates
 from hf_lowprec.rounding.random_bits import random_bits
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 
 BF16 = torch.bfloat16
 OTHERS = ["stochastic", "nearest"]
+STARTS = ["zero", "dither"]
 COMPARED = ["params", "state", "param_groups"]
 pytestmark = pytest.mark.filterwarnings("ignore:the rounding mode changes from:RuntimeWarning")
 
@@ -30,9 +32,10 @@ def stepped(rounding: str = "kahan", cls=AdamW, steps: int = 5, count: int = 500
 
 
 def exact(optimizer) -> list[torch.Tensor]:
-    """Weight plus compensation, FP64."""
-    zero = torch.zeros(())
-    return [p.detach().double() + optimizer.state[p].get("compensation", zero).double() for p in params_of(optimizer)]
+    """The FP32 estimates of the weights, as FP64: weight plus compensation, without a dither."""
+    params = params_of(optimizer)
+    estimate = fp32_estimates(nn.ParameterList(params), optimizer)
+    return [estimate(param).detach().double() for param in params]
 
 
 def take_no_way(optimizer) -> None:
@@ -54,10 +57,12 @@ def neighbours(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return down.double(), ((down.view(torch.int32)) + 0x10000).view(torch.float32).double()
 
 
-def test_nearest_takes_in_the_compensation_rounded_once():
-    optimizer = stepped()
+@pytest.mark.parametrize("start", STARTS)
+def test_nearest_takes_in_the_compensation_rounded_once(start):
+    optimizer = stepped(initial_compensation=start)
     sums = exact(optimizer)
     set_mode(optimizer, "nearest")
+    assert_equal(exact(optimizer), sums)
     take_no_way(optimizer)
     for param, expected in zip(params_of(optimizer), sums, strict=True):
         down, up = neighbours(expected)
@@ -67,12 +72,15 @@ def test_nearest_takes_in_the_compensation_rounded_once():
         assert "compensation" not in optimizer.state[param]
 
 
-def test_stochastic_takes_in_the_compensation_without_bias():
-    optimizer = stepped(count=200_000)
+@pytest.mark.parametrize("start", STARTS)
+def test_stochastic_takes_in_the_compensation_without_bias(start):
+    optimizer = stepped(count=200_000, initial_compensation=start)
     param, _ = params_of(optimizer)
     expected = exact(optimizer)[0]
     set_mode(optimizer, "stochastic")
+    assert torch.equal(exact(optimizer)[0], expected)
     take_no_way(optimizer)
+    assert torch.equal(exact(optimizer)[0], param.detach().double())
     down, up = neighbours(expected)
     found = param.detach().double()
     assert bool(((found == down) | (found == up)).all())
@@ -88,7 +96,7 @@ def test_stochastic_takes_in_the_compensation_without_bias():
 
 
 def test_the_bits_are_a_function_of_seed_parameter_and_element():
-    optimizer = stepped(seed=7, first_parameter=3)
+    optimizer = stepped(seed=7, first_parameter=3, initial_compensation="zero")
     sums = [p.detach().float() + optimizer.state[p]["compensation"].float() for p in params_of(optimizer)]
     set_mode(optimizer, "stochastic")
     take_no_way(optimizer)

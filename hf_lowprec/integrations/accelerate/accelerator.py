@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.live_modules import live_modules
@@ -181,10 +182,13 @@ def _prepare(
         shard_together(in_fp32.values(), **options)
         return {child for module in in_fp32.values() for child in module.modules()}
 
+    low_bits = take_low_bits(model)
     with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
-    scratch = reduce_scatter_in_fp32(private_apis.prepared_models(accelerator)[-1])
+    sharded = private_apis.prepared_models(accelerator)[-1]
+    give_low_bits(sharded, low_bits, accelerator.device)
+    scratch = reduce_scatter_in_fp32(sharded)
     prepared_models.add(model)
     reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
@@ -216,7 +220,10 @@ def _prepare_model(
         accumulator = GradientAccumulator(model, reduction.grad_accumulation)
         reduction.accumulators.append(accumulator)
     wrapped = {id(module) for module in model.modules()}
+    low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
     prepared = original(model, *args, **kwargs)
+    if accelerator.num_processes > 1:
+        give_low_bits(prepared, low_bits, accelerator.device)
     for module in prepared.modules():
         if isinstance(module, DistributedDataParallel) and id(module) not in wrapped:
             averager = reduce_in_fp32(module)

@@ -22,6 +22,7 @@ from hf_lowprec.integrations.transformers.reference_models import cast_like_trai
 from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
@@ -85,12 +86,13 @@ class LowPrecisionCallback(TrainerCallback):
         self.check_replicas_every = check_replicas_every
         self.begin()
 
-    def begin(self, optim_args: OptimArgs | None = None) -> None:
+    def begin(self, optim_args: OptimArgs | None = None, keep_low_bits: bool = False) -> None:
         """Start over for a Trainer that is being built.
 
         Args:
             optim_args: its parsed `optim_args`: patterns to add to the callback's own, and values that replace the
                 callback's other arguments.
+            keep_low_bits: whether the optimizer can use the low bits that the cast rounds off.
 
         Raises:
             ValueError: `grad_accumulation` is unknown, or `check_replicas_every` is negative.
@@ -105,6 +107,7 @@ class LowPrecisionCallback(TrainerCallback):
             raise ValueError(f"check_replicas_every={self._check_every} is negative; use 0 to disable the check")
         self.reduction: ReductionStatus | None = None
         self.cast_report: CastReport | None = None
+        self.keep_low_bits = keep_low_bits
         self._trained: nn.Module | None = None
         self._lost_updates: float | None = None
 
@@ -116,7 +119,7 @@ class LowPrecisionCallback(TrainerCallback):
             outputs_next_to_loss: see `return_float32`.
         """
         check_quantized_weights_are_frozen(model)
-        self.cast_report = cast_model(model, self.dtype, self._patterns)
+        self.cast_report = cast_model(model, self.dtype, self._patterns, self.keep_low_bits)
         self._trained = model
         return_float32(model, outputs_next_to_loss)
         logger.info("hf_lowprec: %s", self.cast_report)
@@ -262,9 +265,7 @@ class LowPrecisionCallback(TrainerCallback):
             cast_model(kwargs["model"], self.dtype, self._patterns)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
-            for values in optimizer.state.values():
-                if isinstance(values, dict) and "compensation" in values:
-                    values["compensation"].zero_()
+            reset_compensations(optimizer)
 
 
 def _first(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
-from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach
+from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
 from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.hidden_matrices import hidden_matrices
+from hf_lowprec.optim.initial_compensation import starts_with_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -44,10 +46,14 @@ def build(call: TrainerCall) -> None:
 
     optim_args = OptimArgs()
     if args is not None and named:
-        _move_to_fields(args, checked_arguments(args))
+        kwargs = checked_arguments(args)
+        _move_to_fields(args, kwargs)
         optim_args = optim_args_of(args)
+        settings: Sequence[Mapping[str, Any]] = [kwargs]
+    else:
+        settings = _optimizer_settings(arguments)
     _check_precision(args)
-    callback.begin(optim_args)
+    callback.begin(optim_args, keep_low_bits=any(map(starts_with_low_bits, settings)))
     attach(trainer, callback)
     cast = functools.partial(callback.cast, outputs_next_to_loss=_needs_outputs(trainer))
     if arguments.get("model") is not None:
@@ -131,7 +137,18 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
         return
     whole = _with_losses(trainer, trainer.model if model is None else model)
     if dtypes := _low_precision_dtypes(whole):
-        cast_model(whole, min(dtypes, key=str))
+        attachment = attachment_of(trainer)
+        keep_low_bits = attachment is not None and attachment.callback.keep_low_bits
+        cast_model(whole, min(dtypes, key=str), keep_low_bits=keep_low_bits)
+
+
+def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The keyword arguments or the param groups of an hf_lowprec optimizer that the Trainer gets, if it gets one."""
+    optimizer, _ = arguments.get("optimizers") or (None, None)
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return optimizer.param_groups
+    cls, kwargs = arguments.get("optimizer_cls_and_kwargs") or (None, {})
+    return [kwargs] if isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer) else []
 
 
 def _with_losses(trainer: Trainer, model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
+from hf_lowprec.optim.initial_compensation import initialize_compensation
 from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.step import interrupts
@@ -28,6 +29,7 @@ from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
+from hf_lowprec.rounding.low_bits import drop_low_bits
 
 _LAYOUT = operator.attrgetter("dtype", "shape", "layout")
 
@@ -78,13 +80,16 @@ class StepPlan:
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._entries: list[ParamEntry] = []
+        self._in_new_mode: list[tuple[ParamEntry, int]] = []
         self._tensors: list[Tensor] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
-        self._change_modes()
+        for entry, position in self._in_new_mode:  # all entries have been checked
+            with interrupts.deferred():
+                fold_compensation(entry.param, entry.group, position, entry.number, entry.optimizer_state)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
@@ -113,7 +118,8 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = states_by_dtype[param.dtype]
-            optimizer_state = _initialized_state(optimizer, param, group, states)
+            number = index + operator.index(validation.first_parameter(group))
+            optimizer_state = _initialized_state(optimizer, param, group, states, index - first, number)
             tensors = {state.name: optimizer_state[state.name] for state in states}
             former = states_of_other_modes(param, group, optimizer_state)
             for tensor in (grad, *tensors.values(), *(optimizer_state[name] for name in sorted(former))):
@@ -127,7 +133,7 @@ class StepPlan:
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
             entry = ParamEntry(
-                number=index + operator.index(validation.first_parameter(group)),
+                number=number,
                 group=group,
                 optimizer_state=optimizer_state,
                 param=param,
@@ -136,14 +142,9 @@ class StepPlan:
             )
             entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
             self._entries.append(entry)
+            if former:
+                self._in_new_mode.append((entry, index - first))
             self._tensors += (param, *tensors.values())
-
-    def _change_modes(self) -> None:
-        """Fold into the weights what another rounding mode has kept out of them. All entries have been checked."""
-        for entry in self._entries:
-            if states_of_other_modes(entry.param, entry.group, entry.optimizer_state):
-                with interrupts.deferred():
-                    fold_compensation(entry.param, entry.group, entry.number, entry.optimizer_state)
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
         """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
@@ -286,16 +287,28 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...]
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], position: int, number: int
 ) -> dict[str, Any]:
-    """The parameter's entry in `optimizer.state`, with zeros where `states` are missing."""
+    """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
+
+    Args:
+        optimizer: the optimizer.
+        param: the parameter.
+        group: its group.
+        states: the states that it has.
+        position: its position in the group.
+        number: its number in the random stream.
+    """
     optimizer_state: dict[str, Any] = optimizer.state[param]
     if "step" not in optimizer_state:
         optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for position, state in enumerate(states):
+    for k, state in enumerate(states):
         if state.name not in optimizer_state:
             dtype = validation.state_dtype(state.name, param.dtype, group)
-            optimizer_state[state.name] = zeros_apart(param, dtype, position, len(states))
+            optimizer_state[state.name] = zeros_apart(param, dtype, k, len(states))
+            if state.holds_low_bits:
+                initialize_compensation(optimizer_state[state.name], param, group, position, number)
+    drop_low_bits(param)
     return optimizer_state
 
 

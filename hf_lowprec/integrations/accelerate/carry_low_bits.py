@@ -1,0 +1,55 @@
+"""Carries the low bits of weights (see `rounding/low_bits.py`) through `Accelerator.prepare`.
+
+FSDP2 replaces parameters by shards, and with `cpu_ram_efficient_loading` only rank 0 has weights before. DDP replaces
+the other ranks' weights by those of rank 0. So every rank gets rank 0's low bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_lowprec.optim.sharding import local_shard, shard_like
+from hf_lowprec.reduction.object_gather import gather_objects
+from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits, set_low_bits
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Parts of parameters' names that preparing a model adds."""
+
+
+def take_low_bits(model: nn.Module) -> dict[str, Tensor]:
+    """The low bits kept for parameters of `model`, by name. The parameters do not keep them."""
+    kept = {}
+    for name, param in _named(model):
+        if (low := low_bits(param)) is not None:
+            kept[name] = low
+        drop_low_bits(param)
+    return kept
+
+
+def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.device) -> None:
+    """Give the parameters of a prepared model the low bits that rank 0 has taken. Every rank must call it.
+
+    Args:
+        model: the model after `Accelerator.prepare`.
+        kept: what `take_low_bits` has returned on this rank.
+        device: where tensors are sent between ranks.
+    """
+    params = dict(_named(model))
+    names = gather_objects(list(kept), "preparing a model")[0]
+    for name in names:
+        param = params[name]
+        ours = kept.pop(name) if dist.get_rank() == 0 else torch.empty(param.shape, dtype=torch.bfloat16)
+        full = ours.to(device)
+        dist.broadcast(full.view(torch.uint8), src=0)
+        set_low_bits(param, shard_like(full, param).to(local_shard(param).device))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, param in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name.removeprefix("module."), param

@@ -1,0 +1,132 @@
+"""The compensation that a weight starts with: the low bits that a cast rounded off, a random dither, or zero.
+
+With a compensation of zero, no weight moves before its updates add up to half a spacing, so what the model computes
+with lags behind. With low bits or a dither, weights move from the first step on, in proportion to the update.
+
+A dither is not a part of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter
+number and element, in units of the weight's spacing. A weight that has moved past a power of two has another spacing;
+there the dither is known only to within half a spacing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.sharding import global_indices, local_shard
+from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding.dither import as_compensation, dither
+from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.random_bits import random_bits
+
+DITHERED = "dithered"
+"""Key of a param group: for each of its parameters, "1" if its compensation started with a dither, else "0"."""
+
+_STEP, _ROLE = 0, 0
+"""The dither's place in the stream of random bits; optimizer steps count from 1."""
+
+_CHUNK = 1 << 22
+"""Elements that are computed at once; bounds the temporaries."""
+
+
+def initialize_compensation(compensation: Tensor, param: Tensor, group: ParamGroup, position: int, number: int) -> None:
+    """Fill a new compensation, and note in the group whether it is dithered.
+
+    Args:
+        compensation: zeros, sharded as `param` is.
+        param: the 16-bit parameter.
+        group: its parameter group.
+        position: its position in the group.
+        number: its number in the random stream.
+    """
+    start = group["initial_compensation"]
+    kept = low_bits(param) if start == "low_bits" else None
+    local = local_shard(compensation)
+    if kept is not None:
+        local.copy_(kept)
+    elif start != "zero":
+        _add_dither(local, param, group["seed"], number)
+    set_dithered(group, position, kept is None and start != "zero")
+
+
+def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
+    """Whether an optimizer with these keyword arguments, or a param group, starts with the low bits that a cast kept."""
+    mode = MODES[settings.get("rounding", "kahan")]
+    low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
+    return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
+
+
+def initial_values(optimizer: Algorithm) -> Counter[str]:
+    """Count the elements of 16-bit parameters whose compensation starts, or has started, with each kind of value.
+
+    Kinds: "low bits", "dither", "zero" and "from a checkpoint or earlier steps".
+    """
+    count: Counter[str] = Counter()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
+            if not holds or param.dtype == torch.float32:
+                continue
+            kind = group["initial_compensation"]
+            if optimizer.state.get(param):
+                kind = "from a checkpoint or earlier steps"
+            elif kind == "low_bits":
+                kind = "dither" if low_bits(param) is None else "low bits"
+            count[kind] += param.numel()
+    return count
+
+
+def reset_compensations(optimizer: Algorithm) -> None:
+    """Set all compensations to zero, because other weights were loaded."""
+    for values in optimizer.state.values():
+        if isinstance(values, dict) and "compensation" in values:
+            values["compensation"].zero_()
+    for group in optimizer.param_groups:
+        group.pop(DITHERED, None)
+
+
+def set_dithered(group: ParamGroup, position: int, dithered: bool) -> None:
+    """Note in the group whether the compensation of the parameter at `position` contains a dither."""
+    if dithered != is_dithered(group, position):
+        flags = group.get(DITHERED, "").ljust(position + 1, "0")
+        group[DITHERED] = flags[:position] + str(int(dithered)) + flags[position + 1 :]
+
+
+def is_dithered(group: ParamGroup, position: int) -> bool:
+    """Whether the compensation of the parameter at `position` contains a dither."""
+    flags: str = group.get(DITHERED, "")
+    return flags[position : position + 1] == "1"
+
+
+@torch.no_grad()
+def subtract_dither(compensation: Tensor, param: Tensor, seed: int, number: int) -> Tensor:
+    """The compensation without the dither that it started with.
+
+    Args:
+        compensation: of a dithered parameter, BF16, sharded as `param` is.
+        param: the parameter; plain, or a DTensor.
+        seed: its group's seed.
+        number: its number in the random stream.
+
+    Returns:
+        FP32 tensor of the shape of this rank's shard of `param`.
+    """
+    result = local_shard(compensation).float()
+    _add_dither(result, param, seed, number, sign=-1.0)
+    return result
+
+
+def _add_dither(target: Tensor, param: Tensor, seed: int, number: int, sign: float = 1.0) -> None:
+    """Add the dither, rounded to BF16, times `sign`, to a contiguous `target` of the shape of this rank's shard."""
+    weight, flat = local_shard(param).contiguous().view(-1), target.view(-1)
+    first = 0
+    for index in global_indices(param, _CHUNK):
+        part = slice(first, first + len(index))
+        bits = random_bits(seed=seed, step=_STEP, parameter=number, role=_ROLE, index=index)
+        flat[part] += as_compensation(weight[part], dither(weight[part], bits)).to(target.dtype) * sign
+        first = part.stop

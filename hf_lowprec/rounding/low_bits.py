@@ -1,0 +1,82 @@
+"""The low bits of an FP32 weight, which a cast to 16 bits rounds off, kept beside the parameter until training begins.
+
+They are an attribute of the `Parameter`, 2 bytes per element, from the cast until the optimizer has created the
+parameter's state (see `optim/initial_compensation.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding.dither import as_compensation
+from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
+
+_ATTRIBUTE = "_low_bits"
+_CHUNK = 1 << 22
+"""Elements that are computed at once; bounds the temporaries."""
+
+
+class _LowBits(NamedTuple):
+    low_bits: Tensor
+    weight_checksum: list[int]
+
+
+def keep_low_bits(param: Tensor, exact: Tensor) -> None:
+    """Keep the difference between `exact` and the 16-bit `param`, rounded to BF16, as an attribute of `param`.
+
+    Args:
+        param: a BF16 or FP16 parameter: `exact`, rounded to nearest.
+        exact: FP32 tensor of the same shape.
+    """
+    weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
+    kept = torch.empty_like(weights, dtype=torch.bfloat16)
+    for first in range(0, len(weights), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        kept[part] = as_compensation(weights[part], exacts[part] - weights[part].float())
+    set_low_bits(param, kept.view(param.shape))
+
+
+def set_low_bits(param: Tensor, low_bits: Tensor) -> None:
+    """Keep `low_bits` as an attribute of `param`: BF16, of the shape of `param`; of this rank's shard for a DTensor."""
+    setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param)))
+
+
+def low_bits(param: Tensor) -> Tensor | None:
+    """The low bits kept for `param`, BF16 on its device, of its shape (of this rank's shard for a DTensor).
+
+    None if there are none, and if the weight has changed since: after a checkpoint was loaded, for example, they belong
+    to other weights.
+    """
+    kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
+    if kept is None or param.dtype not in LOW_PRECISION_DTYPES or kept.low_bits.shape != _local(param).shape:
+        return None
+    return kept.low_bits.to(param.device) if _checksum(param) == kept.weight_checksum else None
+
+
+def drop_low_bits(param: Tensor) -> None:
+    """Forget the low bits kept for `param`, if there are any."""
+    vars(param).pop(_ATTRIBUTE, None)
+
+
+def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
+    """The low bits kept for `param`, as a state dict can hold them; None if there are none."""
+    kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
+    return None if kept is None else kept._asdict()
+
+
+def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:
+    """Keep the low bits that `low_bits_to_save` has returned. The weights that they belong to may be loaded later."""
+    setattr(param, _ATTRIBUTE, _LowBits(**saved))
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if hasattr(param, "to_local") else param.detach()
+
+
+def _checksum(param: Tensor) -> list[int]:
+    """Sums of the weights' bit patterns: of all, of every 7th and of every 13th, so that permutations are noticed."""
+    patterns = _local(param).detach().contiguous().view(torch.int16).flatten()
+    return torch.stack([patterns[::stride].sum(dtype=torch.int64) for stride in (1, 7, 13)]).tolist()
