@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.initial_compensation import DITHERED
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
 
@@ -73,7 +72,6 @@ class ForeignFormat:
             raise ValueError(message) from None
         kept = {self.renamed.get(key, key): value for key, value in saved.items() if key not in self.dropped}
         # "nearest" requires no state of a rounding mode; one that is there continues to be used.
-        own = {key: value for key, value in own.items() if key != DITHERED}
         return {**own, **kept, **replaced, "rounding": "nearest"}
 
     def state(

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.initial_compensation import is_dithered, subtract_dither
+from hf_lowprec.optim.initial_compensation import subtract_dither
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -56,8 +55,8 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: `optimizer` holds none of the model's parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    places = dict(_places(optimizer))
-    if not any(id(param) in places for param in model.parameters()):
+    streams = dict(_random_streams(optimizer))
+    if not any(id(param) in streams for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
     def estimate(tensor: Tensor) -> Tensor:
@@ -65,38 +64,34 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         if not tensor.is_floating_point():
             return tensor
         weight = tensor.detach().to(torch.float32, copy=True)
-        if id(tensor) not in places:
+        if id(tensor) not in streams:
             return weight
         # `state[tensor]` would create an entry for a parameter that was never stepped.
         state = optimizer.state.get(tensor, {})
-        missing = _missing_part(tensor, state.get("compensation"), places[id(tensor)]) if state else low_bits(tensor)
-        return weight if missing is None else weight + dtensor_like(missing.float(), tensor)
+        missing: Tensor | None = state.get("compensation") if state else low_bits(tensor)
+        if missing is None:
+            return weight
+        if state and tensor in optimizer.dithered:
+            missing = subtract_dither(missing, tensor, *streams[id(tensor)])
+        return weight + dtensor_like(local_shard(missing).float(), tensor)
 
     return estimate
 
 
-class _Place(NamedTuple):
-    """Where an optimizer has a parameter: its group, its position there, and its number in the random stream."""
+class _RandomStream(NamedTuple):
+    """What determines a parameter's random bits: the seed, and the parameter's number."""
 
-    group: ParamGroup
-    position: int
+    seed: int
     number: int
 
 
-def _places(optimizer: Any) -> Iterator[tuple[int, _Place]]:
-    """The identity and the place of each parameter of `optimizer`."""
-    index = 0
+def _random_streams(optimizer: Any) -> Iterator[tuple[int, _RandomStream]]:
+    """The identity and the random stream of each parameter of `optimizer`."""
+    first = 0
     for group in optimizer.param_groups:
-        for position, param in enumerate(group["params"]):
-            yield id(param), _Place(group, position, index + first_parameter(group))
-            index += 1
-
-
-def _missing_part(param: Tensor, compensation: Tensor | None, place: _Place) -> Tensor | None:
-    """What this rank's shard of the stored weight lacks of the FP32 weight; None if nothing is known of it."""
-    if compensation is None or not is_dithered(place.group, place.position):
-        return None if compensation is None else local_shard(compensation)
-    return subtract_dither(compensation, param, place.group["seed"], place.number)
+        for number, param in enumerate(group["params"], first + first_parameter(group)):
+            yield id(param), _RandomStream(group.get("seed", 0), number)
+        first += len(group["params"])
 
 
 def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import global_indices, local_shard
 from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.dither import as_compensation, dither
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.random_bits import random_bits
-
-DITHERED = "dithered"
-"""Key of a param group: for each of its parameters, "1" if its compensation started with a dither, else "0"."""
 
 _STEP, _ROLE = 0, 0
 """The dither's place in the stream of random bits; optimizer steps count from 1."""
@@ -34,28 +31,29 @@ _CHUNK = 1 << 22
 """Elements that are computed at once; bounds the temporaries."""
 
 
-def initialize_compensation(compensation: Tensor, param: Tensor, group: ParamGroup, position: int, number: int) -> None:
-    """Fill a new compensation, and note in the group whether it is dithered.
+def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: Tensor, seed: int, number: int) -> None:
+    """Fill a new compensation with low bits or a dither, as `optimizer.initial_compensation` says.
 
     Args:
+        optimizer: the optimizer; it notes whether the parameter is dithered.
         compensation: zeros, sharded as `param` is.
         param: the 16-bit parameter.
-        group: its parameter group.
-        position: its position in the group.
+        seed: its group's seed.
         number: its number in the random stream.
     """
-    start = group["initial_compensation"]
-    kept = low_bits(param) if start == "low_bits" else None
-    local = local_shard(compensation)
+    optimizer.dithered.discard(param)
+    if optimizer.initial_compensation == "zero":
+        return
+    kept = low_bits(param) if optimizer.initial_compensation == "low_bits" else None
     if kept is not None:
-        local.copy_(kept)
-    elif start != "zero":
-        _add_dither(local, param, group["seed"], number)
-    set_dithered(group, position, kept is None and start != "zero")
+        local_shard(compensation).copy_(kept)
+    else:
+        _add_dither(local_shard(compensation), param, seed, number)
+        optimizer.dithered.add(param)
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these keyword arguments, or a param group, starts with the low bits that a cast kept."""
+    """Whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
     mode = MODES[settings.get("rounding", "kahan")]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
@@ -72,7 +70,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
             holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
             if not holds or param.dtype == torch.float32:
                 continue
-            kind = group["initial_compensation"]
+            kind = optimizer.initial_compensation
             if optimizer.state.get(param):
                 kind = "from a checkpoint or earlier steps"
             elif kind == "low_bits":
@@ -86,21 +84,7 @@ def reset_compensations(optimizer: Algorithm) -> None:
     for values in optimizer.state.values():
         if isinstance(values, dict) and "compensation" in values:
             values["compensation"].zero_()
-    for group in optimizer.param_groups:
-        group.pop(DITHERED, None)
-
-
-def set_dithered(group: ParamGroup, position: int, dithered: bool) -> None:
-    """Note in the group whether the compensation of the parameter at `position` contains a dither."""
-    if dithered != is_dithered(group, position):
-        flags = group.get(DITHERED, "").ljust(position + 1, "0")
-        group[DITHERED] = flags[:position] + str(int(dithered)) + flags[position + 1 :]
-
-
-def is_dithered(group: ParamGroup, position: int) -> bool:
-    """Whether the compensation of the parameter at `position` contains a dither."""
-    flags: str = group.get(DITHERED, "")
-    return flags[position : position + 1] == "1"
+    optimizer.dithered.clear()
 
 
 @torch.no_grad()

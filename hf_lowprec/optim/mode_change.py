@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.initial_compensation import is_dithered, set_dithered, subtract_dither
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.initial_compensation import subtract_dither
 from hf_lowprec.optim.sharding import global_indices, local_shard
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.random_bits import random_bits
@@ -34,20 +34,17 @@ def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dic
 
 
 @torch.no_grad()
-def fold_compensation(
-    param: Tensor, group: ParamGroup, position: int, number: int, optimizer_state: dict[str, Any]
-) -> None:
+def fold_compensation(optimizer: Algorithm, param: Tensor, group: ParamGroup, number: int) -> None:
     """Round `weight + compensation - dither` to the weight's dtype in the mode of `group`; remove the compensation.
 
     Args:
+        optimizer: the optimizer of `param`.
         param: BF16 or FP16 parameter, which may be a DTensor; this rank's elements are changed in place.
         group: its parameter group, which has the new mode.
-        position: its position in the group.
         number: its number in the random stream.
-        optimizer_state: its entry in `optimizer.state`.
     """
-    compensation = optimizer_state["compensation"]
-    if is_dithered(group, position):
+    compensation = optimizer.state[param]["compensation"]
+    if param in optimizer.dithered:
         compensation = subtract_dither(compensation, param, group["seed"], number)
     part = local_shard(param)
     weight, low_bits = part.contiguous().view(-1), local_shard(compensation).contiguous().view(-1)
@@ -64,5 +61,5 @@ def fold_compensation(
         first = elements.stop
     if weight.data_ptr() != part.data_ptr():
         part.copy_(weight.view(part.shape))
-    del optimizer_state["compensation"]
-    set_dithered(group, position, False)
+    del optimizer.state[param]["compensation"]
+    optimizer.dithered.discard(param)

@@ -42,12 +42,8 @@ class LowPrecisionOptimizer(Algorithm):
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` (unbiased, no
-            extra state; BF16 parameters only) or `"nearest"`. This argument and the next five may also be set per
+            extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be set per
             parameter group.
-        initial_compensation: the compensation that a weight starts with. `"low_bits"`: what the cast to 16 bits rounded
-            off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random number, uniform
-            over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the papers' textbook
-            algorithm, with which weights lag behind their updates at first.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
@@ -59,6 +55,10 @@ class LowPrecisionOptimizer(Algorithm):
             start at 0 and therefore draw the same bits. To give each its own bits, pass the total number of parameters
             in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
             parameters.
+        initial_compensation: the compensation that a weight starts with. `"low_bits"`: what the cast to 16 bits rounded
+            off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random number, uniform
+            over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the papers' textbook
+            algorithm, with which weights lag behind their updates at first.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph. If the learning rate
             changes between replays, it must be a tensor on the device.
@@ -89,11 +89,11 @@ class LowPrecisionOptimizer(Algorithm):
         defaults: ParamGroup,
         *,
         rounding: str = "kahan",
-        initial_compensation: str = "low_bits",
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         state_rounding: str = "stochastic",
         seed: int = 0,
         first_parameter: int | None = None,
+        initial_compensation: str = "low_bits",
         backend: str = "auto",
         capturable: bool = False,
         max_grad_norm: float | None = None,
@@ -102,7 +102,10 @@ class LowPrecisionOptimizer(Algorithm):
     ) -> None:
         validation.check_unexpected_keywords(type(self), unexpected)
         selection.check_backend(backend)
-        validation.check_execution_arguments(capturable, max_grad_norm, skip_nonfinite)
+        validation.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
+        self.initial_compensation = initial_compensation
+        self.dithered: set[Tensor] = set()
+        """Parameters whose compensation started with a dither."""
         self.backend = backend
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
@@ -114,16 +117,14 @@ class LowPrecisionOptimizer(Algorithm):
         defaults = {
             **defaults,
             "rounding": rounding,
-            "initial_compensation": initial_compensation,
             "state_dtype": dict(state_dtype) if isinstance(state_dtype, Mapping) else state_dtype,
             "state_rounding": state_rounding,
             "seed": seed,
         }
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
         if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
-            execution = (backend, capturable, max_grad_norm, skip_nonfinite)
-            stored = (rounding, initial_compensation, str(state_dtype), state_rounding)
-            kind = (type(self), *stored, seed, isinstance(defaults["lr"], Tensor))
+            execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite)
+            kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
             if number := parameter_numbers.next_number((*kind, *execution)):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
@@ -339,7 +340,7 @@ class LowPrecisionOptimizer(Algorithm):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm")},
+            **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -347,4 +348,3 @@ class LowPrecisionOptimizer(Algorithm):
         self._reset()
         for group in self.param_groups:
             group.setdefault("maximize", False)
-            group.setdefault("initial_compensation", "low_bits")

@@ -13,11 +13,11 @@ class Shared(TypedDict, total=False):
     """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
 
     rounding: str
-    initial_compensation: str
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
     state_rounding: str
     seed: int
     first_parameter: int | None
+    initial_compensation: str
     backend: str
     capturable: bool
     max_grad_norm: float | None

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
-from hf_lowprec.optim.initial_compensation import DITHERED
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
@@ -32,13 +31,17 @@ FORMAT = 2
 HEADER = "header"
 """Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
 
-ADDED_KEYS: tuple[str, ...] = ("first_parameter", "initial_compensation", DITHERED)
+ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
 """Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
 group are those of format 1."""
 
 LOW_BITS = "low_bits"
 """Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
 none."""
+
+DITHERED = "dithered"
+"""Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
+if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
 
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
@@ -66,13 +69,16 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     `torch.dtype`.
     """
 
-    def saved_group(group: ParamGroup) -> ParamGroup:
+    def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
+        if not optimizer.dithered.isdisjoint(params):
+            header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
-    saved = {**state_dict, "param_groups": [saved_group(group) for group in state_dict["param_groups"]]}
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    saved = {**state_dict, "param_groups": [saved_group(group, own["params"]) for group, own in groups]}
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
     return {**saved, LOW_BITS: kept} if kept else saved
@@ -176,7 +182,8 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
-    return Prepared({**state_dict, "state": states, "param_groups": own_modes}, notes)
+    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: _dithered(saved_groups)}
+    return Prepared(loadable, notes)
 
 
 def _check_header(name: str, saved: ParamGroup, where: str) -> None:
@@ -244,7 +251,7 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in the group as well"
         )
-    return {"initial_compensation": group["initial_compensation"], **{key: defaults[key] for key in missing}, **saved}
+    return {**{key: defaults[key] for key in missing}, **saved}
 
 
 def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
@@ -375,10 +382,25 @@ def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
 
 
+def _dithered(saved_groups: list[ParamGroup]) -> set[Any]:
+    """The numbers of dithered parameters."""
+    dithered = set()
+    for group in saved_groups:
+        flags = group.get(HEADER, {}).get(DITHERED, "")
+        dithered |= {number for number, flag in zip(group["params"], flags, strict=False) if flag == "1"}
+    return dithered
+
+
 def restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Restore the low bits of parameters that had not been stepped, and drop those that the loaded states hold."""
+    """Restore which parameters are dithered, and the low bits of parameters that had not been stepped.
+
+    Low bits that the cast of the model has kept are dropped where the loaded states hold them.
+    """
     saved = state_dict.get(LOW_BITS, {})
+    optimizer.dithered.clear()
     for param, number, _ in _parameters(optimizer, state_dict):
+        if number in state_dict[DITHERED]:
+            optimizer.dithered.add(param)
         if number in saved:
             restore_saved_low_bits(param, saved[number])
         elif _states_with_low_bits() & state_dict["state"].get(number, {}).keys():

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
-from hf_lowprec.optim.initial_compensation import is_dithered, subtract_dither
+from hf_lowprec.optim.initial_compensation import subtract_dither
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state_dict import HEADER, from_saved_form
+from hf_lowprec.optim.state_dict import DITHERED, HEADER, from_saved_form
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
@@ -73,13 +73,18 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
     compensations: list[tuple[Tensor, Tensor]] = []
     index = 0
     for group, saved in zip(groups, saved_groups, strict=True):
-        added = {key: value for key, value in saved.get(HEADER, {}).items() if key not in saved}
+        header = saved[HEADER]
+        dithered = header.get(DITHERED, "")
         for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
             state = dict(state_dict["state"].get(number, {}))
             compensation = state.pop("compensation", None)
             if compensation is not None:
-                place = (position, index + first_parameter(added))
-                compensations.append((param, _exact_compensation(param, compensation, saved | added, *place, name)))
+                weight = _weight_in_16_bits(param, name)
+                compensation = compensation.to(param.device)
+                if dithered[position : position + 1] == "1":
+                    number_in_stream = index + first_parameter(header)
+                    compensation = subtract_dither(compensation, weight, saved["seed"], number_in_stream)
+                compensations.append((param, compensation.float()))
             if state:
                 states[number] = _state(state, group)
             index += 1
@@ -100,13 +105,11 @@ def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:
     return step | {name: value.float() for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
 
 
-def _exact_compensation(
-    param: Tensor, compensation: Tensor, saved: ParamGroup, position: int, number: int, name: str
-) -> Tensor:
-    """What the weight lacks: its compensation without the dither; FP32 of the shape of `param`.
+def _weight_in_16_bits(param: Tensor, name: str) -> Tensor:
+    """The weight that a compensation belongs to: the FP32 `param`, which has a 16-bit value, in its 16-bit dtype.
 
     Raises:
-        ValueError: `param` cannot take it in.
+        ValueError: `param` cannot take in a compensation, or has another value.
     """
     if is_sharded(param) or param.dtype != torch.float32:
         what = "sharded" if is_sharded(param) else dtype_name(param.dtype)
@@ -115,11 +118,9 @@ def _exact_compensation(
             "in FP32 (from_pretrained with dtype='float32', no FSDP), resume with the optim= it was saved with, or "
             f"{START_AGAIN}"
         )
-    compensation = compensation.to(param.device)
     for weight in map(param.detach().to, LOW_PRECISION_DTYPES):
         if torch.equal(weight.float(), param):
-            dithered = is_dithered(saved, position)
-            return subtract_dither(compensation, weight, saved["seed"], number) if dithered else compensation.float()
+            return weight
     raise ValueError(
         "the model's weights are not the 16-bit weights of this checkpoint, to which its compensation belongs; load "
         "the checkpoint's weights first"

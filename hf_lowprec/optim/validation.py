@@ -32,7 +32,7 @@ LARGEST = torch.finfo(torch.float32).max
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
 """Arguments with which torch's optimizers choose an implementation of the step."""
 _NOT_NEEDED = "every backend is fused, and steps are not differentiable"
-EXECUTION_ARGUMENTS = {"backend", "capturable", "max_grad_norm", "skip_nonfinite"}
+EXECUTION_ARGUMENTS = {"initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite"}
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
 
@@ -85,8 +85,13 @@ def check_betas(betas: Iterable[Any]) -> None:
         check_range(f"betas[{k}]", beta, 0.0, 1.0)
 
 
-def check_execution_arguments(capturable: Any, max_grad_norm: Any, skip_nonfinite: Any) -> None:
+def check_execution_arguments(
+    initial_compensation: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
+) -> None:
     """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
+    if initial_compensation not in INITIAL_COMPENSATIONS:
+        valid = ", ".join(map(repr, INITIAL_COMPENSATIONS))
+        raise ValueError(f"initial_compensation={initial_compensation!r} is unknown; valid are {valid}")
     for name, value in (("capturable", capturable), ("skip_nonfinite", skip_nonfinite)):
         if not is_boolean(value):
             raise ValueError(f"{name}={value!r} is not True or False")
@@ -192,7 +197,6 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
             "cannot be put into param_groups; use load_state_dict"
         )
     check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
-    check_one_of("initial_compensation", group["initial_compensation"], INITIAL_COMPENSATIONS, where)
     check_integer("seed", group["seed"], where)
     first = first_parameter(group)
     check_integer("first_parameter", first, where)

@@ -143,10 +143,10 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
 
 
 def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The keyword arguments or the param groups of an hf_lowprec optimizer that the Trainer gets, if it gets one."""
+    """The settings of an hf_lowprec optimizer that is passed to the Trainer, if there is one."""
     optimizer, _ = arguments.get("optimizers") or (None, None)
     if isinstance(optimizer, LowPrecisionOptimizer):
-        return optimizer.param_groups
+        return [{**group, "initial_compensation": optimizer.initial_compensation} for group in optimizer.param_groups]
     cls, kwargs = arguments.get("optimizer_cls_and_kwargs") or (None, {})
     return [kwargs] if isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer) else []
 

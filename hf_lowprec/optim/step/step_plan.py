@@ -80,16 +80,16 @@ class StepPlan:
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._entries: list[ParamEntry] = []
-        self._in_new_mode: list[tuple[ParamEntry, int]] = []
+        self._in_new_mode: list[ParamEntry] = []
         self._tensors: list[Tensor] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
-        for entry, position in self._in_new_mode:  # all entries have been checked
+        for entry in self._in_new_mode:  # all entries have been checked
             with interrupts.deferred():
-                fold_compensation(entry.param, entry.group, position, entry.number, entry.optimizer_state)
+                fold_compensation(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
@@ -119,7 +119,7 @@ class StepPlan:
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
             states = states_by_dtype[param.dtype]
             number = index + operator.index(validation.first_parameter(group))
-            optimizer_state = _initialized_state(optimizer, param, group, states, index - first, number)
+            optimizer_state = _initialized_state(optimizer, param, group, states, number)
             tensors = {state.name: optimizer_state[state.name] for state in states}
             former = states_of_other_modes(param, group, optimizer_state)
             for tensor in (grad, *tensors.values(), *(optimizer_state[name] for name in sorted(former))):
@@ -143,7 +143,7 @@ class StepPlan:
             entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
             self._entries.append(entry)
             if former:
-                self._in_new_mode.append((entry, index - first))
+                self._in_new_mode.append(entry)
             self._tensors += (param, *tensors.values())
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], position: int, number: int
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], number: int
 ) -> dict[str, Any]:
     """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
 
@@ -296,7 +296,6 @@ def _initialized_state(
         param: the parameter.
         group: its group.
         states: the states that it has.
-        position: its position in the group.
         number: its number in the random stream.
     """
     optimizer_state: dict[str, Any] = optimizer.state[param]
@@ -307,7 +306,7 @@ def _initialized_state(
             dtype = validation.state_dtype(state.name, param.dtype, group)
             optimizer_state[state.name] = zeros_apart(param, dtype, k, len(states))
             if state.holds_low_bits:
-                initialize_compensation(optimizer_state[state.name], param, group, position, number)
+                initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)
     return optimizer_state
 
