@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
@@ -48,22 +49,18 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
     if not call.trainer.is_fsdp_enabled:
         call.proceed()
         return
+    if _has_our_state_of_fsdp(checkpoint) is False:
+        raise ValueError(
+            f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
+            f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
+        )
     # A distributed checkpoint is loaded into the states that the optimizer has, so these must be those of its mode.
     own = [group["rounding"] for group in optimizer.param_groups]
-    try:
-        with _in_saved_modes(optimizer, checkpoint):
-            call.proceed()
-            saved = [group["rounding"] for group in optimizer.param_groups]
-    except RuntimeError as error:
-        if "Missing key" not in str(error):
-            raise
-        raise ValueError(
-            f"{str(checkpoint)!r} has not all of the optimizer's state ({error}). Distributed checkpoints of other "
-            f"optimizers are not converted: resume with the optim= that saved it, or {START_AGAIN}"
-        ) from error
-    finally:
-        for group, mode in zip(optimizer.param_groups, own, strict=True):
-            group["rounding"] = mode
+    with _in_saved_modes(optimizer, checkpoint):
+        call.proceed()
+        saved = [group["rounding"] for group in optimizer.param_groups]
+    for group, mode in zip(optimizer.param_groups, own, strict=True):
+        group["rounding"] = mode
     if saved != own:
         logger.warning(
             "hf_lowprec: the rounding mode changes from %s to %s: before the next step, a compensation is created for "
@@ -92,10 +89,10 @@ def _in_saved_modes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Itera
 
 
 def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    if call.trainer.is_fsdp_enabled and _saved_modes(checkpoint):
+    if call.trainer.is_fsdp_enabled and _has_our_state_of_fsdp(checkpoint):
         raise ValueError(
-            f"{str(checkpoint)!r} was saved by an optimizer of hf_lowprec, and distributed checkpoints are not "
-            f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
+            f"{str(checkpoint)!r} was saved under FSDP by an optimizer of hf_lowprec, and distributed checkpoints are "
+            f"not converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
         )
     converted: list[ForTorch] = []
 
@@ -118,6 +115,16 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
             type(optimizer).__name__,
             len(one.compensations),
         )
+
+
+def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
+    """Whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
+    whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
+    if whole.is_file():
+        return is_ours(torch.load(whole, weights_only=True, mmap=True))
+    if not sharded.is_dir():
+        return None
+    return any(key.endswith(".state_rounding") for key in FileSystemReader(sharded).read_metadata().state_dict_metadata)
 
 
 def _saved_modes(checkpoint: Path) -> list[str]:
