@@ -208,6 +208,22 @@ def test_parameters_without_a_gradient_keep_theirs_until_they_have_one():
     assert torch.equal(exact(optimizer)[1], sums[1])
 
 
+@pytest.mark.parametrize(("first", "then"), [("kahan", "stochastic"), ("stochastic", "kahan")])
+def test_a_change_before_gradients_are_clipped(first, then):
+    """`clip_grad_norm_` makes the plan, with autograd on."""
+    optimizers = [stepped(first) for _ in range(2)]
+    for optimizer, clips in zip(optimizers, (True, False), strict=True):
+        set_mode(optimizer, then)
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+    one, other = map(everything, optimizers)
+    assert_equal(one["state"], other["state"])
+    assert_equal(one["params"], other["params"])
+
+
 def test_a_strided_parameter_is_folded():
     param = nn.Parameter(weights(60).detach().view(6, 10).t())
     optimizer = AdamW([param], lr=1e-5)
