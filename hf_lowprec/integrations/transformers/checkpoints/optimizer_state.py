@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
