@@ -24,7 +24,7 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
         checkpoint: a folder with `model*.safetensors`.
 
     Returns:
-        The number of parameters.
+        The number of parameters that have low bits.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     count = 0
@@ -38,6 +38,5 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
                     continue
                 exact = file.get_tensor(name).to(param.device)
                 if exact.shape == param.shape and torch.equal(exact.to(param.dtype), param):
-                    keep_low_bits(param, exact)
-                    count += 1
+                    count += keep_low_bits(param, exact)
     return count
