@@ -69,7 +69,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
             if not holds or param.dtype == torch.float32:
                 continue
             kind = optimizer.initial_compensation
-            if optimizer.state.get(param):
+            if "compensation" in optimizer.state.get(param, {}):
                 kind = "from a checkpoint or earlier steps"
             elif kind == "low_bits":
                 kind = "dither" if low_bits(param) is None else "low bits"
