@@ -21,14 +21,11 @@ from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import global_indices, local_shard
 from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.dither import as_compensation, dither
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.low_bits import chunk_size, low_bits
 from hf_lowprec.rounding.random_bits import random_bits
 
 _STEP, _ROLE = 0, 0
 """The dither's place in the stream of random bits; optimizer steps count from 1."""
-
-_CHUNK = 1 << 22
-"""Elements that are computed at once; bounds the temporaries."""
 
 
 def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: Tensor, seed: int, number: int) -> None:
@@ -109,7 +106,7 @@ def _add_dither(target: Tensor, param: Tensor, seed: int, number: int, sign: flo
     """Add the dither, rounded to BF16, times `sign`, to a contiguous `target` of the shape of this rank's shard."""
     weight, flat = local_shard(param).contiguous().view(-1), target.view(-1)
     first = 0
-    for index in global_indices(param, _CHUNK):
+    for index in global_indices(param, chunk_size(weight.device)):
         part = slice(first, first + len(index))
         bits = random_bits(seed=seed, step=_STEP, parameter=number, role=_ROLE, index=index)
         flat[part] += as_compensation(weight[part], dither(weight[part], bits)).to(target.dtype) * sign

@@ -140,14 +140,21 @@ def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:
 
 
 def global_indices(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The indices in the full tensor of this rank's elements, in the shard's order; int64, `chunk` at a time."""
+    """The indices in the full tensor of this rank's elements, in the shard's order, `chunk` at a time.
+
+    They are int32 if the tensor has fewer than 2³¹ elements, else int64.
+    """
+    options: dict[str, Any] = {
+        "dtype": torch.int32 if tensor.numel() < 1 << 31 else torch.int64,
+        "device": local_shard(tensor).device,
+    }
     runs = list(contiguous_runs(tensor))
-    ends = torch.tensor([run.local_start + run.length for run in runs], device=tensor.device)
-    shifts = torch.tensor([run.global_start - run.local_start for run in runs], device=tensor.device)
+    ends = torch.tensor([run.local_start + run.length for run in runs], **options)
+    shifts = torch.tensor([run.global_start - run.local_start for run in runs], **options)
     count = local_shard(tensor).numel()
     for first in range(0, count, chunk):
-        positions = torch.arange(first, min(first + chunk, count), device=tensor.device)
-        yield positions + shifts[torch.searchsorted(ends, positions, right=True)]
+        positions = torch.arange(first, min(first + chunk, count), **options)
+        yield positions + (shifts if len(runs) == 1 else shifts[torch.searchsorted(ends, positions, right=True)])
 
 
 def _is_shard(placement: Any) -> bool:

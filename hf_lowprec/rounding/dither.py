@@ -10,40 +10,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.fp32_math import bit_pattern
-from hf_lowprec.rounding.nearest import round_nearest
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits of an FP32 mantissa that a 16-bit dtype lacks."""
+_SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-14}
+"""Smaller weights get no dither: zeros, and subnormal FP16 numbers, which have another spacing as FP32 numbers."""
 
 
 def dither(weight: Tensor, bits: Tensor) -> Tensor:
-    """A random number, uniform over the interval of values that round to `weight`, relative to it.
+    """A random number such that `weight` plus it rounds to `weight`.
 
-    The interval ends halfway to the two neighbours. Below a power of two the neighbour is half as far, so the interval
-    is not symmetric there.
+    As likely positive as negative, and uniform up to halfway to either neighbour. The neighbour below a power of two is
+    half as far, so twice as many weights move there, half as far each: on average, weights move as much as the updates.
 
     Args:
         weight: BF16 or FP16 tensor of any shape.
         bits: int32 tensor of the same shape, uniform in [0, 65536).
 
     Returns:
-        FP32 tensor of the same shape, exact (it is not rounded to 16 bits). Zero for zeros, infinities and NaN, and for
-        the largest finite values, whose upper neighbour is infinite.
+        FP32 tensor of the same shape, not rounded to 16 bits. Zero for zeros and subnormal FP16 weights; anything for
+        infinities and NaN.
     """
-    pattern = weight.view(torch.int16) & 0x7FFF
-    magnitude = pattern.view(weight.dtype).float()
-    above = (pattern + 1).view(weight.dtype).float() - magnitude
-    below = magnitude - (pattern - 1).view(weight.dtype).float()
-    # Both widths are powers of two, so nothing here rounds.
-    value = (above + below) * ((bits.float() + 0.5) * 2.0**-17) - below * 0.5
-    value = torch.where((magnitude > 0) & torch.isfinite(above), value, 0.0)
-    return torch.where(weight < 0, -value, value)
+    dropped, exact = _DROPPED_BITS[weight.dtype], weight.float()
+    # In FP32's bit patterns, the values that round to the weight are those less than half a 16-bit pattern away.
+    offset = ((bits >> (16 - dropped)) | 1) - (1 << (dropped - 1))
+    value = (exact.view(torch.int32) + offset).view(torch.float32) - exact
+    return torch.where(exact.abs() >= _SMALLEST[weight.dtype], value, 0.0)
 
 
 def as_compensation(weight: Tensor, low_bits: Tensor) -> Tensor:
     """Round what an FP32 value has beyond a stored `weight` to BF16, such that weight + result still rounds to weight.
 
     Half a spacing is a tie, which goes to the even weight. So the low bits of even weights are rounded to nearest, and
-    may become half a spacing; those of odd weights are truncated. On average over both, as many weights are within
-    reach of an update at their neighbour's side as before rounding.
+    may become half a spacing; those of odd weights are truncated.
 
     Args:
         weight: BF16 or FP16 tensor of any shape.
@@ -52,7 +50,6 @@ def as_compensation(weight: Tensor, low_bits: Tensor) -> Tensor:
     Returns:
         BF16 tensor of the same shape. Values that are not finite become zero.
     """
-    low_bits = torch.where(torch.isfinite(low_bits), low_bits, 0.0)
-    truncated = (bit_pattern(low_bits) & -0x10000).view(torch.float32)
-    is_odd = (weight.view(torch.int16) & 1) == 1
-    return torch.where(is_odd, truncated, round_nearest(low_bits)).to(torch.bfloat16)
+    truncated = (low_bits.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    is_odd = (weight.view(torch.int16) & 1).bool()
+    return torch.where(is_odd, truncated, low_bits.to(torch.bfloat16)).nan_to_num_(0.0, 0.0, 0.0)

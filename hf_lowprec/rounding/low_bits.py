@@ -15,8 +15,6 @@ from hf_lowprec.rounding.dither import as_compensation
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
 
 _ATTRIBUTE = "_low_bits"
-_CHUNK = 1 << 22
-"""Elements that are computed at once; bounds the temporaries."""
 
 
 class _LowBits(NamedTuple):
@@ -33,8 +31,9 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> None:
     """
     weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
     kept = torch.empty_like(weights, dtype=torch.bfloat16)
-    for first in range(0, len(weights), _CHUNK):
-        part = slice(first, first + _CHUNK)
+    chunk = chunk_size(weights.device)
+    for first in range(0, len(weights), chunk):
+        part = slice(first, first + chunk)
         kept[part] = as_compensation(weights[part], exacts[part] - weights[part].float())
     set_low_bits(param, kept.view(param.shape))
 
@@ -70,6 +69,11 @@ def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
 def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:
     """Keep the low bits that `low_bits_to_save` has returned. The weights that they belong to may be loaded later."""
     setattr(param, _ATTRIBUTE, _LowBits(**saved))
+
+
+def chunk_size(device: torch.device) -> int:
+    """Elements that are computed at once: on a CPU, few enough for the temporaries to stay in the cache."""
+    return (1 << 15) * torch.get_num_threads() if device.type == "cpu" else 1 << 24
 
 
 def _local(param: Tensor) -> Tensor:

@@ -111,13 +111,13 @@ def random_bits(*, seed: int, step: int, parameter: int, role: int, index: Tenso
         step: the parameter's step count, which starts at 1; bits repeat after 2³² steps.
         parameter: the parameter's number: its position in the optimizer, counted from its group's `first_parameter`.
         role: 0 for the weight or its compensation, the others one per state (see each algorithm's `states`).
-        index: int64 tensor of global element indices.
+        index: tensor of global element indices: int64, or int32 if all are below 2³¹.
 
     Returns:
         int32 tensor of the shape of `index`, uniform in [0, 65536).
     """
     streams = torch.tensor(stream_keys(seed, parameter, word_of(role)), dtype=torch.int32, device=index.device)
-    high = (index >> 32).to(torch.int32)
+    high = torch.zeros_like(streams[0]) if index.dtype == torch.int32 else (index >> 32).to(torch.int32)
     low = torch.tensor(_int32(step & 0xFFFFFFFF), dtype=torch.int32, device=index.device)
     keys = step_keys(streams[0], streams[1], low, high)
     return lane(random_word(index.to(torch.int32), *keys), role)
