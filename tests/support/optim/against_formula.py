@@ -191,7 +191,8 @@ def displacements(cls, reference, *, steps: int = 1000, count: int = 4096, **hyp
     start = (torch.randn(count, generator=random) * 0.02).to(BF16)
     mean = torch.randn(count, generator=random) * 0.3
     variants = {
-        name: cls([torch.nn.Parameter(start.clone())], **TEXTBOOK, **hyper, **options) for name, options in VARIANTS.items()
+        name: cls([torch.nn.Parameter(start.clone())], **TEXTBOOK, **hyper, **options)
+        for name, options in VARIANTS.items()
     }
     exact = torch.nn.Parameter(start.double())
     in_fp64 = reference([exact], **hyper)
