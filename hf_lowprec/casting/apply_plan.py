@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
-from hf_lowprec.casting.earlier_casts import remove_mark
+from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hook_placement import HookKind
 from hf_lowprec.casting.hooks import (
@@ -20,11 +20,12 @@ from hf_lowprec.casting.hooks import (
 )
 from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
+from hf_lowprec.casting.loss_warning import install_loss_warning, remove_loss_warning
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import frozen_tensors
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
-from hf_lowprec.casting.rounded_weights import KeptTensor, rounded_weight_warnings
+from hf_lowprec.casting.rounded_weights import LoadedTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 
@@ -35,6 +36,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "downcast inputs": install_input_downcast,
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
+    "warn of 16-bit losses": lambda module, dtype: install_loss_warning(module),
 }
 """The function that installs each kind of hook; it returns whether the hook is new."""
 
@@ -66,18 +68,23 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         exact = tensor.data
         if planned.action != "leave":
             convert_in_place(tensor, planned.dtype)
-        if keep_low_bits and planned.action == "cast" and _has_low_bits(exact, tensor):
-            keep_low_bits_of(tensor, exact)
+        may_have_low_bits = planned.action == "cast" and _was_trainable_fp32(exact, tensor)
+        if keep_low_bits and may_have_low_bits and keep_low_bits_of(tensor, exact):
             low_bits.append(planned.name)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
 
-    restorations, weights = dict[str, Restoration](), list[KeptTensor]()
+    restorations, weights = dict[str, Restoration](), list[LoadedTensor]()
     for planned in plan.tensors:
         owner, name = modules[planned.target.owners[0].module], planned.name
         if planned.action == "keep" and is_rotary(owner):
             restorations[name] = restore_table(owner, name.rpartition(".")[2], planned.target.tensor)
         elif planned.action == "keep":
-            weights.append(KeptTensor(name, planned.target.tensor, dtypes_before[name]))
+            weights.append(LoadedTensor(name, planned.target.tensor, dtypes_before[name]))
+    trained = [
+        LoadedTensor(planned.name, planned.target.tensor, dtypes_before[planned.name])
+        for planned in to_cast
+        if _is_trainable(planned.target.tensor) and not was_cast(modules[planned.target.owners[0].module])
+    ]
     lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
@@ -86,17 +93,19 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         low_bits=tuple(low_bits),
         warnings=(
             *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
-            *rounded_weight_warnings(modules.values(), weights),
+            *rounded_weight_warnings(modules.values(), weights, trained),
             *numbers,
         ),
     )
 
 
-def _has_low_bits(exact: Tensor, tensor: Tensor) -> bool:
+def _was_trainable_fp32(exact: Tensor, tensor: Tensor) -> bool:
     """Whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
-    return (
-        isinstance(tensor, nn.Parameter) and tensor.requires_grad and exact.dtype == torch.float32 and not exact.is_meta
-    )
+    return _is_trainable(tensor) and exact.dtype == torch.float32 and not exact.is_meta
+
+
+def _is_trainable(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
@@ -131,6 +140,7 @@ def remove_cast(model: nn.Module) -> None:
         remove_conversion_hooks(module)
         remove_input_downcast(module)
         remove_advice(module)
+        remove_loss_warning(module)
         remove_fp32_loss(module)
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors

@@ -6,7 +6,7 @@ from torch import nn
 from hf_lowprec.casting.apply_plan import convert_tensors, install_hooks, remove_cast
 from hf_lowprec.casting.cast_plan import make_plan
 from hf_lowprec.casting.cast_report import CastReport, dtype_totals
-from hf_lowprec.casting.earlier_casts import cast_dtypes, marks_in, set_marks
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes, marks_in, set_marks
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import KeepFp32, as_entries
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -66,7 +66,7 @@ def cast_model(
     Raises:
         ValueError: `dtype` is unsupported or differs from that of an earlier cast; an entry of `keep_fp32` matches
             nothing, covers quantized weights, or names a tensor that an earlier cast has rounded; the model is already
-            wrapped or sharded.
+            wrapped, sharded or prepared for training.
         TypeError: an entry of `keep_fp32` is neither a string nor a module class.
     """
     check_model_and_dtype(model, dtype)
@@ -111,12 +111,17 @@ def uncast_model(model: nn.Module) -> None:
 
 
 def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise ValueError if the dtype is unsupported or differs from an earlier cast's, or the model is wrapped."""
+    """Raise ValueError if `dtype` is invalid, differs from an earlier cast's, or the model is wrapped or prepared."""
     if dtype not in LOW_PRECISION_DTYPES:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
     for module in model.modules():
         names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
         if wrappers := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
             raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(wrappers)})")
+        if module in PREPARED_UNCAST:
+            raise ValueError(
+                f"cast before prepare: {type(module).__name__} was already prepared for training; call "
+                "cast_model(model) before accelerator.prepare"
+            )
     if earlier_dtypes := {str(earlier) for earlier in cast_dtypes(model) if earlier != dtype}:
         raise ValueError(f"the model was already cast to {min(earlier_dtypes)}, so it cannot be cast to {dtype}")

@@ -31,8 +31,8 @@ from hf_lowprec.casting.hook_placement import (
     HookKind,
     HookPlan,
     OutputHeads,
+    advice_hooks,
     downcast_input_hooks,
-    dtype_error_hooks,
     fp32_prediction_hooks,
     fp32_result_hooks,
     kept_module_hooks,
@@ -172,7 +172,7 @@ def plan_hooks(
         *fp32_prediction_hooks(tree, dtype),
         *weighted_prediction_hooks(tree, parts, dtype),
         *input_hooks,
-        *dtype_error_hooks(tree, [hook.module for hook in input_hooks]),
+        *advice_hooks(tree, [hook.module for hook in input_hooks]),
     )
 
 

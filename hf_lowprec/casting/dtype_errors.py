@@ -1,4 +1,7 @@
-"""Advice on torch's errors about mixed dtypes in a cast model: which module failed, and what to keep in FP32."""
+"""Advice on torch's errors about mixed dtypes in a cast model: which module failed, and what to change.
+
+That is what to keep in FP32, or, if the model was converted or sharded the wrong way after its cast, that line.
+"""
 
 import fnmatch
 import linecache
@@ -12,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks import remove_hooks
 from hf_lowprec.casting.input_hooks import numbers_of
 from hf_lowprec.casting.module_tree import join
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
 # Phrases of torch 2.13's messages about products, convolutions, attention, norms, recurrent layers, losses and
 # indexed writes.
@@ -26,6 +30,7 @@ _MISMATCH = re.compile(
 )
 # The same phrases about integers and complex numbers are errors of another kind.
 _INTEGERS = re.compile(r"\b(Long|Int|Short|Char|Byte|Bool|int|bool|u?int\d+)\b|c10::complex|Complex")
+_SHARDED_TOGETHER = "FSDP expects uniform original parameter dtype"
 _TO_FLOAT32 = {"float", "float32", "double", "float64"}  # names in code that converts to FP32
 
 
@@ -48,15 +53,42 @@ def explain_dtype_error(module: nn.Module, args: Any, output: Any) -> None:
     if output is not None or torch.compiler.is_compiling():
         return
     error = sys.exc_info()[1]
-    if not isinstance(error, RuntimeError | ValueError) or not error.args or not isinstance(error.args[0], str):
+    if (
+        not isinstance(error, RuntimeError | ValueError | AssertionError)
+        or not error.args
+        or not isinstance(error.args[0], str)
+    ):
         return
     text = error.args[0]
     # The outermost frame is the call of this module; it is not in code that calls the model to handle another error.
     trace = error.__traceback__
     if trace is None or trace.tb_frame.f_locals.get("self") is not module:
         return
-    if _MISMATCH.search(text) and not _INTEGERS.search(text):
-        error.args = (f"{text}\n{_advice(module, trace)}", *error.args[1:])
+    if text.startswith(_SHARDED_TOGETHER):
+        error.args = (f"{text}\n{_ADVICE_FOR_FSDP2}", *error.args[1:])
+    elif _MISMATCH.search(text) and not _INTEGERS.search(text):
+        error.args = (f"{text}\n{_conversion_advice(module) or _advice(module, trace)}", *error.args[1:])
+
+
+_ADVICE_FOR_FSDP2 = (
+    "hf_lowprec: a cast model has norms in FP32, which FSDP2 must shard separately. Call "
+    "`prepare_accelerator(accelerator)` before `accelerator.prepare` or, without Accelerate, "
+    "`hf_lowprec.reduction.shard_fp32_parameters(model)` before the first `fully_shard`."
+)
+
+
+def _conversion_advice(model: nn.Module) -> str | None:
+    """Name the line to remove if the whole model was converted to another dtype after its cast."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    cast_to = cast_dtypes(model)
+    if not dtypes or dtypes & cast_to:
+        return None
+    now, before = min(map(dtype_name, dtypes)), min(map(dtype_name, cast_to))
+    return (
+        f"hf_lowprec: the model was converted to {now} after cast_model had converted it to {before}. Remove that line "
+        "(`model.half()`, `model.float()`, `model.to(…)`). Accelerate converts as well, under FSDP2 with mixed "
+        "precision: call `prepare_accelerator(accelerator)` before `accelerator.prepare`."
+    )
 
 
 def _advice(model: nn.Module, trace: TracebackType) -> str:

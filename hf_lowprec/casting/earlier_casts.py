@@ -1,5 +1,6 @@
 """The mark that a cast leaves on every module. A later call recognizes it, even on a part of the model."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from torch import nn
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import Entry
 
 _ATTRIBUTE = "_low_precision_cast"
+PREPARED_UNCAST: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that were prepared for training (by an Accelerator) before they were cast. The layers above add them."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class CastMark:
 def marks_in(model: nn.Module) -> list[CastMark]:
     """The marks in a model; empty if neither it nor a part of it was cast."""
     return [mark for module in model.modules() if (mark := vars(module).get(_ATTRIBUTE)) is not None]
+
+
+def was_cast(module: nn.Module) -> bool:
+    """Whether a cast has left its mark on this module itself."""
+    return _ATTRIBUTE in vars(module)
 
 
 def cast_dtypes(model: nn.Module) -> set[torch.dtype]:

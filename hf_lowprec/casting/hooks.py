@@ -60,10 +60,15 @@ _OUTPUT_DOWNCASTS = (downcast_outputs_to_bfloat16, downcast_outputs_to_float16)
 
 def install_input_upcast(module: nn.Module) -> bool:
     """Make a module get its floating inputs in FP32. Return whether the hook is new."""
-    if upcast_inputs in module._forward_pre_hooks.values():
+    if upcasts_inputs(module):
         return False
     module.register_forward_pre_hook(upcast_inputs, with_kwargs=True)
     return True
+
+
+def upcasts_inputs(module: nn.Module) -> bool:
+    """Whether a cast has kept a module in FP32, so that it gets its floating inputs in FP32."""
+    return upcast_inputs in module._forward_pre_hooks.values()
 
 
 def install_output_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
@@ -83,15 +88,20 @@ def install_output_upcast(module: nn.Module) -> bool:
 
 def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
     """Make a model return FP32 to the code that calls it; with `next_to_loss`, even if it also returns a loss."""
-    if any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values()):
+    if returns_float32(model):
         return
     # Last, after the hooks that round outputs.
     model.register_forward_hook(upcast_model_outputs if next_to_loss else upcast_model_outputs_without_loss)
 
 
+def returns_float32(model: nn.Module) -> bool:
+    """Whether `install_model_output_upcast` was called for a model."""
+    return any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values())
+
+
 def remove_model_output_upcast(module: nn.Module) -> bool:
     """Undo `install_model_output_upcast` and upcasts of outputs below. Return whether it was installed."""
-    installed = any(hook in _MODEL_OUTPUT_UPCASTS for hook in module._forward_hooks.values())
+    installed = returns_float32(module)
     for part in module.modules() if installed else ():
         remove_hooks(part, lambda hook: hook in (*_MODEL_OUTPUT_UPCASTS, upcast_outputs))
     return installed

@@ -1,7 +1,9 @@
-"""Warnings about tensors kept in FP32 that had already been rounded to 16 bits when they were loaded.
+"""A warning about tensors that were rounded to 16 bits when they were loaded, although their digits are of use.
 
-`save_pretrained` writes each tensor in its own dtype, and `from_pretrained` gives all of them the one dtype of the
-config, which is that of the first parameter: FP32 norms of a saved BF16 model come back in BF16.
+These are tensors that the cast keeps in FP32, and trainable parameters whose checkpoint is FP32: with Kahan summation,
+an optimizer uses the digits that the cast rounds off. `save_pretrained` writes each tensor in its own dtype, and
+`from_pretrained` gives all of them the one dtype of the config, which is that of the first parameter: FP32 norms of a
+saved BF16 model come back in BF16.
 """
 
 import json
@@ -14,44 +16,69 @@ from torch import Tensor, nn
 
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
-_STORED_16_BIT = ("BF16", "F16")  # as safetensors spells them
+_STORED_16_BIT, _STORED_FP32 = ("BF16", "F16"), ("F32",)  # as safetensors spells them
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 @dataclass(frozen=True, eq=False)
-class KeptTensor:
-    """A tensor that a cast keeps in FP32."""
+class LoadedTensor:
+    """A tensor as it was before a cast."""
 
     name: str
     tensor: Tensor
     loaded_dtype: torch.dtype  # before the cast
 
 
-def rounded_weight_warnings(modules: Iterable[nn.Module], kept: Iterable[KeptTensor]) -> Iterator[str]:
-    """Yield one line about tensors that may have lost digits when they were loaded, if there are any.
+def rounded_weight_warnings(
+    modules: Iterable[nn.Module], kept: Iterable[LoadedTensor], trained: Iterable[LoadedTensor]
+) -> Iterator[str]:
+    """Yield one line about tensors that lost digits when they were loaded, if there are any.
 
     Tensors that the model's checkpoint itself has in 16 bits lost nothing in loading. Where no checkpoint is at hand,
-    tensors of zeros and ones are taken for initial values, which fit 16 bits.
+    tensors of zeros and ones are taken for initial values, which fit 16 bits, and nothing is said of `trained`.
 
     Args:
         modules: every module of the model; those of transformers say which checkpoint they were loaded from.
         kept: the tensors kept in FP32, rotary tables excluded.
+        trained: the trainable parameters that no cast has had in FP32, of which one could have kept the low bits.
     """
-    candidates = [weight for weight in kept if weight.loaded_dtype in LOW_PRECISION_DTYPES]
-    stored = dict(_stored_dtypes(modules)) if candidates else {}
+    kept, trained = list(filter(_in_16_bits, kept)), list(filter(_in_16_bits, trained))
+    stored = dict(_stored_dtypes(modules)) if kept or trained else {}
     stored = {name.partition(".")[2]: dtype for name, dtype in stored.items()} | stored  # loaded into a base model
     rounded = []
-    for weight in candidates:
+    for weight in kept:
         dtype = _stored_dtype_of(weight.name, stored)
         if dtype not in _STORED_16_BIT and (dtype is not None or not _is_initial(weight.tensor)):
             rounded.append(weight)
+    with_low_bits = [weight for weight in trained if _stored_dtype_of(weight.name, stored) in _STORED_FP32]
     if rounded:
-        yield (
+        text = (
             f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) arrived in "
             f"{dtype_name(rounded[0].loaded_dtype)}. If their checkpoint has them in FP32, as one that is saved after "
             "training here does, from_pretrained(…, dtype=torch.float32) loads them without rounding; hf_lowprec casts "
             "the rest"
         )
+        if with_low_bits:
+            text += f", and {_gain(len(with_low_bits))}"
+        yield text
+    elif with_low_bits:
+        yield (
+            f"{len(with_low_bits)} trainable tensors ({with_low_bits[0].name}, …) arrived in "
+            f"{dtype_name(with_low_bits[0].loaded_dtype)}, but their checkpoint has them in FP32. With "
+            f"from_pretrained(…, dtype=torch.float32), {_gain(len(with_low_bits))}"
+        )
+
+
+def _gain(count: int) -> str:
+    """What loading in FP32 would gain for a number of trainable tensors, as a clause."""
+    return (
+        f"the cast (with keep_low_bits=True, as under Trainer) keeps the low digits of {count} trainable tensors for "
+        "Kahan summation, which then starts from the FP32 weights instead of rounded ones"
+    )
+
+
+def _in_16_bits(weight: LoadedTensor) -> bool:
+    return weight.loaded_dtype in LOW_PRECISION_DTYPES
 
 
 def _is_initial(tensor: Tensor) -> bool:

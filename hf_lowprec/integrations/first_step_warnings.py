@@ -1,7 +1,7 @@
-"""Two warnings before an optimizer's first step: the model was never cast, or DDP sums its gradients in 16 bits.
+"""Warnings before an optimizer's first step: it trains something else than was asked, or gradients lose digits.
 
-Each is given once per process. An optimizer gets only parameters, so their model is searched for among all live
-modules.
+Most come from a line that stands in the wrong place, and name it. Each is given once per process. An optimizer gets
+only parameters, so their model is searched for among all live modules.
 """
 
 from __future__ import annotations
@@ -12,37 +12,29 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.reduction.private_torch_apis import reduce_scatters_in_16_bits
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _MATRIX = 1024
 """Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
-"""How often a process searches for models (0.1 s each), since there may be one optimizer per parameter."""
+"""How often a process makes each search (0.1 s), since there may be one optimizer per parameter."""
 
-_UNCAST = (
-    "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16, call "
-    "hf_lowprec.cast_model(model) before building the optimizer; with Trainer, set optim= to one of "
-    "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
-)
-_SUMS_IN_16_BITS = (
-    "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
-    "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
-    "hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
-)
-_searches_left = {_UNCAST: _SEARCHES, _SUMS_IN_16_BITS: _SEARCHES}
-"""Warning -> number of searches left."""
 logger = logging.getLogger(__name__)
 
 
 def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
-    """Warn if the model of `optimizer` trains in FP32, or if its gradients are summed in 16 bits.
+    """Give the warnings of this file that apply to `optimizer`.
 
     One of `LowPrecisionOptimizer.first_step_checks`. It does not warn about FP32 parameters of a model that is cast,
     quantized or partly in 16 bits (norms, adapters, heads), nor about DDP with any communication hook.
@@ -51,20 +43,66 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
     if ranks > 1 and dist.get_rank() != 0:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if all(param.dtype == torch.float32 for param in params):
-        if any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
-            _warn_if(_in_fp32_model, params, _UNCAST)
-    elif ranks > 1 and not any(map(is_sharded, params)):
-        _warn_if(_reduced_in_16_bits, params, _SUMS_IN_16_BITS)
+    in_16_bits = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
+    if any(param.grad is None and param.requires_grad for param in params):
+        _search(_replaced_parameters, params)
+    if any(param.dim() == 1 for param in in_16_bits):
+        _search(_converted_after_cast, in_16_bits)
+    if not in_16_bits and any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
+        _search(_uncast_model, params)
+    if in_16_bits and ranks > 1:
+        _search(_fsdp2_sums if any(map(is_sharded, in_16_bits)) else _ddp_sums, in_16_bits)
 
 
-def _warn_if(condition: Callable[[list[Tensor]], bool], params: list[Tensor], text: str) -> None:
-    """Log `text` once if `condition` holds for `params`. Stops checking after a number of searches."""
-    if _searches_left[text] > 0:
-        holds = condition(params)
-        _searches_left[text] = 0 if holds else _searches_left[text] - 1
-        if holds:
+def _search(find: Callable[[list[Tensor]], str | None], params: list[Tensor]) -> None:
+    """Log the warning that `find` returns for `params`, once. Stops searching after a number of searches."""
+    if _searches_left[find] > 0:
+        text = find(params)
+        _searches_left[find] = 0 if text else _searches_left[find] - 1
+        if text:
             logger.warning("hf_lowprec: %s", text)
+
+
+def _replaced_parameters(params: list[Tensor]) -> str | None:
+    """Warn if some of an optimizer's parameters have no gradient and are in no module: others took their place."""
+    in_modules = {id(param) for module in live_modules() for param in module._parameters.values()}
+    replaced = [p for p in params if p.grad is None and p.requires_grad and id(p) not in in_modules]
+    if not replaced:
+        return None
+    return (
+        f"{len(replaced)} of the optimizer's {len(params)} parameters (shape {tuple(replaced[0].shape)}, …) have no "
+        "gradient and are in no module any more: after the optimizer was built, something replaced them, as "
+        "model.resize_token_embeddings or fully_shard does. The new parameters are not trained; build the optimizer "
+        "after that line"
+    )
+
+
+def _converted_after_cast(params: list[Tensor]) -> str | None:
+    """Warn if 16-bit `params` belong to modules that a cast has kept in FP32."""
+    ids = set(map(id, params))
+    converted = [
+        type(module).__name__
+        for module in live_modules()
+        if upcasts_inputs(module) and any(id(param) in ids for param in module._parameters.values())
+    ]
+    if not converted:
+        return None
+    return (
+        f"{len(converted)} modules that cast_model has kept in FP32 ({converted[0]}, …) are in 16 bits: the model was "
+        "converted after the cast, as by model.to(torch.bfloat16). Remove that line, since cast_model has converted "
+        "everything else"
+    )
+
+
+def _uncast_model(params: list[Tensor]) -> str | None:
+    """Warn if `params`, all of them FP32, belong to a model that was never cast."""
+    if not _in_fp32_model(params):
+        return None
+    return (
+        "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16, call "
+        "hf_lowprec.cast_model(model) before building the optimizer; with Trainer, set optim= to one of "
+        "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
+    )
 
 
 def _in_fp32_model(params: list[Tensor]) -> bool:
@@ -72,19 +110,46 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
     models = list(_models_of(params))
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
-    quantized = any(holds_quantized_weights(module) for model in models for module in model.modules())
-    return bool(models) and plain and not quantized and not any(map(cast_dtypes, models))
+    return bool(models) and plain and not any(map(_is_quantized, models)) and not any(map(cast_dtypes, models))
 
 
-def _reduced_in_16_bits(params: list[Tensor]) -> bool:
-    """Whether DDP sums 16-bit gradients of `params` over several ranks without a communication hook."""
-    in_16_bits = {id(param) for param in params if param.dtype != torch.float32}
+def _is_quantized(model: nn.Module) -> bool:
+    """Whether a model has quantized weights. Shards are none, although their class is not a plain Parameter either."""
+    unsharded = (m for m in model.modules() if not any(map(is_sharded, m.parameters(recurse=False))))
+    return any(map(holds_quantized_weights, unsharded))
+
+
+def _ddp_sums(params: list[Tensor]) -> str | None:
+    """Warn if DDP sums gradients of the 16-bit `params` over several ranks without a communication hook."""
+    ids = set(map(id, params))
     wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
-    return any(
-        any(id(param) in in_16_bits for param in module.parameters())
+    if not any(
+        any(id(param) in ids for param in module.parameters())
         and not private_apis.has_communication_hook(module)
         and module.process_group.size() > 1
         for module in wrapped
+    ):
+        return None
+    return (
+        "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
+        "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
+        "hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
+    )
+
+
+def _fsdp2_sums(params: list[Tensor]) -> str | None:
+    """Warn if FSDP2 sums gradients of the 16-bit `params` over several ranks by torch's own reduce-scatter."""
+    ids = set(map(id, params))
+    sharded = (module for module in live_modules() if issubclass(type(module), FSDPModule))
+    if not any(
+        reduce_scatters_in_16_bits(module) and any(id(param) in ids for param in module.parameters())
+        for module in sharded
+    ):
+        return None
+    return (
+        "FSDP2 sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
+        "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
+        "hf_lowprec.reduction.reduce_scatter_in_fp32(model) after the last fully_shard"
     )
 
 
@@ -96,3 +161,9 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     for module in modules:
         if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
             yield module
+
+
+_searches_left: dict[Callable[[list[Tensor]], str | None], int] = dict.fromkeys(
+    (_replaced_parameters, _converted_after_cast, _uncast_model, _ddp_sums, _fsdp2_sums), _SEARCHES
+)
+"""Search -> how often it may still be made."""

@@ -153,6 +153,11 @@ def prepared_models(accelerator: Any) -> list[Any]:
     return list(accelerator._models)
 
 
+def runs_under_autocast(model: Any) -> bool:
+    """Whether an accelerator has wrapped the `forward` of `model` in autocast, as it does for mixed precision."""
+    return hasattr(model, "_original_forward")
+
+
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that `accelerator` has prepared, without accelerate's wrappers."""
     return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]

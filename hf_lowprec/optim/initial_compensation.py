@@ -46,7 +46,8 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
         local_shard(compensation).copy_(kept)
     else:
         _add_dither(local_shard(compensation), param, seed, number)
-        optimizer.dithered.add(param)
+        if bool(local_shard(compensation).any()):  # zeros are not dithered
+            optimizer.dithered.add(param)
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:

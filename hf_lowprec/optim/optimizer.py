@@ -26,6 +26,7 @@ from hf_lowprec.optim.state_dict import (
     warn_about_changed_options,
 )
 from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -196,7 +197,10 @@ class LowPrecisionOptimizer(Algorithm):
                 check_not_capturing()
                 for check in self.first_step_checks if plan is None else ():
                     check(self)
-                plan = self._plan = StepPlan(self, clipped)
+                earlier, plan = plan, StepPlan(self, clipped)
+                if earlier is not None:
+                    warn_about_changed_dtypes(self, earlier.param_dtypes)
+                self._plan = plan
                 plan.collect_gradients(self, clipped)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]

@@ -6,8 +6,12 @@ torch has no public API for these. `tests/reduction/test_private_torch_apis.py` 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
@@ -31,3 +35,19 @@ def version_of(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd sees `tensor` as a view, which shares the version of its base."""
     return tensor._is_view()
+
+
+def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
+    """Whether FSDP2 sums 16-bit gradients of a module that it has sharded by torch's own reduce-scatter.
+
+    The modules inside that are sharded separately do not count.
+    """
+    return any(
+        type(group._reduce_scatter_comm).__module__.startswith("torch.")
+        and group.mp_policy.reduce_dtype != torch.float32
+        and any(
+            param.requires_grad and param.itemsize == 2 and cast(DTensor, param).device_mesh.size() > 1
+            for param in (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
+        )
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    )

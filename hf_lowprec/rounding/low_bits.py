@@ -22,12 +22,17 @@ class _LowBits(NamedTuple):
     weight_checksum: list[int]
 
 
-def keep_low_bits(param: Tensor, exact: Tensor) -> None:
+def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     """Keep the difference between `exact` and the 16-bit `param`, rounded to BF16, as an attribute of `param`.
+
+    If it is zero everywhere, nothing is kept: the FP32 values were 16-bit numbers already.
 
     Args:
         param: a BF16 or FP16 parameter: `exact`, rounded to nearest.
         exact: FP32 tensor of the same shape.
+
+    Returns:
+        Whether there is a difference.
     """
     weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
     kept = torch.empty_like(weights, dtype=torch.bfloat16)
@@ -35,7 +40,10 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> None:
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)
         kept[part] = as_compensation(weights[part], exacts[part] - weights[part].float())
+    if not kept.any():
+        return False
     set_low_bits(param, kept.view(param.shape))
+    return True
 
 
 def set_low_bits(param: Tensor, low_bits: Tensor) -> None:

@@ -3,17 +3,27 @@
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_dot_product_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.input_hooks import numbers_of
 from tests.support.models.inspection import BF16, FP16, hook_counts
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
 
 class Head(nn.Module):
@@ -365,7 +375,7 @@ class TestComposition:
         cast_model(model)
         hooks = hook_counts(model)
         assert not cast_model(model).changed and hook_counts(model) == hooks
-        assert hooks[0] == (1, 1) and not any(forward for _, forward in hooks[1:3])
+        assert hooks[0] == (1, 2) and not any(forward for _, forward in hooks[1:3])
         uncast_model(model)
         assert hook_counts(model) == before and not model._forward_hooks_always_called
         model(X).sum().backward()
@@ -376,3 +386,35 @@ class TestComposition:
         cast_model(model)
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         assert torch.equal(compiled(X), model(X))
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.float, nn.Module.double])
+def test_a_model_that_was_converted_after_its_cast(convert: Callable[[nn.Module], Any]) -> None:
+    """Nothing is to be kept in FP32 then: one line is too many."""
+    model = Net(lambda: nn.Linear(4, 4))
+    cast_model(model)
+    convert(model)
+    now = str(model.embed.weight.dtype).removeprefix("torch.")
+    with pytest.raises(
+        RuntimeError, match=rf"converted to {now} after cast_model had converted it to bfloat16"
+    ) as caught:
+        model(X)
+    assert "Remove that line" in str(caught.value)
+    assert "keep_fp32" not in str(caught.value)
+
+
+def test_one_module_that_was_converted_after_the_cast_is_to_be_kept_by_it() -> None:
+    model = Net(lambda: nn.Linear(4, 4))
+    cast_model(model)
+    model.head.float()
+    with pytest.raises(RuntimeError, match=r"keep_fp32='head'") as caught:
+        model(X)
+    assert "after cast_model" not in str(caught.value)
+
+
+def test_a_cast_model_that_fsdp2_shards_without_its_norms(two_fake_ranks: None) -> None:
+    model = Net(lambda: nn.Linear(4, 4))
+    cast_model(model)
+    fully_shard(model)
+    with pytest.raises(AssertionError, match=r"FSDP expects uniform .*dtype[\s\S]*prepare_accelerator\(accelerator\)"):
+        model(X)

@@ -211,7 +211,7 @@ class TestComposition:
         assert cast_model(model.conv).inputs == ("",)
         report = cast_model(model)
         assert report.inputs == ("",) and report.changed and not cast_model(model).changed
-        assert hook_counts(model) == [(1, 1), (1, 0), (0, 0)]
+        assert hook_counts(model) == [(1, 2), (1, 0), (0, 0)]
 
     @pytest.mark.parametrize("through", COPIES)
     def test_copies(self, through: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_lowprec
 from hf_lowprec.casting import cast_model
@@ -92,6 +93,69 @@ def test_an_fp32_checkpoint_that_is_loaded_in_16_bits(trained, tmp_path):
     model = type(trained).from_pretrained(tmp_path, dtype=FP16)
     (warning,) = cast_model(model, FP16).warnings
     assert "arrived in float16" in warning
+
+
+class WithoutNorms(PreTrainedModel):
+    """A model in which a cast keeps nothing in FP32."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.post_init()
+
+
+GAIN = r"keeps the low digits of (\d+) trainable tensors for Kahan summation, which then starts from the FP32 weights"
+
+
+def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_path):
+    model = WithoutNorms(PreTrainedConfig())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=BF16)
+    report = cast_model(loaded)
+    (warning,) = report.warnings
+    weights = [name for name, _ in loaded.named_parameters()]
+    assert f"{len(weights)} trainable tensors ({weights[0]}, …) arrived in bfloat16, but their checkpoint" in warning
+    assert "from_pretrained(…, dtype=torch.float32)" in warning
+    assert re.search(GAIN, warning).group(1) == str(len(weights))
+    assert f"warning: {warning}" in str(report)
+    assert cast_model(loaded).warnings == (), "said once"
+
+    exact = type(model).from_pretrained(tmp_path, dtype=FP32)
+    report = cast_model(exact, keep_low_bits=True)
+    assert set(report.low_bits) == set(weights), "the line that the warning names gives what it promises"
+    assert report.warnings == ()
+    assert cast_model(exact).warnings == (), "they are 16-bit now because they were cast"
+
+
+def test_one_line_says_both(trained, tmp_path):
+    copy.deepcopy(trained).float().save_pretrained(tmp_path)
+    loaded = type(trained).from_pretrained(tmp_path, dtype=BF16)
+    (warning,) = cast_model(loaded).warnings
+    assert re.search(SAID, warning)
+    in_16_bits = sum(parameter.dtype == BF16 for parameter in loaded.parameters())
+    assert re.search(GAIN, warning).group(1) == str(in_16_bits)
+
+
+def test_frozen_weights_and_adapters_on_them_gain_nothing(tmp_path):
+    model = WithoutNorms(PreTrainedConfig())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=BF16).requires_grad_(False)
+    loaded.adapter = nn.Linear(4, 4).to(BF16)  # not in the checkpoint
+    assert cast_model(loaded).warnings == ()
+
+
+@pytest.mark.parametrize("place", ["16 bits on disk", "no checkpoint", "damaged"])
+def test_weights_whose_checkpoint_has_no_more_digits(tmp_path, place):
+    model = WithoutNorms(PreTrainedConfig()).to(BF16)
+    if place != "no checkpoint":
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    if place == "damaged":
+        (tmp_path / "model.safetensors").unlink()  # the weights are mapped from this file
+        (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert cast_model(model).warnings == ()
 
 
 def test_names_of_an_older_checkpoint_are_not_taken_for_16_bits(trained, tmp_path):

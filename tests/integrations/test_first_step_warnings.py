@@ -1,5 +1,5 @@
-"""What an optimizer says before its first step: an FP32 model that nobody has cast, 16-bit sums over ranks. And when it
-says nothing."""
+"""What an optimizer says before its first step: a model that nobody has cast, lines in the wrong order, 16-bit sums
+over ranks. And when it says nothing."""
 
 import logging
 
@@ -100,6 +100,43 @@ def test_what_is_as_it_should_be_is_not_said(caplog, build):
     assert not said(caplog)
 
 
+def trained_on_data(model, optimizer):
+    tokens = torch.stack([row["input_ids"] for row in counting_data(8)])
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_built_before_the_embeddings_were_resized(caplog):
+    model = cast(llama())
+    head = model.lm_head.weight
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3)
+    model.resize_token_embeddings(80, mean_resizing=False)
+    assert model.lm_head.weight is not head, "transformers replaces it"
+    trained_on_data(model, optimizer)
+    assert model.lm_head.weight not in optimizer.state, "not trained, as the warning says"
+    (text,) = said(caplog)
+    assert "1 of the optimizer's 21 parameters (shape (64, 32), …) have no gradient and are in no module" in text
+    assert "resize_token_embeddings" in text and "build the optimizer after that line" in text
+
+
+def test_an_optimizer_that_was_built_after_the_embeddings_were_resized(caplog):
+    model = cast(llama())
+    model.resize_token_embeddings(80, mean_resizing=False)
+    model.unused = nn.Linear(4, 4)  # without gradients, but in the model
+    trained_on_data(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
+    assert not said(caplog)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda model: model.to(BF16), lambda model: model.bfloat16()], ids=["to", "bfloat16"]
+)
+def test_a_model_that_is_converted_after_the_cast(caplog, convert):
+    stepped(convert(cast(llama())))
+    (text,) = said(caplog)
+    assert "5 modules that cast_model has kept in FP32 (LlamaRMSNorm, …) are in 16 bits" in text
+    assert "as by model.to(torch.bfloat16). Remove that line" in text
+
+
 def test_tensors_that_belong_to_no_model(caplog):
     param = nn.Parameter(torch.zeros(64, 64))
     param.grad = torch.ones_like(param)
@@ -148,3 +185,19 @@ def test_sums_in_16_bits_over_ranks():
     for quiet in ("reduce_in_fp32", "another hook", "every rank alone", "accelerate, prepared"):
         assert f"{quiet}: 0" in printed
     assert "accelerate, not prepared: 1" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_said_under_fsdp2():
+    printed = run_ranks("first_step_warnings.py", 2, "fsdp2")
+    for line, warning in {
+        "plain": "FSDP2 sums",
+        "reduce_scatter_in_fp32": "nothing",
+        "policy": "nothing",
+        "built before fully_shard": "parameters were replaced",
+        "never cast": "never cast",
+        "accelerate, not prepared": "FSDP2 sums",
+        "accelerate, prepared": "nothing",
+    }.items():
+        assert f"fsdp2, {line}: {warning}\n" in printed

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
@@ -148,6 +149,15 @@ def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():
     with private_apis.prepared_again_later(model):
         accelerator.prepare_model(model, evaluation_mode=True)
     assert getattr(model, private_apis._PREPARED), "what is prepared for training stays so"
+
+
+def test_autocast_of_an_accelerator_is_seen():
+    for precision in ("no", "bf16"):
+        model = Accelerator(cpu=True, mixed_precision=precision).prepare(torch.nn.Linear(2, 2))
+        assert private_apis.runs_under_autocast(model) == (precision == "bf16"), (
+            "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/integrations/private_apis.py"
+        )
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_communication_hook_is_seen():

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -81,6 +82,50 @@ def test_a_step_count_of_any_kind_goes_on_counting(step):
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+def converted_after_a_step(before: torch.dtype, after: torch.dtype, **arguments) -> tuple[nn.Parameter, AdamW]:
+    """A parameter, with a gradient, that was converted between its first and its second step."""
+    param = nn.Parameter(torch.linspace(-1, 1, 8, dtype=before))
+    optimizer = AdamW([param], lr=0.01, backend="eager", **arguments)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    for tensor in (param, param.grad):
+        tensor.data = tensor.data.to(after)
+    return param, optimizer
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "arguments"),
+    [
+        (torch.float32, torch.bfloat16, {"rounding": "kahan"}),
+        (torch.float32, torch.bfloat16, {"rounding": "stochastic"}),
+        (torch.bfloat16, torch.float32, {"rounding": "stochastic"}),
+    ],
+)
+def test_a_parameter_that_was_converted_after_its_first_step_is_said_once(before, after, arguments):
+    param, optimizer = converted_after_a_step(before, after, **arguments)
+    names = [str(dtype).removeprefix("torch.") for dtype in (before, after)]
+    text = rf"1 parameters were converted from {names[0]} to {names[1]} after their first step.*exp_avg, exp_avg_sq\) "
+    with pytest.warns(RuntimeWarning, match=rf"{text}stay in {names[0]}\. Call cast_model\(model\) before the first"):
+        optimizer.step()
+    assert optimizer.state[param]["exp_avg"].dtype == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_conversion_that_leaves_no_state_in_another_dtype_is_not_said():
+    """FP32 states were asked for, or a new optimizer was built, or the state was loaded."""
+    _, optimizer = converted_after_a_step(torch.float32, torch.bfloat16, state_dtype=torch.float32)
+    param, earlier = converted_after_a_step(torch.float32, torch.bfloat16, rounding="stochastic")
+    rebuilt = AdamW([param], lr=0.01, backend="eager")
+    loaded = AdamW([param], lr=0.01, backend="eager", rounding="stochastic")
+    loaded.load_state_dict(earlier.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (optimizer, rebuilt, loaded):
+            each.step()
 
 
 def test_a_compensation_for_an_fp32_parameter_is_refused():

@@ -3,9 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hf_lowprec.reduction.private_torch_apis import forget_comm_hooks, is_view, names_ignored_by_ddp, version_of
+from hf_lowprec.reduction import reduce_scatter_in_fp32
+from hf_lowprec.reduction.private_torch_apis import (
+    forget_comm_hooks,
+    is_view,
+    names_ignored_by_ddp,
+    reduce_scatters_in_16_bits,
+    version_of,
+)
 
 HERE = f"torch {torch.__version__} has changed this"
 
@@ -40,3 +49,24 @@ def test_a_change_in_place_counts_as_a_version():
     view.add_(1)
     assert version_of(tensor) == version_of(view) == before + 1, HERE
     assert (is_view(view), is_view(tensor)) == (True, False), HERE
+
+
+@pytest.fixture
+def two_fake_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):
+    def sharded(dtype=torch.bfloat16, frozen=False, **options):
+        return fully_shard(torch.nn.Linear(4, 4, dtype=dtype).requires_grad_(not frozen), **options)
+
+    in_fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    assert reduce_scatters_in_16_bits(sharded()), HERE
+    assert not reduce_scatters_in_16_bits(sharded(torch.float32)), HERE
+    assert not reduce_scatters_in_16_bits(sharded(frozen=True)), HERE
+    assert not reduce_scatters_in_16_bits(sharded(mp_policy=in_fp32)), HERE
+    ours = sharded()
+    reduce_scatter_in_fp32(ours)
+    assert not reduce_scatters_in_16_bits(ours), HERE

@@ -47,6 +47,21 @@ def check(kind: str) -> None:
         built = accelerator(kind)
         prepared = built.prepare(model)  # its optimizer follows later
         assert "call prepare_accelerator before accelerator.prepare" in complaint(built), type(prepared)
+        check_optimizer(accelerator(kind), model)
+
+
+def check_optimizer(built: Accelerator, model: nn.Module) -> None:
+    """An optimizer that was prepared before, with another learning rate on every rank, is compared all the same."""
+    optimizer = built.prepare(hf_lowprec.AdamW(model.parameters(), lr=0.1 * (1 + PartialState().process_index)))
+    assert not complaint(built)
+    prepared = built.prepare(model)
+    prepared(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert "lr" in str(error), error
+    else:
+        raise AssertionError("ranks with different learning rates were not compared")
 
 
 if __name__ == "__main__":

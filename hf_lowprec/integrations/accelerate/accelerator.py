@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.casting import return_float32
-from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
@@ -71,8 +71,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.
 
     Raises:
-        ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or DDP or FSDP2 has
-            already wrapped one of its models.
+        ValueError: the accelerator's configuration does not allow gradients to be summed in FP32, or it has already
+            prepared a model under DDP, FSDP2 or autocast, or any model if `grad_accumulation` is not "nearest".
     """
     check_grad_accumulation(grad_accumulation)
     earlier: ReductionStatus | None = getattr(accelerator, _REDUCTION, None)
@@ -84,10 +84,10 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         return earlier
     check_supported(accelerator, grad_accumulation)
     models = private_apis.prepared_models(accelerator)
-    if any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models):
-        raise ValueError("a model was already prepared; call prepare_accelerator before accelerator.prepare")
+    _check_prepared_models(models, grad_accumulation)
     for model in models:  # prepared but not wrapped, so they can still be changed
         _return_float32_if_cast(model)
+        _forbid_later_cast(model)
     reduction = ReductionStatus(grad_accumulation)
     if private_apis.switch_autocast_off(accelerator):
         note_autocast_is_off(reduction)
@@ -95,6 +95,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     setattr(accelerator, _REDUCTION, reduction)
     prepared_models = PreparedModels()
     comparison = RankComparison(accelerator)
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        comparison.watch(optimizer)
     wrappers: dict[str, Callable] = {
         # FP32 sums under FSDP2, which shards the model there.
         "prepare": functools.partial(_prepare, accelerator, reduction, prepared_models),
@@ -110,6 +112,20 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     for name, wrapper in wrappers.items():
         wrap_method(accelerator, name, wrapper)
     return reduction
+
+
+def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> None:
+    """Raise ValueError if one of `models`, which an accelerator has prepared, can no longer be changed as needed."""
+    wrapped = any(isinstance(model, DistributedDataParallel | FSDPModule) for model in models) or _any_in_ddp(models)
+    if wrapped:
+        reason = "a model was already prepared"
+    elif any(map(private_apis.runs_under_autocast, models)):
+        reason = "a model was already prepared with mixed precision, so it runs under autocast"
+    elif grad_accumulation != "nearest" and any(p.requires_grad for model in models for p in model.parameters()):
+        reason = f"a model was already prepared without grad_accumulation={grad_accumulation!r}"
+    else:
+        return
+    raise ValueError(f"{reason}; call prepare_accelerator before accelerator.prepare")
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
@@ -189,6 +205,7 @@ def _prepare(
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
     scratch = reduce_scatter_in_fp32(sharded)
+    _forbid_later_cast(model)
     prepared_models.add(model)
     reduction.models.append(ReducedModel("HSDP" if replicated else "FSDP2", accelerator.num_processes, scratch))
     return prepared
@@ -229,6 +246,7 @@ def _prepare_model(
             averager = reduce_in_fp32(module)
             averager.on_last_bucket = None if accumulator is None else accumulator.restart
             reduction.models.append(ReducedModel("DDP", accelerator.num_processes, averager.scratch))
+    _forbid_later_cast(model)
     prepared_models.update((model, prepared))
     return prepared
 
@@ -275,6 +293,12 @@ def _return_float32_if_cast(model: nn.Module) -> None:
     """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
+
+
+def _forbid_later_cast(model: nn.Module) -> None:
+    """Make `cast_model` refuse a prepared model that is not cast: it would miss what `prepare` does for cast models."""
+    if not cast_dtypes(model) and any(param.requires_grad for param in model.parameters()):
+        PREPARED_UNCAST.add(model)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:

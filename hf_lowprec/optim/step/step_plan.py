@@ -60,6 +60,7 @@ class StepPlan:
         fused_groups: the parameters, in groups that are stepped together.
         backend_steps: how each of them is stepped, in the same order; set by the optimizer.
         contiguous_copies: parameters and states that are not contiguous.
+        param_dtypes: the dtypes of the parameters that are stepped, by parameter.
 
     Args:
         optimizer: whose parameters have gradients.
@@ -84,6 +85,7 @@ class StepPlan:
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
+        self.param_dtypes = {entry.param: entry.param.dtype for entry in self._entries}
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
         self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]

@@ -137,6 +137,64 @@ def test_a_model_that_was_prepared_before_is_refused():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("settings", "grad_accumulation", "reason"),
+    [
+        ({"mixed_precision": "bf16"}, "nearest", "prepared with mixed precision, so it runs under autocast"),
+        ({}, "fp32", "prepared without grad_accumulation='fp32'"),
+        ({}, "kahan", "prepared without grad_accumulation='kahan'"),
+    ],
+)
+def test_a_model_that_was_prepared_before_and_would_train_as_it_is(settings, grad_accumulation, reason):
+    """In one process no wrapper gives it away: autocast would stay on, micro-batches would be added up in 16 bits."""
+    built = accelerator(**settings)
+    model = torch.nn.Linear(64, 64)
+    hf_lowprec.cast_model(model)
+    model, _ = built.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
+    before, hooks = dict(vars(built)), dict(model._forward_hooks)
+    with pytest.raises(ValueError, match=rf"{reason}; call prepare_accelerator before accelerator\.prepare"):
+        hf_lowprec.prepare_accelerator(built, grad_accumulation)
+    assert (vars(built), model._forward_hooks) == (before, hooks)
+    assert built.mixed_precision == settings.get("mixed_precision", "no")
+
+
+def test_what_was_prepared_before_in_one_process_and_can_still_be_changed():
+    """A cast model without autocast returns FP32 from then on; an optimizer makes no difference."""
+    built = accelerator()
+    model = llama()
+    hf_lowprec.cast_model(model)
+    model, _ = built.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
+    hf_lowprec.prepare_accelerator(built)
+    assert model(input_ids=counting_data(1)[0]["input_ids"][None]).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("order", ["prepare_accelerator, prepare", "prepare, prepare_accelerator"])
+def test_a_cast_after_prepare_is_refused(order):
+    """In several processes DDP or FSDP2 wraps the model; in one, nothing else would tell."""
+    built, model = accelerator(), llama()
+    for line in order.split(", "):
+        if line == "prepare":
+            built.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
+        else:
+            hf_lowprec.prepare_accelerator(built)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"call cast_model\(model\) before accelerator\.prepare"):
+        hf_lowprec.cast_model(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    hf_lowprec.cast_model(copy.deepcopy(model))  # a copy was not prepared
+
+
+def test_a_cast_that_is_repeated_after_prepare_and_one_of_a_model_that_was_only_evaluated():
+    built, model, judge = accelerator(), llama(), llama()
+    hf_lowprec.prepare_accelerator(built)
+    hf_lowprec.cast_model(model)
+    built.prepare_model(judge, evaluation_mode=True)
+    built.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-3))
+    assert not hf_lowprec.cast_model(model).changed
+    assert hf_lowprec.cast_model(judge).changed
+
+
 def test_preparing_twice_changes_nothing():
     built = accelerator()
     first = hf_lowprec.prepare_accelerator(built)

@@ -1,0 +1,89 @@
+"""A cast model that trains with a loss in 16 bits says so; with an FP32 loss, or without training, it says nothing."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.casting import cast_model, loss_warning, uncast_model
+from tests.support.models import tiny_models
+from tests.support.models.inspection import BF16
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_warning, "_given", False)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("hf_lowprec")]
+
+
+class OwnLoss(nn.Module):
+    """A custom model that returns its loss alone, or first in a tuple."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.linear, self.in_tuple = nn.Linear(4, 4), in_tuple
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = self.linear(x)
+        loss = output.square().mean()
+        return (loss, output) if self.in_tuple else loss
+
+
+@pytest.mark.parametrize("build", [tiny_models.bert, tiny_models.t5])
+def test_a_model_that_computes_its_loss_in_forward(caplog: pytest.LogCaptureFixture, build: Any) -> None:
+    model, batch = build()
+    cast_model(model)
+    assert model(**batch).loss.dtype == BF16
+    model(**batch)
+    (text,) = said(caplog)
+    assert f"{type(model).__name__} computes its loss in bfloat16" in text
+    assert "call hf_lowprec.return_float32(model) after cast_model(model)" in text
+
+
+@pytest.mark.parametrize("in_tuple", [True, False])
+def test_a_custom_model(caplog: pytest.LogCaptureFixture, in_tuple: bool) -> None:
+    model = OwnLoss(in_tuple)
+    cast_model(model)
+    model(torch.ones(2, 4))
+    assert len(said(caplog)) == 1
+
+
+def test_what_the_warning_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    for build in (tiny_models.bert, lambda: (OwnLoss(True), {"x": torch.ones(2, 4)})):
+        for prepare in (hf_lowprec.return_float32, prepare_accelerator):
+            model, batch = build()
+            cast_model(model)
+            prepare(model)
+            model(**batch)
+            assert not said(caplog), prepare
+
+
+def prepare_accelerator(model: nn.Module) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    hf_lowprec.prepare_accelerator(accelerator)
+    assert accelerator.prepare(model) is model
+
+
+def test_what_is_no_16_bit_loss_in_training(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny_models.bert()
+    cast_model(model)
+    with torch.no_grad():
+        model(**batch)
+    model(**{name: value for name, value in batch.items() if name != "labels"})
+    llama, batch = tiny_models.llama()
+    cast_model(llama)
+    assert llama(**batch).loss.dtype == torch.float32
+    bert, batch = tiny_models.bert()
+    cast_model(bert)
+    uncast_model(bert)
+    bert.to(BF16)(**batch)
+    assert not said(caplog)
