@@ -10,6 +10,7 @@ there the dither is known only to within half a spacing.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +49,30 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
         _add_dither(local_shard(compensation), param, seed, number)
         if bool(local_shard(compensation).any()):  # zeros are not dithered
             optimizer.dithered.add(param)
+
+
+def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
+    """Warn if parameters that are about to be stepped have low bits, and `optimizer` has no use for them."""
+    unused = [
+        (group, param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None and not starts_with_low_bits(_settings(optimizer, group))
+        if low_bits(param) is not None
+    ]
+    if unused:
+        settings = _settings(optimizer, unused[0][0])
+        warnings.warn(
+            f"the low bits that cast_model(keep_low_bits=True) has kept of {len(unused)} parameters are dropped: "
+            f"rounding={settings['rounding']!r} with initial_compensation={settings['initial_compensation']!r} has no "
+            "use for them. Use rounding='kahan' with initial_compensation='low_bits', or cast without keep_low_bits",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rounding": group["rounding"], "initial_compensation": optimizer.initial_compensation}
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:

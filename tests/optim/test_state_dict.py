@@ -358,7 +358,7 @@ def test_replaced_options_are_warned_about_once(cls, saved, given, message):
 
 def test_added_keys_of_groups_are_saved_in_the_header():
     """No key of their own that a distributed checkpoint of format 1 would lack."""
-    source, target = stepped("AdamW"), stepped("AdamW")
+    source, target = (stepped("AdamW", initial_compensation="zero") for _ in range(2))
     source.param_groups[0]["first_parameter"] = 3
     saved = source.state_dict()
     assert "first_parameter" not in saved["param_groups"][0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
-from hf_lowprec.optim.initial_compensation import initialize_compensation
+from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.step import interrupts
@@ -78,6 +78,7 @@ class StepPlan:
 
     def __init__(self, optimizer: Algorithm, clipped: bool) -> None:
         _check_params(optimizer)
+        warn_about_unused_low_bits(optimizer)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._entries: list[ParamEntry] = []
