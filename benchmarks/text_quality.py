@@ -8,6 +8,7 @@ Two runs of pre-training that begin with slightly different weights end apart, w
 is measured too: FP32 again, from first weights that each differ by a thousandth.
 
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
+    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,kahan --paths 0
     python benchmarks/text_quality.py --join benchmarks/results/text-quality-*.json
 """
 
@@ -158,18 +159,26 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
 def joined(paths: Sequence[Path]) -> tuple[list[Numbers], list[float]]:
     """The numbers of every seed, and how far FP32's other paths ended, of recordings with as many steps.
 
+    If recordings have a seed in common, the variants of the later one take the place of those of the earlier one.
+
     Raises:
-        SystemExit: the recordings differ in their steps, or have a seed in common.
+        SystemExit: the recordings differ in their steps, or in FP32's losses for the same seed.
     """
 
     def without_null(found: Numbers) -> Numbers:  # which stands for NaN, see `json_text`
         return {key: math.nan if value is None else value for key, value in found.items()}
 
     files = [json.loads(path.read_text(encoding="utf-8"), object_hook=without_null) for path in paths]
-    seeds = [seed for file in files for seed in file["seeds"]]
-    if len({file["steps"] for file in files}) > 1 or len(set(seeds)) < len(seeds):
-        raise SystemExit(f"--join takes recordings of as many steps and different seeds; these have seeds {seeds}")
-    return [run for file in files for run in file["runs"]], [path for file in files for path in file["other_paths"]]
+    if len({file["steps"] for file in files}) > 1:
+        raise SystemExit("--join takes recordings of as many steps")
+    by_seed: dict[int, Numbers] = {}
+    for seed, run in ((seed, run) for file in files for seed, run in zip(file["seeds"], file["runs"], strict=True)):
+        earlier = by_seed.setdefault(seed, run)
+        for known, stage in zip(earlier["stages"], run["stages"], strict=True):
+            if known["runs"]["fp32"]["final"] != stage["runs"]["fp32"]["final"]:
+                raise SystemExit(f"--join: FP32's losses for seed {seed} differ, so their variants cannot be compared")
+            known["runs"] |= stage["runs"]
+    return list(by_seed.values()), [path for file in files for path in file["other_paths"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> Path | None:
@@ -181,15 +190,19 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others (default {','.join(VARIANTS)})")
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="only print one table of these recordings")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", metavar="FILE", help="only print one table of these recordings, oldest first"
+    )
     options = parser.parse_args(arguments)
     if options.join:
         print(markdown(*joined(options.join)))
         return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    variants = [VARIANTS[name] for name in options.ways.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
@@ -209,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     measured, apart = list[Numbers](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
-        stages = pretrain_and_fine_tune(list(VARIANTS.values()), options.steps, seed, options.output_dir, result(seed))
+        stages = pretrain_and_fine_tune(variants, options.steps, seed, options.output_dir, result(seed))
         others = other_paths(stages[0], seed, options.paths, options.output_dir)
         apart += [loss - stages[0].runs["fp32"].final for loss in others]
         measured.append(numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun))

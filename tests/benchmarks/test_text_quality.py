@@ -42,5 +42,20 @@ def test_differences_are_paired_by_seed_and_recordings_are_joined(
     # The same twice: means stay, and a deviation has 3 degrees of freedom where it was summed over 1, twice.
     assert "over 4 seeds" in both and "from itself (8 runs)" in both
     assert f"| {kahan['mean']:.4f} ± {kahan['standard_deviation'] * math.sqrt(2 / 3):.4f} |" in both
-    with pytest.raises(SystemExit, match="different seeds"):
-        main(["--join", str(written), str(written)])
+
+    # Of the same seeds: Kahan's losses are replaced, the others stay.
+    for run in found["runs"]:
+        for stage in run["stages"]:
+            stage["runs"] = {name: numbers for name, numbers in stage["runs"].items() if name in ("fp32", "kahan")}
+            stage["runs"]["kahan"]["final"] = stage["runs"]["fp32"]["final"] + 0.5
+    (tmp_path / "later.json").write_text(json.dumps({**found, "other_paths": []}), encoding="utf-8")
+    assert main(["--join", str(written), str(tmp_path / "later.json")]) is None
+    replaced = capsys.readouterr().out
+    assert replaced.count("| +0.50000 ± 0.00000 |") == 2 and "over 2 seeds" in replaced
+    (sr,) = (row for row in both.splitlines() if row.startswith("| fine-tuning | BF16 stochastic |"))
+    assert sr.split("|")[-2] in replaced
+
+    found["runs"][0]["stages"][0]["runs"]["fp32"]["final"] += 1e-3
+    (tmp_path / "other.json").write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(SystemExit, match="FP32's losses for seed 0 differ"):
+        main(["--join", str(written), str(tmp_path / "other.json")])
