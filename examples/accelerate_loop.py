@@ -14,7 +14,6 @@ import smoke
 import torch
 from accelerate import Accelerator
 from continued_pretraining import blocks
-from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,14 +60,11 @@ def main() -> None:
             if step % 20 == 0 or step == len(loader) - 1:
                 accelerator.print(f"epoch {epoch} step {step:>4}  loss {loss.item():.4f}")
 
-    # Weight plus compensation, for merging, averaging or further FP32 training.
-    if accelerator.is_main_process:
-        options.output.mkdir(parents=True, exist_ok=True)
-        bare = accelerator.unwrap_model(model)
-        weights = hf_lowprec.fp32_state_dict(bare, optimizer)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, options.output / "fp32.safetensors")
-        bare.save_pretrained(options.output)
-        print(f"written to {options.output}")
+    # On every rank; rank 0 writes. Weight plus compensation in FP32, and the same rounded to BF16 for serving.
+    fp32, bf16 = options.output / "fp32", options.output / "bf16"
+    hf_lowprec.save_pretrained(model, optimizer, fp32, processing_class=tokenizer)
+    hf_lowprec.save_pretrained(model, optimizer, bf16, processing_class=tokenizer, dtype="bfloat16")
+    accelerator.print(f"written to {fp32} and {bf16}")
     accelerator.end_training()
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
+    from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
+    from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
@@ -29,11 +31,13 @@ _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
+    "export_checkpoint": "integrations.export.checkpoint_export",
     "fp32_state_dict": "optim.fp32_weights",
     "hidden_matrices": "optim.hidden_matrices",
     "LowPrecisionCallback": "integrations.transformers.callback",
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
+    "save_pretrained": "integrations.export.save_pretrained",
     "OPTIMIZER_NAMES": "optim.registry",
     "optimizer_factory": "optim.registry",
 }
@@ -44,12 +48,14 @@ __all__ = [
     "CastReport",
     "LowPrecisionCallback",
     "cast_model",
+    "export_checkpoint",
     "fp32_state_dict",
     "hidden_matrices",
     "optimizer_factory",
     "prepare_accelerator",
     "register",
     "return_float32",
+    "save_pretrained",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_lowprec.cli import demo, doctor, env, estimate, run
+from hf_lowprec.cli import demo, doctor, env, estimate, export, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -16,6 +16,7 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
+app.command("export")(export.export)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 

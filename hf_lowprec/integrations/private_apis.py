@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 import transformers
+import transformers.modeling_utils
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
@@ -35,6 +37,9 @@ SAVE_CHECKPOINT = "_save_checkpoint"
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 """Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
+
+LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
+"""Trainer's method that loads the state of optimizer and scheduler when resuming, after the weights."""
 
 LOAD_BEST = "_load_best_model"
 """Trainer's method that loads the best weights at the end of a run."""
@@ -204,6 +209,12 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
     return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
+def saves_sharded(trainer: Trainer) -> bool:
+    """Whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+
 @contextmanager
 def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
     """Call `written` each time a `trainer_state.json` has been written inside.
@@ -222,6 +233,26 @@ def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
+
+    It takes a whole state dict and writes it file by file, so tensors can be computed when their file is written.
+    """
+    original = transformers.modeling_utils.safe_save_file
+
+    def save_file(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        original(compute(tensors), *args, **kwargs)
+
+    with _replaced(transformers.modeling_utils, "safe_save_file", save_file):
+        yield
+
+
+def in_saved_layout(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state dict of `model` to the names and shapes in which `save_pretrained` writes it."""
+    return revert_weight_conversion(model, state_dict)
+
+
+@contextmanager
 def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
     """Make Trainer read `trainer_state.json` with `read(path, cls)`, where `cls` is the class that it expects."""
 
@@ -233,7 +264,7 @@ def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerSta
 
 
 @contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = vars(owner)[name]
     setattr(owner, name, value)
     try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.initial_compensation import subtract_dither
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.optim.validation import first_parameter
@@ -35,7 +36,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
-        not floating point are returned unchanged.
+        not floating point are returned unchanged. Of a model that FSDP2 has sharded, DTensors, which cannot be saved as
+        they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
 
     Raises:
         ValueError: `optimizer` has none of the model's parameters.
@@ -55,7 +57,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         ValueError: `optimizer` holds none of the model's parameters.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    streams = dict(_random_streams(optimizer))
+    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
     if not any(id(param) in streams for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
@@ -67,30 +69,30 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         if id(tensor) not in streams:
             return weight
         # `state[tensor]` would create an entry for a parameter that was never stepped.
-        state = optimizer.state.get(tensor, {})
-        missing: Tensor | None = state.get("compensation") if state else low_bits(tensor)
+        compensation: Tensor | None = optimizer.state.get(tensor, {}).get("compensation")
+        missing = low_bits(tensor) if compensation is None else local_shard(compensation)
         if missing is None:
             return weight
-        if state and tensor in optimizer.dithered:
-            missing = subtract_dither(missing, tensor, *streams[id(tensor)])
-        return weight + dtensor_like(local_shard(missing).float(), tensor)
+        if compensation is not None and tensor in optimizer.dithered:
+            missing = subtract_dither(compensation, tensor, *streams[id(tensor)])
+        return weight + dtensor_like(missing.float(), tensor)
 
     return estimate
 
 
-class _RandomStream(NamedTuple):
+class RandomStream(NamedTuple):
     """What determines a parameter's random bits: the seed, and the parameter's number."""
 
     seed: int
     number: int
 
 
-def _random_streams(optimizer: Any) -> Iterator[tuple[int, _RandomStream]]:
-    """The identity and the random stream of each parameter of `optimizer`."""
+def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomStream]]:
+    """Each of the `params` of an optimizer's groups, in memory or read from a file, and its random stream."""
     first = 0
-    for group in optimizer.param_groups:
+    for group in groups:
         for number, param in enumerate(group["params"], first + first_parameter(group)):
-            yield id(param), _RandomStream(group.get("seed", 0), number)
+            yield param, RandomStream(group.get("seed", 0), number)
         first += len(group["params"])
 
 

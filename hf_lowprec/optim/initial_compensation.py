@@ -10,6 +10,7 @@ there the dither is known only to within half a spacing.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -50,6 +51,30 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
             optimizer.dithered.add(param)
 
 
+def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
+    """Warn if parameters that are about to be stepped have low bits, and `optimizer` has no use for them."""
+    unused = [
+        (group, param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None and not starts_with_low_bits(_settings(optimizer, group))
+        if low_bits(param) is not None
+    ]
+    if unused:
+        settings = _settings(optimizer, unused[0][0])
+        warnings.warn(
+            f"the low bits that cast_model(keep_low_bits=True) has kept of {len(unused)} parameters are dropped: "
+            f"rounding={settings['rounding']!r} with initial_compensation={settings['initial_compensation']!r} has no "
+            "use for them. Use rounding='kahan' with initial_compensation='low_bits', or cast without keep_low_bits",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rounding": group["rounding"], "initial_compensation": optimizer.initial_compensation}
+
+
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
     """Whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
     mode = MODES[settings.get("rounding", "kahan")]
@@ -69,7 +94,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
             if not holds or param.dtype == torch.float32:
                 continue
             kind = optimizer.initial_compensation
-            if optimizer.state.get(param):
+            if "compensation" in optimizer.state.get(param, {}):
                 kind = "from a checkpoint or earlier steps"
             elif kind == "low_bits":
                 kind = "dither" if low_bits(param) is None else "low bits"

@@ -100,11 +100,29 @@ def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
     out = run("accelerate_loop.py", "--smoke", "--rounding", "stochastic", "--output", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert losses[-1] < 5
-    full, stored = load_file(tmp_path / "fp32.safetensors"), load_file(tmp_path / "model.safetensors")
+    full, stored = (load_file(tmp_path / folder / "model.safetensors") for folder in ("fp32", "bf16"))
     assert {tensor.dtype for tensor in full.values()} == {torch.float32}
     for name, tensor in stored.items():
         assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
         assert torch.equal(full[name], tensor.float()), "without a compensation both are the same numbers"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_accelerate_loop_saves_a_sharded_model(tmp_path):
+    words = f"--config_file {EXAMPLES}/configs/fsdp2.yaml --num_machines 1 --num_processes 2 --main_process_port 0"
+    script = f"{EXAMPLES.parent}/tests/scripts/example_on_cpu.py {EXAMPLES}/accelerate_loop.py --smoke"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words.split(), *script.split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    result = subprocess.run(
+        [*command, "--output", tmp_path], env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    full, stored = (load_file(tmp_path / folder / "model.safetensors") for folder in ("fp32", "bf16"))
+    assert {tensor.dtype for tensor in full.values()} == {torch.float32}
+    assert all(torch.equal(full[name].to(tensor.dtype), tensor) for name, tensor in stored.items())
+    assert any(not torch.equal(full[name], tensor.float()) for name, tensor in stored.items())
+    assert (tmp_path / "fp32/tokenizer.json").exists()
 
 
 def test_every_example_is_run_here():

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Trainer, TrainerState, TrainingArguments, trainer_optimizer
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerState, TrainingArguments, trainer_optimizer
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
@@ -105,6 +106,28 @@ def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
     written += ["scheduler.pt", "trainer_state.json", "training_args.bin"]
     assert files == written, f"Trainer no longer writes its state last {WHERE}"
     assert after == ["push", "rotate"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
+
+
+def test_the_optimizers_state_is_loaded_where_we_look(tmp_path, monkeypatch):
+    """After the weights, which take in what torch's optimizers have no state for."""
+    assert hasattr(Trainer, private_apis.LOAD_OPTIMIZER), f"Trainer.{private_apis.LOAD_OPTIMIZER} is gone {WHERE}"
+    settings = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
+    trained(tmp_path, max_steps=1, **settings)
+    events = []
+    for name in (private_apis.LOAD_CHECKPOINT, private_apis.LOAD_OPTIMIZER):
+        original = getattr(Trainer, name)
+
+        def watched(self, *args, name=name, original=original, **kwargs):
+            events.append((name, len(self.optimizer.state) if self.optimizer else None))
+            original(self, *args, **kwargs)
+            events.append((name, len(self.optimizer.state) if self.optimizer else None))
+
+        monkeypatch.setattr(Trainer, name, watched)
+    trained(tmp_path, max_steps=2, resume=str(tmp_path / "checkpoint-1"), **settings)
+    weights, state = private_apis.LOAD_CHECKPOINT, private_apis.LOAD_OPTIMIZER
+    count = len(list(llama().parameters()))
+    expected = [(weights, None), (weights, None), (state, 0), (state, count)]
+    assert events == expected, f"Trainer loads checkpoints otherwise {WHERE}"
 
 
 def test_the_trainers_state_is_read_where_we_look(tmp_path):
@@ -256,3 +279,22 @@ def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):
     assert called[1:] == [private_apis.LOAD_CHECKPOINT, private_apis.LOAD_BEST], (
         f"checkpoints are loaded elsewhere {WHERE}"
     )
+
+
+def test_models_are_saved_by_the_function_that_we_replace(tmp_path):
+    model = llama()
+    expected = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    with private_apis.computing_saved_tensors(lambda file: {name: tensor + 1 for name, tensor in file.items()}):
+        model.save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in found), f"save_pretrained writes otherwise {WHERE}"
+
+
+def test_the_saved_layout_is_that_of_files(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=8, num_hidden_layers=1, num_local_experts=2, **sizes))
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    found = private_apis.in_saved_layout(model, model.state_dict())
+    assert found.keys() == expected.keys() != model.state_dict().keys(), f"models are converted otherwise {WHERE}"
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -13,6 +13,7 @@ from tests.support.optim.against_formula import (
     FP16,
     FP32,
     MODES,
+    TEXTBOOK,
     assert_rounded_once,
     assert_stepped_as_if_alone,
     assert_update_is_not_rounded,
@@ -120,7 +121,7 @@ def test_decay_is_decoupled_from_the_gradient():
     """With zero gradients the moments stay zero and the weight shrinks by lr · decay a step, and by nothing else."""
     for dtype in (FP32, BF16):
         param = torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))
-        optimizer = AdamW([param], lr=0.1, weight_decay=0.5, backend="eager")
+        optimizer = AdamW([param], lr=0.1, weight_decay=0.5, backend="eager", **TEXTBOOK)
         train(optimizer, [torch.zeros(64, dtype=dtype)] * 10)
         total = param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(64)).double()
         # BF16: the rest is 2**-8 at most, decays only once it is in the weight, and is stored to 2**-8 of itself.

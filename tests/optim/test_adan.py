@@ -12,6 +12,7 @@ from tests.support.optim.against_formula import (
     FP32,
     FP64,
     MODES,
+    TEXTBOOK,
     assert_rounded_once,
     displacements,
     estimate,
@@ -89,7 +90,7 @@ def test_the_proximal_decay_is_not_the_decoupled_one():
     """Without gradients ten steps leave 1/1.05 or 0.95 of the weight each, and the moments are zero."""
     for dtype, (no_prox, left) in itertools.product((FP32, BF16), ((False, 1 / 1.05), (True, 0.95))):
         param = torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))
-        optimizer = Adan([param], lr=0.1, weight_decay=0.5, no_prox=no_prox)
+        optimizer = Adan([param], lr=0.1, weight_decay=0.5, no_prox=no_prox, **TEXTBOOK)
         train(optimizer, [torch.zeros(64)] * 10)
         # BF16: the rest is 2**-8 at most, decays only once it is in the weight, and is stored to 2**-8 of itself.
         bound = 10 * (0.05 * 2.0**-8 + 2.0**-16) if dtype is BF16 else 10 * 8 * EPS

@@ -12,6 +12,7 @@ from tests.support.optim.against_formula import (
     FP32,
     FP64,
     MODES,
+    TEXTBOOK,
     assert_rounded_once,
     displacements,
     estimate,
@@ -97,12 +98,13 @@ def test_the_first_step_is_the_sign_of_the_gradient(dtype):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_without_gradients_the_weight_decays_and_nothing_else(dtype):
-    optimizer = Lion([torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))], lr=0.1, weight_decay=0.5)
+    param = torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))
+    optimizer = Lion([param], lr=0.1, weight_decay=0.5, **TEXTBOOK)
     train(optimizer, [torch.zeros(64)] * 10)
     # BF16: the rest is 2**-8 at most, decays only once it is in the weight, and is stored to 2**-8 of itself.
     bound = 10 * (0.05 * 2.0**-8 + 2.0**-16) if dtype is BF16 else 10 * 8 * EPS
     assert ((estimate(optimizer) - 1.5 * 0.95**10).abs() <= bound).all()
-    assert not optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].any()
+    assert not optimizer.state[param]["exp_avg"].any()
 
 
 def test_bf16_weights_follow_fp64():

@@ -79,8 +79,8 @@ def test_numbers_of_every_type_are_accepted(kind):
     make = np.float32 if kind == "numpy" else kind
     found, expected = bf16(), bf16()
     for params, optimizer in (
-        (found, AdamW(found, lr=make(0.5), eps=make(0.25))),
-        (expected, AdamW(expected, 0.5, eps=0.25)),
+        (found, AdamW(found, lr=make(0.5), eps=make(0.25), first_parameter=0)),
+        (expected, AdamW(expected, 0.5, eps=0.25, first_parameter=0)),
     ):
         params[0].grad = torch.ones_like(params[0])
         optimizer.step()

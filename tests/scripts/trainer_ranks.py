@@ -6,6 +6,8 @@ With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
 With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
+With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, with a tokenizer.
+With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -22,10 +24,11 @@ from accelerate.utils import ParallelismConfig
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-import hf_lowprec  # noqa: F401
+import hf_lowprec
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
+from tests.support.training.counting_text import tokenizer
 
 LENGTH = 32
 
@@ -81,7 +84,10 @@ class ChangeAWeight(TrainerCallback):
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
     die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
-    sharded = ["--fsdp", "--fsdp_config", json.dumps({"version": 2})] if kind != "ddp" else []
+    config = {"version": 2}
+    if "STATE_DICT_TYPE" in os.environ:
+        config["state_dict_type"] = os.environ["STATE_DICT_TYPE"]
+    sharded = ["--fsdp", "--fsdp_config", json.dumps(config)] if kind != "ddp" else []
     if "SEED_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
         sharded += ["--seed", os.environ["SEED_OF_RANK_1"]]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
@@ -90,12 +96,17 @@ def main(kind: str, *words: str) -> None:
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
-    trainer = Trainer(llama(), args, train_dataset=text(rows), eval_dataset=text(8), callbacks=[change])
+    processing = tokenizer() if "SAVED_TO" in os.environ else None
+    datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}
+    trainer = Trainer(llama(), args, **datasets, callbacks=[change], processing_class=processing)
     if "EVALUATED_FIRST" in os.environ:
         trainer.evaluate()
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume == "True" else resume)
     check_replicas(trainer.model, trainer.optimizer)
+    if "SAVED_TO" in os.environ:
+        folder = os.environ["SAVED_TO"]
+        hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, folder, processing_class=processing)
     found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")

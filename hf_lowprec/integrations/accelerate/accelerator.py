@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
+from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
@@ -57,6 +59,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     - Ranks are compared when a model is prepared and before an optimizer's first step. If settings, parameters or
       replicated weights differ, every rank raises a `RuntimeError` that names the differences. Weights that differ
       before FSDP2 shards them cause a warning.
+    - `accelerator.save_state` also saves the names of the optimizer's parameters and the model's configuration, with
+      which `hf-lowprec export` makes a model folder of the state.
 
     With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. Calling it again has
     no effect.
@@ -111,6 +115,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
     }
     for name, wrapper in wrappers.items():
         wrap_method(accelerator, name, wrapper)
+    accelerator.register_save_state_pre_hook(functools.partial(_describe_saved_state, accelerator))
     return reduction
 
 
@@ -293,6 +298,13 @@ def _return_float32_if_cast(model: nn.Module) -> None:
     """Make a cast model return FP32, as it would under mixed precision; called before the model is wrapped."""
     if cast_dtypes(model):
         return_float32(model)
+
+
+def _describe_saved_state(accelerator: Accelerator, models: list[nn.Module], weights: Any, folder: str) -> None:
+    """Add to the folder of `Accelerator.save_state` what exporting it needs."""
+    if models and accelerator.is_main_process:
+        write_parameter_names(Path(folder), models[0], private_apis.prepared_optimizers(accelerator))
+        write_model_description(Path(folder), models[0])
 
 
 def _forbid_later_cast(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ import torch
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPS = 2.0**-24  # half an FP32 ulp, relative
 SHAPE = (40, 25)
+TEXTBOOK = {"initial_compensation": "zero"}
+"""Kahan summation as in the papers. The formulas tell what one step does; a first compensation has tests of its own."""
 MODES = [(BF16, "kahan"), (BF16, "stochastic"), (BF16, "nearest"), (FP16, "kahan"), (FP16, "nearest")]
 
 NOT_AVERAGED = {"max_exp_avg_sq", "previous_grad"}  # states that are always rounded to nearest
@@ -76,7 +78,7 @@ def assert_rounded_once(
         hyper: hyperparameters of both.
     """
     param = parameter(dtype)
-    optimizer = cls([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **hyper)
+    optimizer = cls([param], rounding=rounding, state_rounding=state_rounding, backend="eager", **TEXTBOOK, **hyper)
     names = [state.name for state in optimizer.states(optimizer.param_groups[0])]
     rounded_away = set()  # states with errors that only stochastic rounding makes
     zeros = torch.zeros(SHAPE, dtype=FP64)
@@ -143,11 +145,13 @@ def train_groups(cls, groups: list[dict], grads: list[torch.Tensor], **defaults)
 def assert_stepped_as_if_alone(cls, settings: list[tuple[torch.dtype, dict]], **defaults) -> list[dict]:
     """Train a group per `(dtype, options)` in one optimizer, and each in an optimizer of its own: all bits are equal.
 
-    Only the first group may draw random bits, since these depend on a parameter's position in its optimizer.
+    Only the first group may draw random bits, since these depend on a parameter's position in its optimizer. So
+    compensations start at zero.
 
     Returns:
         The state of each parameter of the shared optimizer.
     """
+    defaults = TEXTBOOK | defaults
     together, alone = ([parameter(dtype) for dtype, _ in settings] for _ in range(2))
     shared = cls([{"params": [p], **group} for p, (_, group) in zip(together, settings, strict=True)], **defaults)
     single = [cls([p], **defaults | group) for p, (_, group) in zip(alone, settings, strict=True)]
@@ -187,7 +191,8 @@ def displacements(cls, reference, *, steps: int = 1000, count: int = 4096, **hyp
     start = (torch.randn(count, generator=random) * 0.02).to(BF16)
     mean = torch.randn(count, generator=random) * 0.3
     variants = {
-        name: cls([torch.nn.Parameter(start.clone())], **hyper, **options) for name, options in VARIANTS.items()
+        name: cls([torch.nn.Parameter(start.clone())], **TEXTBOOK, **hyper, **options)
+        for name, options in VARIANTS.items()
     }
     exact = torch.nn.Parameter(start.double())
     in_fp64 = reference([exact], **hyper)

@@ -48,7 +48,9 @@ def arguments(tmp_path, cls=TrainingArguments, **settings):
 
 def trained(tmp_path, model=None, trainer_cls=Trainer, resume=None, **settings):
     options = {
-        key: settings.pop(key) for key in ("callbacks", "model_init", "optimizer_cls_and_kwargs") if key in settings
+        key: settings.pop(key)
+        for key in ("callbacks", "model_init", "processing_class", "optimizer_cls_and_kwargs")
+        if key in settings
     }
     model = None if "model_init" in options else (model or llama())
     args = arguments(tmp_path, **settings)

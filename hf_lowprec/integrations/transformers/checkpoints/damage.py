@@ -13,10 +13,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.integrations.transformers.checkpoints.manifest import Manifest, read_json
 
-_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md")
+_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME)
 """Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")
@@ -59,6 +60,16 @@ def unreadable_files(checkpoint: Path) -> list[str]:
     Returns:
         A line for every file that is missing or does not open.
     """
+    problems = files_that_do_not_open(checkpoint)
+    if not _holds(checkpoint, *_WEIGHTS):
+        problems.append("model.safetensors and all other weight files are missing")
+    if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
+        problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
+    return problems
+
+
+def files_that_do_not_open(checkpoint: Path) -> list[str]:
+    """A line for every file in a folder that a checkpoint may have, and that does not open."""
     problems = []
     for pattern, check in _CHECKS.items():
         for path in sorted(checkpoint.glob(pattern)):
@@ -67,10 +78,6 @@ def unreadable_files(checkpoint: Path) -> list[str]:
                 problems += [f"{name}{problem}" for problem in check(path)]
             except Exception as error:  # readers raise many types, zipfile even NotImplementedError
                 problems.append(f"{name} does not open: {error}")
-    if not _holds(checkpoint, *_WEIGHTS):
-        problems.append("model.safetensors and all other weight files are missing")
-    if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
-        problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
     return problems
 
 

@@ -94,6 +94,16 @@ def last_complete(output_dir: Path) -> Path | None:
     return _search(output_dir)[0]
 
 
+def check_good(checkpoint: Path) -> None:
+    """Check a checkpoint of Trainer that is to be exported.
+
+    Raises:
+        ValueError: it was not saved completely, or files are damaged. The message names them.
+    """
+    _read_manifest.cache_clear()
+    _check_named(checkpoint, checkpoint.parent, "checkpoint")
+
+
 def check_best(checkpoint: Path) -> None:
     """Check the weights of the best checkpoint, before Trainer loads them at the end of a run.
 
@@ -167,8 +177,8 @@ def _last_good(folder: Path) -> Path | None:
     return good
 
 
-def _check_named(checkpoint: Path, output_dir: Path) -> None:
-    """Raise ValueError, suggesting an alternative, if the checkpoint that the user names is not good."""
+def _check_named(checkpoint: Path, output_dir: Path, argument: str = "resume_from_checkpoint") -> None:
+    """Raise ValueError, suggesting an alternative, if the checkpoint that the user names as `argument` is not good."""
     problem = _problem(checkpoint)
     if problem is None:
         return
@@ -177,7 +187,7 @@ def _check_named(checkpoint: Path, output_dir: Path) -> None:
     way_out = "pass another one" if good is None else f"pass {str(good)!r}, the last good one, or another"
     if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
         way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
-    raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
+    raise ValueError(f"{argument}={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
 
 
 def _check_seen(checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ from tests.support.training.tiny_trainer import arguments, counting_data, llama,
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 STATE = "trainer_state.json"
 LOADED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE, "config.json")
-NOT_NEEDED = ("generation_config.json", "training_args.bin")
+NOT_NEEDED = ("generation_config.json", "hf_lowprec_parameters.json", "training_args.bin")
 WRITTEN = (*LOADED, *NOT_NEEDED)
 
 

@@ -1,0 +1,1 @@
+"""Writes trained models as standard folders that `from_pretrained` loads: from memory, or from a checkpoint."""

@@ -1,0 +1,144 @@
+"""Names for the parameters of a saved optimizer, whose state dict only numbers them.
+
+A checkpoint gets a small file with the names, and with the files that describe the model, where the checkpoint has
+none. `export_checkpoint` reads them, so that it works without the training script.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.export.model_folder import is_peft
+from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.rounding import dtype_name
+
+logger = logging.getLogger(__name__)
+
+PARAMETERS_NAME = "hf_lowprec_parameters.json"
+FORMAT = 1
+
+
+class ParameterNames(NamedTuple):
+    """The content of the file.
+
+    Attributes:
+        optimizers: for each optimizer, for each of its param groups, the names of the parameters in order; None stands
+            for a parameter of another model.
+        adapters: for each adapter, the names of its tensors in an adapter file -> the names of the parameters. Empty
+            for models without adapters.
+    """
+
+    optimizers: list[list[list[str | None]]]
+    adapters: dict[str, dict[str, str]]
+
+
+def write_parameter_names(folder: Path, model: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Write the names of the parameters of `optimizers`, as in `model`, to the checkpoint `folder`."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = [
+        [[names.get(id(param)) for param in group["params"]] for group in unwrap_optimizer(optimizer).param_groups]
+        for optimizer in optimizers
+    ]
+    try:
+        adapters = _adapters(model)
+    except Exception as error:  # PEFT's many methods; a checkpoint must be saved in any case
+        logger.warning("the adapters' names cannot be saved, so %s cannot be exported: %s", folder, error)
+        adapters = {}
+    content = {"format": FORMAT, **ParameterNames(groups, adapters)._asdict()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PARAMETERS_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def write_model_description(folder: Path, model: nn.Module, processing_class: Any = None) -> None:
+    """Write what a model folder has besides weights: configurations and the tokenizer or processor."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    if is_peft(model):
+        base = type(model.get_base_model())  # type: ignore[operator]
+        base_class = {"base_model_class": base.__name__.removeprefix("FSDP"), "parent_library": base.__module__}
+        for adapter, peft_config in model.peft_config.items():  # type: ignore[union-attr, operator]
+            saved = copy.deepcopy(peft_config)
+            saved.inference_mode = True  # as PEFT saves it, like the class
+            saved.save_pretrained(
+                folder if adapter == "default" else folder / adapter,
+                auto_mapping_dict=base_class if saved.task_type is None else None,
+            )
+    elif isinstance(model, PreTrainedModel):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = dtype_name(model.dtype)
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
+def _adapters(model: Any) -> dict[str, dict[str, str]]:
+    """`ParameterNames.adapters` of `model`."""
+    peft = is_peft(model)
+    if not peft and not private_apis.has_adapters(model):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    recorded = RecordedOperations()
+    tensors = model.state_dict()
+    state_dict = {name: recorded.add_source(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    prefix = "" if peft else "base_model.model."
+    sharded = any(is_sharded(param) for param in model.parameters())
+    adapters: dict[str, dict[str, str]] = {}
+    for adapter, config in model.peft_config.items():
+        if config.is_prompt_learning and sharded:
+            continue  # PEFT would gather the prompts, on this rank alone
+        with recorded, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # saving the model warns again
+            saved = get_peft_model_state_dict(model, state_dict=state_dict, adapter_name=adapter)
+        adapters[adapter] = {}
+        for name, tensor in saved.items():
+            source = next(iter(recorded.sources_of(tensor)), None) or _parameter_with_values(model, tensor)
+            if source is not None:
+                adapters[adapter][prefix + name] = source
+    return adapters
+
+
+def _parameter_with_values(model: nn.Module, tensor: Tensor) -> str | None:
+    """The name of the prompt encoder's parameter that PEFT saves as `tensor`; None if it saves what is computed."""
+    prompts = {name: param for name, param in model.named_parameters() if name.startswith("prompt_encoder.")}
+    same_shape = (name for name, param in prompts.items() if param.shape == tensor.shape)
+    equal = (name for name in same_shape if torch.equal(prompts[name].detach().to(tensor.device, tensor.dtype), tensor))
+    return next(equal, None)
+
+
+def read_parameter_names(folder: Path) -> ParameterNames | None:
+    """Read the names in a checkpoint; None if it has none.
+
+    Raises:
+        ValueError: the file is damaged, or has the format of a later version.
+    """
+    path = folder / PARAMETERS_NAME
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"{path} has format {content['format']}, but this version of hf_lowprec reads format {FORMAT}; upgrade "
+                "hf_lowprec to read it"
+            )
+        return ParameterNames(content["optimizers"], content["adapters"])
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a list of parameters: {error}") from error

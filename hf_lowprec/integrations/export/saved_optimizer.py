@@ -1,0 +1,161 @@
+"""Reads compensations from a saved optimizer, by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
+from hf_lowprec.integrations.export.stored_tensors import ShardedFolder, load_mapped
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
+from hf_lowprec.optim.initial_compensation import subtract_dither
+from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form
+from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
+
+_COMPENSATION = "compensation"
+_STATE, _GROUPS = "state", "param_groups"
+
+
+class SavedParameter(NamedTuple):
+    """What a saved optimizer knows of a parameter.
+
+    Attributes:
+        compensation: reads its compensation; None if it has none.
+        shape: the shape of its compensation; None without one.
+        dither: the random stream of the dither that the compensation started with; None if there was none.
+        low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
+    """
+
+    compensation: Callable[[], Tensor] | None = None
+    shape: torch.Size | None = None
+    dither: RandomStream | None = None
+    low_bits: dict[str, Any] | None = None
+
+    @property
+    def refines(self) -> bool:
+        """Whether more is known of the weight than the checkpoint's weight files contain."""
+        return self.compensation is not None or self.low_bits is not None
+
+    def estimate(self, weight: Tensor) -> Tensor:
+        """The FP32 estimate of the parameter, whose stored value is `weight`."""
+        if self.low_bits is not None:
+            restore_saved_low_bits(weight, self.low_bits)
+        missing = self.compensation() if self.compensation else low_bits(weight)
+        if missing is not None and self.dither is not None:
+            missing = subtract_dither(missing, weight, *self.dither)
+        return weight.float() if missing is None else weight.float() + missing.float()
+
+
+class SavedOptimizer(NamedTuple):
+    """A saved optimizer.
+
+    Attributes:
+        groups: the parameters of each param group.
+        names: their names; None if the state dict only numbers them.
+        is_ours: whether one of hf_lowprec's optimizers saved it.
+    """
+
+    groups: list[list[SavedParameter]]
+    names: list[list[str | None]] | None
+    is_ours: bool
+
+    @property
+    def refines(self) -> bool:
+        """Whether it has compensations, or low bits."""
+        return any(parameter.refines for group in self.groups for parameter in group)
+
+    def by_name(self) -> dict[str, SavedParameter]:
+        """The parameters of which more is known than their stored weight, by name."""
+        pairs = (
+            (name, parameter)
+            for names, group in zip(self.names or [], self.groups, strict=False)
+            for name, parameter in zip(names, group, strict=True)
+        )
+        return {name: parameter for name, parameter in pairs if name is not None and parameter.refines}
+
+
+def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> SavedOptimizer:
+    """Read a state dict that `torch.save` wrote.
+
+    Args:
+        path: the file.
+        names: the names of the parameters of each group; None if they are unknown. They are not needed if the state
+            dict has names instead of numbers, as those of FSDP2 have.
+
+    Raises:
+        ValueError: it is not the state dict of an optimizer, or `names` belong to another one.
+    """
+    saved = load_mapped(path)
+    if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
+        raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
+    groups, states, kept = _groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
+    sizes = [len(group["params"]) for group in groups]
+    if names is not None and [*map(len, names)] != sizes:
+        raise ValueError(
+            f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} has "
+            f"{sizes}: they are from different checkpoints"
+        )
+
+    dithers = _dithers(groups)
+
+    def parameter(key: Any) -> SavedParameter:
+        compensation = states.get(key, {}).get(_COMPENSATION)
+        if compensation is None:
+            return SavedParameter(low_bits=None if states.get(key) else kept.get(key))
+        return SavedParameter(lambda: compensation, compensation.shape, dithers.get(key))
+
+    parameters = [[parameter(key) for key in group["params"]] for group in groups]
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
+        names = [[*group["params"]] for group in groups]
+    return SavedOptimizer(parameters, names, _are_ours(groups))
+
+
+def read_optimizer_folder(folder: Path) -> SavedOptimizer:
+    """Read a folder that `torch.distributed.checkpoint` wrote, whose states have names."""
+    stored = ShardedFolder(folder)
+    groups = _groups({_GROUPS: _sharded_groups(stored)})
+    paths = set(stored.paths())
+
+    dithers = _dithers(groups)
+
+    def parameter(name: str) -> SavedParameter:
+        path = ("optimizer", _STATE, name, _COMPENSATION)
+        info = stored.info(path) if path in paths else None
+        if info is None:
+            return SavedParameter()
+        return SavedParameter(lambda: stored.read(path), info.shape, dithers.get(name))
+
+    names: list[list[str | None]] = [[*group["params"]] for group in groups]
+    parameters = [[parameter(name) for name in group["params"]] for group in groups]
+    return SavedOptimizer(parameters, names, _are_ours(groups))
+
+
+def _are_ours(groups: Iterable[ParamGroup]) -> bool:
+    return any("rounding" in group for group in groups)
+
+
+def _sharded_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:
+    """The param groups of a folder, whose entries are stored one by one."""
+    groups: dict[int, dict[str, Any]] = {}
+    for path in stored.paths():
+        if path[:2] == ("optimizer", _GROUPS) and len(path) == 4:
+            groups.setdefault(path[2], {})[path[3]] = stored.read(path)
+    return [groups[k] for k in sorted(groups)]
+
+
+def _groups(saved: Mapping[str, Any]) -> list[ParamGroup]:
+    """The param groups of a saved state dict, with the keys that ours keep in their header."""
+    groups = from_saved_form({**saved})[_GROUPS]
+    return [{**group, **{k: v for k, v in group.get(HEADER, {}).items() if k in ADDED_KEYS}} for group in groups]
+
+
+def _dithers(groups: list[ParamGroup]) -> dict[Any, RandomStream]:
+    """The random streams of parameters whose compensation started with a dither, by their keys in the state dict."""
+    flags = (group.get(HEADER, {}).get(DITHERED, "").ljust(len(group["params"]), "0") for group in groups)
+    streams = random_streams(groups)
+    return {key: stream for (key, stream), flag in zip(streams, "".join(flags), strict=True) if flag == "1"}

@@ -1,0 +1,38 @@
+"""`hf-lowprec export` calls `export_checkpoint`, and says in one line what is wrong with its input."""
+
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hf_lowprec
+from hf_lowprec.cli import app
+from tests.support.training.tiny_trainer import trained
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["export", *map(str, words)])
+
+
+def test_export(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, save_strategy="steps", save_steps=2)
+    result = run(tmp_path / "checkpoint-2", tmp_path / "out", "--max-shard-size", "40KB")
+    assert result.exit_code == 0, result.output
+    assert "21 tensors, float32; compensation added to 16 of them" in result.output
+    assert (tmp_path / "out/model.safetensors.index.json").exists()
+    expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert run(tmp_path / "checkpoint-2", tmp_path / "bf16", "--dtype", "bfloat16").exit_code == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "bf16").dtype == torch.bfloat16
+
+
+def test_errors_are_messages(tmp_path):
+    result = run(tmp_path / "nothing", tmp_path / "out")
+    assert result.exit_code == 2 and "there is no checkpoint" in result.output and "Traceback" not in result.output
+    result = run(tmp_path, tmp_path / "out", "--dtype", "float64")
+    assert result.exit_code == 2 and "use 'float32' or 'bfloat16'" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_help_says_which_precision_the_norms_have():
+    help_text = " ".join(run("--help").output.replace("│", " ").split())
+    assert "what training keeps in FP32, such as norms, stays FP32 in the file" in help_text

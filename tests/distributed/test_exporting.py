@@ -1,0 +1,68 @@
+"""`save_pretrained` on several ranks, and `export_checkpoint` of what they saved, give `fp32_state_dict` exactly."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import hf_lowprec
+from tests.support.processes.ranks import many_ranks, run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+# Three ranks hold uneven shards: 36 · 70 elements are no multiple of three rows.
+@pytest.mark.parametrize(
+    ("kind", "ranks", "format"),
+    [
+        ("ddp", 2, "full"),
+        ("fsdp2", 2, "sharded"),
+        ("fsdp2", 3, "sharded"),
+        ("fsdp2", 2, "full"),
+        pytest.param("hsdp", 4, "sharded", marks=many_ranks),
+    ],
+)
+def test_an_accelerate_loop(tmp_path, kind, ranks, format):
+    run_ranks("exported_on_ranks.py", ranks, kind, format, str(tmp_path))
+    report = hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out", max_shard_size="50KB")
+    expected = torch.load(tmp_path / "fp32.pt")
+    assert report.refined == len([name for name in expected if "norm" not in name])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "live")
+    model.load_state_dict(expected)
+    tokens = torch.arange(32)[None]
+    logits = model(tokens).logits
+    for folder in ("live", "out"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        found = loaded.state_dict()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == torch.float32 and torch.equal(found[name], tensor), (folder, name)
+        assert torch.equal(loaded(tokens).logits, logits)
+
+
+@pytest.mark.parametrize("format", ["sharded", "full"])
+def test_sharded_adapters(tmp_path, format):
+    pytest.importorskip("peft")
+    run_ranks("exported_on_ranks.py", 2, "fsdp2", format, str(tmp_path), "adapters")
+    assert hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out").refined == 8
+    expected = torch.load(tmp_path / "fp32.pt")
+    for folder in ("live", "out"):
+        found = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert len(found) == 8
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name.replace(".weight", ".default.weight")]), (folder, name)
+    found, expected = ((tmp_path / folder / "adapter_config.json").read_text() for folder in ("out", "live"))
+    assert found == expected.replace("FSDPLlama", "Llama")  # PEFT saves the class that FSDP2 has made
+
+
+@pytest.mark.parametrize(("kind", "format"), [("ddp", "FULL"), ("fsdp2", "FULL"), ("fsdp2", "SHARDED")])
+def test_checkpoints_of_trainer(tmp_path, kind, format):
+    words = ["--optim", "adamw_bf16_kahan", "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "3"]
+    words += ["--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-2"]
+    environment = {"SAVED_TO": str(tmp_path / "live"), "ROWS": "16", "STATE_DICT_TYPE": f"{format}_STATE_DICT"}
+    run_ranks("trainer_ranks.py", 2, kind, *words, **environment)
+    checkpoint = tmp_path / "run/checkpoint-3"
+    assert (checkpoint / "pytorch_model_fsdp_0").is_dir() == (format == "SHARDED")
+    assert hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out").refined > 0
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "live" / name).read_bytes(), name

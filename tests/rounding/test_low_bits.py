@@ -1,0 +1,162 @@
+"""Low bits that a cast keeps: which parameters have them, how long, and what they cost."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.optim import AdamW
+from hf_lowprec.rounding.low_bits import drop_low_bits, keep_low_bits, low_bits
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Model(nn.Module):
+    """One tensor of each kind that a cast meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.in_fp64 = nn.Parameter(torch.randn(3, dtype=FP64))
+        self.in_bf16 = nn.Parameter(torch.randn(3).to(BF16))
+        self.few_digits = nn.Parameter(torch.tensor([1.0, 0.5, -3.0]))
+        self.register_buffer("table", torch.randn(3))
+
+
+def cast(dtype: torch.dtype = BF16) -> tuple[dict[str, torch.Tensor], Model, hf_lowprec.CastReport]:
+    """FP32 copies of the weights before, the cast model, and the report."""
+    model = Model()
+    with torch.no_grad():
+        model.norm.weight.normal_()
+    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return exact, model, hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
+
+
+def kept(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if low_bits(param) is not None}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_trainable_fp32_parameters_that_are_cast_have_low_bits(dtype):
+    """Not norms, which stay FP32, nor what is frozen, FP64, 16 bits already, or a 16-bit number in FP32."""
+    exact, model, report = cast(dtype)
+    assert kept(model) == set(report.low_bits) == {"linear.weight", "linear.bias"}
+    assert "low bits of 2 tensors kept for the optimizer" in str(report)
+    for name in kept(model):
+        param = model.get_parameter(name)
+        low = low_bits(param)
+        assert (low.dtype, low.shape) == (BF16, param.shape)
+        # 9 bits of the weight, ties included, and 8 of the rest, the last of them truncated at worst.
+        bits = 2.0**-16 if dtype is BF16 else 2.0**-19
+        assert ((param.double() + low.double() - exact[name].double()).abs() <= bits * exact[name].abs()).all()
+        assert not torch.equal(param.double(), exact[name].double())
+
+
+def test_without_being_asked_a_cast_keeps_none():
+    model = Model()
+    assert not hf_lowprec.cast_model(model).low_bits
+    assert not kept(model)
+
+
+def test_a_model_on_the_meta_device_has_none():
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    assert not hf_lowprec.cast_model(model, keep_low_bits=True).low_bits
+    assert not kept(model)
+
+
+def test_a_second_cast_leaves_them():
+    _, model, _ = cast()
+    before = {name: low_bits(model.get_parameter(name)).clone() for name in kept(model)}
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    assert kept(model) == before.keys()
+    assert all(torch.equal(low_bits(model.get_parameter(name)), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("change", ["loaded", "added to", "permuted", "one element", "another shape", "another dtype"])
+def test_low_bits_of_other_weights_do_not_count(change):
+    _, model, _ = cast()
+    weight = model.linear.weight
+    assert low_bits(weight) is not None
+    with torch.no_grad():
+        if change == "loaded":
+            model.load_state_dict({**model.state_dict(), "linear.weight": torch.randn(5, 7).to(BF16)})
+        elif change == "added to":
+            weight.mul_(2)
+        elif change == "permuted":
+            weight.copy_(weight.flip(0))
+        elif change == "one element":
+            weight[4, 6] += 1
+        elif change == "another shape":
+            weight.data = weight.data[:2]
+        else:
+            weight.data = weight.data.float()
+    assert low_bits(weight) is None
+    assert low_bits(model.linear.bias) is not None
+
+
+@pytest.mark.parametrize("way", ["same weights loaded", "moved", "pickled"])
+def test_they_stay_with_equal_weights(way):
+    """`model.to(device)` sets `param.data`, as `_apply` does here."""
+    _, model, _ = cast()
+    before = low_bits(model.linear.weight).clone()
+    if way == "same weights loaded":
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    elif way == "moved":
+        model._apply(lambda tensor: tensor.clone())
+    else:
+        model = pickle.loads(pickle.dumps(model))
+    assert torch.equal(low_bits(model.linear.weight), before)
+
+
+def test_a_deepcopied_model_has_none_and_is_dithered():
+    """torch copies no attributes of parameters, so that reference models cost nothing."""
+    _, model, _ = cast()
+    copied = copy.deepcopy(model)
+    assert not kept(copied)
+    optimizer = AdamW([copied.linear.weight])
+    copied.linear.weight.grad = torch.ones_like(copied.linear.weight)
+    optimizer.step()
+    assert optimizer.dithered == {copied.linear.weight}
+
+
+def test_memory_is_two_bytes_per_parameter_until_the_first_step():
+    """Nothing afterwards; parameters without a gradient keep theirs, which are their digits, until they get one."""
+    _, model, _ = cast()
+    optimizer = AdamW([model.linear.weight, model.linear.bias])
+    memory = low_bits(model.linear.weight).untyped_storage()
+    assert memory.nbytes() == 2 * model.linear.weight.numel()
+    model.linear.weight.grad = torch.ones_like(model.linear.weight)
+    optimizer.step()
+    assert "_low_bits" not in vars(model.linear.weight)
+    assert low_bits(model.linear.bias) is not None
+    model.linear.bias.grad = torch.ones_like(model.linear.bias)
+    optimizer.step()
+    assert not any("_low_bits" in vars(param) for param in model.parameters())
+    states = optimizer.state[model.linear.weight]
+    assert {name: value.nbytes for name, value in states.items() if name != "step"} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq", "compensation"), 2 * model.linear.weight.numel()
+    )
+
+
+def test_low_bits_can_be_dropped():
+    param = nn.Parameter(torch.ones(3, dtype=BF16))
+    assert keep_low_bits(param, torch.full((3,), 1 + 2.0**-12))
+    assert low_bits(param).tolist() == [2.0**-12] * 3
+    drop_low_bits(param)
+    assert low_bits(param) is None
+    drop_low_bits(param)
+
+
+def test_parameters_larger_than_a_chunk_and_with_gaps_in_memory():
+    exact = torch.randn(300, 700).t()
+    param = nn.Parameter(exact.to(BF16))
+    assert not param.is_contiguous()
+    keep_low_bits(param, exact)
+    assert ((param.double() + low_bits(param).double() - exact).abs() <= 2.0**-16 * exact.abs()).all()
