@@ -19,7 +19,7 @@ WIDTH = 1024
 """Inputs and outputs of a layer: a million parameters."""
 
 
-def memory(layers: int, keep_low_bits: bool, initial_compensation: str) -> dict[str, float]:
+def memory(layers: int, initial_compensation: str) -> dict[str, float]:
     """Cast a model of `layers` million parameters and take two steps, in this process.
 
     Returns:
@@ -27,7 +27,7 @@ def memory(layers: int, keep_low_bits: bool, initial_compensation: str) -> dict[
     """
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    cast_model(model, keep_low_bits=keep_low_bits)
+    cast_model(model, keep_low_bits=initial_compensation == "low_bits")
     optimizer = AdamW(model.parameters(), rounding="kahan", initial_compensation=initial_compensation)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -51,18 +51,17 @@ def memory_per_parameter(sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
     The difference leaves out what does not grow with the model: libraries, and temporaries of bounded size. Every
     number is from a fresh process.
     """
-    settings = {name: (name == "low_bits", name) for name in ("zero", "dither", "low_bits")}
     found = {}
-    for name, setting in settings.items():
-        small, large = (_in_fresh_process(size, *setting) for size in sizes)
+    for name in ("zero", "dither", "low_bits"):
+        small, large = (_in_fresh_process(size, name) for size in sizes)
         count = (sizes[1] - sizes[0]) * WIDTH**2
         found[name] = {key: (large[key] - small[key]) / count for key in small}
     return found
 
 
-def _in_fresh_process(layers: int, keep_low_bits: bool, initial_compensation: str) -> dict[str, float]:
+def _in_fresh_process(layers: int, initial_compensation: str) -> dict[str, float]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        return fresh.submit(memory, layers, keep_low_bits, initial_compensation).result()
+        return fresh.submit(memory, layers, initial_compensation).result()
 
 
 def step_time_ratios(rounds: int, elements: int) -> dict[str, float]:
@@ -73,7 +72,7 @@ def step_time_ratios(rounds: int, elements: int) -> dict[str, float]:
     optimizers = {}
     for name in ("zero", "low_bits", "dither"):
         model = nn.Linear(elements, 1, bias=False)
-        cast_model(model, keep_low_bits=True)
+        cast_model(model, keep_low_bits=name == "low_bits")
         optimizers[name] = AdamW(model.parameters(), **OURS[name])
         model.weight.grad = torch.randn(1, elements).mul_(0.01).to(torch.bfloat16)
     ratios: dict[str, list[float]] = {"low_bits": [], "dither": []}

@@ -21,6 +21,6 @@ def prepare(model: nn.Module, name: str, lr: float, seed: int, weight_decay: flo
     """Cast an FP32 model, except for the optimizer `FP32`, and return the optimizer that trains it."""
     if name == FP32:
         return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-    cast_model(model, keep_low_bits=True)
+    cast_model(model, keep_low_bits=name == "low_bits")
     return_float32(model)
     return AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, seed=seed, **OURS[name])

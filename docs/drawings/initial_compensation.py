@@ -28,7 +28,7 @@ def moved() -> dict[str, torch.Tensor]:
         if name == "fp32":
             optimizers[name] = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
         else:
-            hf_lowprec.cast_model(model, keep_low_bits=True)
+            hf_lowprec.cast_model(model, keep_low_bits=name == "low_bits")
             options = {"lr": LR, "weight_decay": 0.0, "initial_compensation": name}
             optimizers[name] = hf_lowprec.AdamW(model.parameters(), **options)
     starts = {name: model.weight.detach().float() for name, model in models.items()}

@@ -52,7 +52,7 @@ def test_shared_memory_is_counted_once() -> None:
 
 
 def test_low_bits_are_gone_after_the_first_step() -> None:
-    left = {name: memory(1, name == "low_bits", name)["left"] for name in ("zero", "low_bits", "dither")}
+    left = {name: memory(1, name)["left"] for name in ("zero", "low_bits", "dither")}
     assert left["zero"] == left["low_bits"] == left["dither"]
     ratios = step_time_ratios(rounds=2, elements=1000)
     assert ratios.keys() == {"low_bits", "dither"} and min(ratios.values()) > 0
