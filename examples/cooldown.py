@@ -13,17 +13,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import smoke
-import torch
 from continued_pretraining import blocks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -40,31 +37,6 @@ class Options:
     smoke: bool = field(default=False, metadata={"help": "train a tiny model, within a minute"})
 
 
-class SwitchToKahan(TrainerCallback):
-    """Switches to Kahan summation at step `start`; the compensation begins at zero."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if state.global_step >= self.start:
-            for group in optimizer.param_groups:
-                group["rounding"] = "kahan"
-
-
-class CooldownTrainer(Trainer):
-    """A Trainer that resumes in the rounding mode in which a checkpoint was saved."""
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        def follow(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-                group["rounding"] = saved["rounding"]
-
-        optimizer = super().create_optimizer(*args, **kwargs)
-        optimizer.register_load_state_dict_pre_hook(follow)
-        return optimizer
-
-
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
     parser.set_defaults(
@@ -79,8 +51,8 @@ def main() -> None:
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS, block=128)
     args, options = parser.parse_args_into_dataclasses()
-    decay = round(args.max_steps * options.cooldown)
-    args.lr_scheduler_kwargs = {"num_decay_steps": decay}
+    args.lr_scheduler_kwargs = {"num_decay_steps": round(args.max_steps * options.cooldown)}
+    args.optim_args = f"rounding=stochastic:{1 - options.cooldown}|kahan"
 
     if options.smoke:
         options.model, options.text = smoke.causal_lm(args.output_dir), smoke.text()
@@ -89,14 +61,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model)
     data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
     held_out = max(1, len(data) // 10)
-    trainer = CooldownTrainer(
+    trainer = Trainer(
         model=model,
         args=args,
         train_dataset=data[:-held_out],
         eval_dataset=data[-held_out:],
         data_collator=default_data_collator,  # all blocks have one length, so nothing is padded
         processing_class=tokenizer,
-        callbacks=[SwitchToKahan(args.max_steps - decay)],
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.evaluate()

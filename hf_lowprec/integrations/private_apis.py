@@ -36,6 +36,9 @@ SAVE_CHECKPOINT = "_save_checkpoint"
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 """Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
 
+LOAD_OPTIMIZER = "_load_optimizer_and_scheduler"
+"""Trainer's method that loads the state of optimizer and scheduler when resuming, after the weights."""
+
 LOAD_BEST = "_load_best_model"
 """Trainer's method that loads the best weights at the end of a run."""
 

@@ -67,13 +67,13 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         if id(tensor) not in streams:
             return weight
         # `state[tensor]` would create an entry for a parameter that was never stepped.
-        state = optimizer.state.get(tensor, {})
-        missing: Tensor | None = state.get("compensation") if state else low_bits(tensor)
+        compensation: Tensor | None = optimizer.state.get(tensor, {}).get("compensation")
+        missing = low_bits(tensor) if compensation is None else local_shard(compensation)
         if missing is None:
             return weight
-        if state and tensor in optimizer.dithered:
-            missing = subtract_dither(missing, tensor, *streams[id(tensor)])
-        return weight + dtensor_like(local_shard(missing).float(), tensor)
+        if compensation is not None and tensor in optimizer.dithered:
+            missing = subtract_dither(compensation, tensor, *streams[id(tensor)])
+        return weight + dtensor_like(missing.float(), tensor)
 
     return estimate
 

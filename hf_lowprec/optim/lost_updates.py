@@ -24,8 +24,8 @@ SAMPLE = 1 << 12
 def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> float:
     """Compute the share of the coming step's weight changes that rounding will lose, over 16-bit parameters.
 
-    Call it when gradients are final, before `optimizer.step()`. Like the step, it creates missing states; it changes
-    nothing else.
+    Call it when gradients are final, before `optimizer.step()`. Like the step, it creates missing states, and
+    converts those of another rounding mode; it changes nothing else.
 
     Args:
         optimizer: the optimizer about to step.

@@ -7,6 +7,7 @@ checkpoints are written here and below, once for all algorithms.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -18,12 +19,11 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.shared_keywords import full_signature
 from hf_lowprec.optim.state_dict import (
-    changed_options,
+    Prepared,
     prepare_for_loading,
     restore_dtypes,
     restore_low_bits,
     to_saved_form,
-    warn_about_changed_options,
 )
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
@@ -170,7 +170,8 @@ class LowPrecisionOptimizer(Algorithm):
         return loss
 
     def plan_step(self) -> StepPlan:
-        """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else.
+        """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
+        after a change of the rounding mode converts weights and states, see `mode_change.py`.
 
         Called by `step`, and by code that computes a step without applying it (`lost_updates`). Use it in a `with`
         statement, which releases the gradients.
@@ -312,21 +313,23 @@ class LowPrecisionOptimizer(Algorithm):
         return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same algorithm, rounding mode and parameter shapes; states keep their saved dtypes.
+        """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
 
-        As in torch, the saved options replace those of this optimizer; a warning names those that differ. Keys missing
-        from the state dict because an earlier version did not have them get their defaults.
+        State of torch's own optimizers, optimi, torchao and flashoptim is converted where the algorithm is the same and
+        states are plain tensors; a warning says so.
+
+        As in torch, the saved options replace those of this optimizer; a warning names those that differ. The rounding
+        mode is an exception: this optimizer's is kept, and if the saved one differs, the states are converted before
+        the next step. Keys missing from the state dict because an earlier version did not have them get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
-        final: list[dict[str, Any]] = []
-        changed: list[str] = []
+        final: list[Prepared] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             final.append(prepare_for_loading(self, incoming))
-            changed.extend(changed_options(self, final[0]["param_groups"]))
-            return final[0]
+            return final[0].state_dict
 
         # torch's loader casts states to the parameter's dtype. Registered last, this hook sees what torch will load.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -334,9 +337,10 @@ class LowPrecisionOptimizer(Algorithm):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        restore_dtypes(self, final[0])
-        restore_low_bits(self, final[0])
-        warn_about_changed_options(self, changed)
+        restore_dtypes(self, final[0].state_dict)
+        restore_low_bits(self, final[0].state_dict)
+        for note in final[0].notes:
+            warnings.warn(note, RuntimeWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
@@ -126,8 +126,23 @@ def algorithm_name(optimizer: Algorithm) -> str:
     return next(classes, type(optimizer)).__name__
 
 
-def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Check that the saved `state_dict` fits `optimizer`, and return it as torch can load it, with defaults filled in.
+class Prepared(NamedTuple):
+    """A state dict as torch can load it, and what the user should know about it.
+
+    Attributes:
+        state_dict: the state dict.
+        notes: a warning each for state of another library, for changed options and for changed rounding modes.
+    """
+
+    state_dict: dict[str, Any]
+    notes: list[str]
+
+
+def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Prepared:
+    """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
+
+    State of other libraries is converted, missing keys get their defaults, and the rounding modes are those of
+    `optimizer`.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -146,13 +161,29 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> dic
     if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
         raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
     _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
-    pairs = enumerate(zip(groups, saved_groups, strict=True))
-    prepared_groups = [_prepare_group(optimizer, group, saved, f"param group {k}") for k, (group, saved) in pairs]
-    prepared = {**state_dict, "param_groups": prepared_groups, DITHERED: _dithered(saved_groups)}
-    for param, number, saved in _parameters(optimizer, prepared):
-        if number in state_dict["state"]:
-            _check_state(optimizer, param, saved, state_dict["state"][number], f"parameter {number}")
-    return prepared
+    formats = [format_of(saved) for saved in saved_groups]
+    prepared_groups: list[ParamGroup] = []
+    states = dict(state_dict["state"])
+    for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
+        where = f"param group {k}"
+        converted = saved if foreign is None else foreign.group(name, group, saved, where)
+        prepared = _prepare_group(optimizer, group, converted, where)
+        prepared_groups.append(prepared)
+        for param, number in zip(group["params"], saved["params"], strict=True):
+            if number not in states:
+                continue
+            if foreign is not None:
+                states[number] = foreign.state(param, group, saved, states[number], f"parameter {number}")
+            if foreign is not None and not states[number]:
+                del states[number]
+                continue
+            _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
+    notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
+    if not any(formats):
+        notes += _changed_modes(optimizer, prepared_groups)
+    own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
+    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: _dithered(saved_groups)}
+    return Prepared(loadable, notes)
 
 
 def _check_header(name: str, saved: ParamGroup, where: str) -> None:
@@ -185,12 +216,6 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
         )
     saved = _with_defaults(optimizer, group, saved, where)
     check_group(optimizer, saved, f"{where} of the state dict")
-    if saved["rounding"] != group["rounding"]:
-        raise ValueError(
-            f"{where} was saved with rounding={saved['rounding']!r}, but this {name} has "
-            f"rounding={group['rounding']!r}; build it with rounding={saved['rounding']!r} to resume, then change "
-            "the group's 'rounding' to continue in another mode"
-        )
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
             raise ValueError(
@@ -217,7 +242,8 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     if lacking := [key for key in missing if key not in optional]:
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
-            f"hf_lowprec.{name}. Resume it with the optimizer that saved it, or start this one with fresh state"
+            f"hf_lowprec.{name}, nor by an optimizer whose state can be converted. Resume it with the optimizer that "
+            f"saved it, or {START_AGAIN}"
         )
     if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
         raise ValueError(
@@ -228,35 +254,47 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     return {**{key: defaults[key] for key in missing}, **saved}
 
 
-def changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
-    """Arguments whose saved value differs from that of `optimizer`, as `name=saved (was value)`, for the warning.
+def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
+    """The warning that training continues in other rounding modes than those of `saved_groups`, if it does.
 
-    Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run, and
-    `ADDED_KEYS`, which users seldom choose.
+    The optimizer's own modes are kept, since the user has chosen them, possibly to change the mode. States are
+    converted before the next step, see `mode_change.py`.
+    """
+    changes: dict[str, None] = {}
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        if saved["rounding"] != group["rounding"]:
+            changes[f"{saved['rounding']!r} to {group['rounding']!r}"] = None
+    if not changes:
+        return []
+    return [
+        f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was built: "
+        "before the next step, a compensation is created for 'kahan', and rounded into the weights for other modes"
+    ]
+
+
+def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
+    """The warning that options of `optimizer` are replaced by those of `saved_groups`, if any of them differ.
+
+    Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run,
+    `ADDED_KEYS`, which users seldom choose, and the rounding mode, which is kept.
     """
     changed: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        exempt = {"lr", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
+        exempt = {"lr", "rounding", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
         for key in sorted(group_keys(optimizer) - exempt):
             if _comparable(saved[key]) != _comparable(group[key]):
                 changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None
-    return list(changed)
+    if not changed:
+        return []
+    return [
+        f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: {', '.join(changed)}; "
+        "to train with other values, set them in optimizer.param_groups after loading"
+    ]
 
 
 def _comparable(value: Any) -> Any:
     """`value` as a number, tuple or string: some checkpoint formats turn tuples into lists and numbers into tensors."""
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
-
-
-def warn_about_changed_options(optimizer: Algorithm, changed: list[str]) -> None:
-    """Warn that the loaded state dict has replaced options of `optimizer`, if there are any in `changed`."""
-    if changed:
-        warnings.warn(
-            f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: "
-            f"{', '.join(changed)}; to train with other values, set them in optimizer.param_groups after loading",
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _check_state_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
@@ -279,7 +317,8 @@ def _check_state(
     if missing := sorted(expected - state.keys()):
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
-            "dict, or start this optimizer with fresh state"
+            f"dict (distributed checkpoints: with an optimizer built with rounding={saved_group['rounding']!r}; then "
+            "change the groups' 'rounding'), or start this optimizer with fresh state"
         )
     # A compensation means that the weight was in 16 bits.
     if param.dtype == torch.float32 and (foreign := sorted(_states_of_any_mode() & state.keys())):

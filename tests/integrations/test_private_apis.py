@@ -107,6 +107,28 @@ def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
     assert after == ["push", "rotate"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
 
 
+def test_the_optimizers_state_is_loaded_where_we_look(tmp_path, monkeypatch):
+    """After the weights, which take in what torch's optimizers have no state for."""
+    assert hasattr(Trainer, private_apis.LOAD_OPTIMIZER), f"Trainer.{private_apis.LOAD_OPTIMIZER} is gone {WHERE}"
+    settings = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1}
+    trained(tmp_path, max_steps=1, **settings)
+    events = []
+    for name in (private_apis.LOAD_CHECKPOINT, private_apis.LOAD_OPTIMIZER):
+        original = getattr(Trainer, name)
+
+        def watched(self, *args, name=name, original=original, **kwargs):
+            events.append((name, len(self.optimizer.state) if self.optimizer else None))
+            original(self, *args, **kwargs)
+            events.append((name, len(self.optimizer.state) if self.optimizer else None))
+
+        monkeypatch.setattr(Trainer, name, watched)
+    trained(tmp_path, max_steps=2, resume=str(tmp_path / "checkpoint-1"), **settings)
+    weights, state = private_apis.LOAD_CHECKPOINT, private_apis.LOAD_OPTIMIZER
+    count = len(list(llama().parameters()))
+    expected = [(weights, None), (weights, None), (state, 0), (state, count)]
+    assert events == expected, f"Trainer loads checkpoints otherwise {WHERE}"
+
+
 def test_the_trainers_state_is_read_where_we_look(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1}
     trained(tmp_path, max_steps=1, **settings)

@@ -43,8 +43,8 @@ def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
 
 
-def check(name: str, make, mesh, shapes, placements, backend: str, **options) -> None:
-    """Train full tensors and shards of them on the same gradients and compare."""
+def check(name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, **options) -> None:
+    """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`."""
     full = [torch.nn.Parameter(gradient(shape, 0, k)) for k, shape in enumerate(shapes)]
     parts = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, placements)) for p in full]
     whole = make(full, lr=0.1, backend="eager", **options)
@@ -53,11 +53,13 @@ def check(name: str, make, mesh, shapes, placements, backend: str, **options) ->
         for k, (param, part) in enumerate(zip(full, parts, strict=True)):
             param.grad = gradient(param.shape, step, k)
             part.grad = distribute_tensor(param.grad, mesh, placements)
-        whole.step()
         if step == 2:  # on from a checkpoint
             state = copy.deepcopy(sharded.state_dict())
             sharded = make(parts, lr=0.1, backend=backend, **options)
             sharded.load_state_dict(state)
+        for group in (*whole.param_groups, *sharded.param_groups) if then and step == 3 else ():
+            group["rounding"] = then
+        whole.step()
         if step == 3:
             lost = lost_updates(sharded)
             assert lost != lost or -1 < lost < 1, (name, lost)
@@ -80,6 +82,7 @@ def main(backend: str) -> None:
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
+        check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing

@@ -6,6 +6,7 @@ With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
 With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
+With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -81,7 +82,10 @@ class ChangeAWeight(TrainerCallback):
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
     die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
-    sharded = ["--fsdp", "--fsdp_config", json.dumps({"version": 2})] if kind != "ddp" else []
+    config = {"version": 2}
+    if "STATE_DICT_TYPE" in os.environ:
+        config["state_dict_type"] = os.environ["STATE_DICT_TYPE"]
+    sharded = ["--fsdp", "--fsdp_config", json.dumps(config)] if kind != "ddp" else []
     if "SEED_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
         sharded += ["--seed", os.environ["SEED_OF_RANK_1"]]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(

@@ -108,6 +108,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.reduction: ReductionStatus | None = None
         self.cast_report: CastReport | None = None
         self.keep_low_bits = keep_low_bits
+        self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
         self._lost_updates: float | None = None
 
@@ -184,6 +185,8 @@ class LowPrecisionCallback(TrainerCallback):
                     f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
                     "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
                 )
+            if self.rounding_schedule is not None:
+                lines.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
             print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
@@ -205,6 +208,17 @@ class LowPrecisionCallback(TrainerCallback):
             "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
             workarounds(device, dict.fromkeys(named)),
         )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the rounding mode of the coming step, if `optim_args` schedules it."""
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if self.rounding_schedule is None or not isinstance(optimizer, LowPrecisionOptimizer):
+            return
+        if self.rounding_schedule.apply(optimizer, state.global_step, state.max_steps):
+            mode = self.rounding_schedule.mode(state.global_step, state.max_steps)
+            logger.info("hf_lowprec: rounding=%r from step %d on", mode, state.global_step + 1)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_lowprec.integrations.transformers.rounding_schedule import EXPECTED, RoundingSchedule
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import check_keywords, optimizer_factory
 from hf_lowprec.optim.validation import keywords
@@ -30,12 +31,14 @@ class OptimArgs:
         keep_fp32: patterns of modules to keep in FP32, for `cast_model`.
         grad_accumulation: how the gradients of micro-batches are accumulated, for `prepare_accelerator`.
         check_replicas_every: steps between comparisons of replicas, for `LowPrecisionCallback`.
+        rounding_schedule: the phases of `rounding`, if it has several; the optimizer is built in the mode of the first.
     """
 
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keep_fp32: tuple[str, ...] = ()
     grad_accumulation: str | None = None
     check_replicas_every: int | None = None
+    rounding_schedule: RoundingSchedule | None = None
 
 
 def optim_args_of(args: Any) -> OptimArgs:
@@ -62,6 +65,10 @@ def _parsed_optim_args(name: str, text: str) -> OptimArgs:
             callback[key] = _parsed(_CALLBACK_PARSERS[key], key, value)
         else:
             optimizer[key] = _optimizer_option(cls, key, value)
+    schedule = optimizer.get("rounding")
+    if isinstance(schedule, RoundingSchedule):
+        optimizer["rounding"] = schedule.phases[0].mode
+        callback["rounding_schedule"] = schedule if len(schedule.phases) > 1 else None
     return OptimArgs(MappingProxyType(optimizer), **callback)
 
 
@@ -147,13 +154,19 @@ _CALLBACK_PARSERS: dict[str, Callable[[str], Any]] = {
     "check_replicas_every": int,
 }
 """Options of `LowPrecisionCallback`, not of the optimizer."""
-_PARSERS: dict[str, Callable[[str], Any]] = {"state_dtype": _dtypes, "max_grad_norm": float, "first_parameter": int}
-"""Options of the optimizer whose default is None."""
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "state_dtype": _dtypes,
+    "max_grad_norm": float,
+    "first_parameter": int,
+    "rounding": RoundingSchedule.parse,
+}
+"""Options of the optimizer whose default does not have the type of their values."""
 _PARSERS_BY_TYPE: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
 _EXPECTED: dict[Callable[[str], Any], str] = {
     _bool: "use True or False",
     int: "use an integer",
     float: "use a number",
+    RoundingSchedule.parse: EXPECTED,
     _dtypes: "use bfloat16, float32, or a dtype per state as in exp_avg:bfloat16|exp_avg_sq:float32",
 }
 """The end of the message when a parser fails."""

@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
 from hf_lowprec.integrations.transformers import trainer_setup
-from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
+from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -27,8 +27,10 @@ _EVERY_TRAINER: dict[str, Wrapper] = {
     "__init__": trainer_setup.build,
     # Casts what has been added to the model since then, such as adapters, before the optimizer collects parameters.
     "create_optimizer": trainer_setup.create_optimizer,
+    # Converts state between optimizers of this library and torch's own, in both directions.
+    private_apis.LOAD_OPTIMIZER: optimizer_state.load_optimizer,
 }
-"""Method -> its replacement, for every Trainer: these methods determine whether a Trainer is one of ours."""
+"""Method -> its replacement, for every Trainer: they determine whether a Trainer is one of ours, or meet its files."""
 
 _OUR_TRAINERS: dict[str, Wrapper] = {
     # Turns autocast off and sets up FP32 sums of gradients.

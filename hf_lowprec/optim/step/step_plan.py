@@ -20,7 +20,9 @@ from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
+from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
+from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
@@ -69,6 +71,9 @@ class StepPlan:
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
         ValueError: a parameter, mode or dtype is not supported. States may have been created, nothing else is changed.
+
+    If a group was given another rounding mode, the weights take in what the former one has kept out of them; see
+    `mode_change.py`.
     """
 
     def __init__(self, optimizer: Algorithm, clipped: bool) -> None:
@@ -77,12 +82,16 @@ class StepPlan:
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._entries: list[ParamEntry] = []
+        self._in_new_mode: list[ParamEntry] = []
         self._tensors: list[Tensor] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
             self._add_param_group(optimizer, group, first, clipped, entries_by_key)
             first += len(group["params"])
+        for entry in self._in_new_mode:  # all entries have been checked
+            with interrupts.deferred():
+                fold_compensation(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
 
@@ -115,7 +124,8 @@ class StepPlan:
             number = index + operator.index(validation.first_parameter(group))
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
             tensors = {state.name: optimizer_state[state.name] for state in states}
-            for tensor in (grad, *tensors.values()):
+            former = states_of_other_modes(param, group, optimizer_state)
+            for tensor in (grad, *tensors.values(), *(optimizer_state[name] for name in sorted(former))):
                 if tensor.shape != param.shape or tensor.device != param.device:
                     validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
@@ -135,6 +145,8 @@ class StepPlan:
             )
             entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
             self._entries.append(entry)
+            if former:
+                self._in_new_mode.append(entry)
             self._tensors += (param, *tensors.values())
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
@@ -277,6 +289,7 @@ def _is_freed(part: Tensor, address: int) -> bool:
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
+@torch.no_grad()  # `clip_grad_norm_` makes plans with gradients enabled
 def _initialized_state(
     optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], number: int
 ) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,12 +12,15 @@ from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
+from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import keep_low_bits_of_checkpoint
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, manifest_of, resolve
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 def train(call: TrainerCall) -> Any:
@@ -80,9 +84,17 @@ def update_manifest_on_save(trainer: Trainer, original: Callable, *args: Any, **
 
 
 def load_checkpoint(call: TrainerCall) -> None:
-    """Let Trainer load weights into the existing parameters, which the optimizer and FP32 estimates refer to."""
-    with load_in_place(call.trainer.model):
+    """Let Trainer load weights into the existing parameters, which the optimizer and FP32 estimates refer to.
+
+    If they are FP32 weights, as of a checkpoint of another optimizer, their low bits are kept for the compensation.
+    """
+    callback = call.attachment.callback
+    with load_in_place(call.trainer.model, callback.keep_low_bits):
         call.proceed()
+    if callback.keep_low_bits:
+        count = keep_low_bits_of_checkpoint(call.trainer.model, Path(call.arguments["resume_from_checkpoint"]))
+        if count:
+            logger.info("hf_lowprec: kept the low bits of %d FP32 weights of the checkpoint", count)
 
 
 def load_best(call: TrainerCall) -> None:
@@ -92,4 +104,5 @@ def load_best(call: TrainerCall) -> None:
         ValueError: the files are not intact.
     """
     check_best(Path(call.trainer.state.best_model_checkpoint))
-    load_checkpoint(call)
+    with load_in_place(call.trainer.model):
+        call.proceed()

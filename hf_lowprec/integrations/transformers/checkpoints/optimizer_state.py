@@ -1,0 +1,136 @@
+"""Trainer loads an optimizer's state: conversions between this library's optimizers and others, and between modes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
+from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.foreign_states import START_AGAIN
+from hf_lowprec.optim.states_for_torch import ForTorch, convert_for_torch, is_ours
+from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+def load_optimizer(call: TrainerCall) -> None:
+    """Trainer's method that loads optimizer and scheduler when resuming.
+
+    An optimizer of this library converts other optimizers' state by itself. A torch optimizer gets the state of this
+    library's converted, and FP32 weights their compensation.
+
+    Raises:
+        ValueError: the state cannot be converted.
+    """
+    checkpoint = call.arguments.get("checkpoint")
+    optimizer = unwrap_optimizer(call.trainer.optimizer)
+    if checkpoint is None or not isinstance(optimizer, torch.optim.Optimizer):
+        call.proceed()
+    elif isinstance(optimizer, LowPrecisionOptimizer):
+        _load_into_ours(call, optimizer, Path(checkpoint))
+    else:
+        _load_into_others(call, optimizer, Path(checkpoint))
+
+
+def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpoint: Path) -> None:
+    attachment = attachment_of(call.trainer)
+    if attachment is not None and attachment.callback.rounding_schedule is not None:
+        with _in_saved_modes(optimizer, checkpoint):
+            call.proceed()  # the schedule sets the mode at the beginning of the next step
+        return
+    if not call.trainer.is_fsdp_enabled:
+        call.proceed()
+        return
+    if _has_our_state_of_fsdp(checkpoint) is False:
+        raise ValueError(
+            f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
+            f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
+        )
+    # A distributed checkpoint is loaded into the states that the optimizer has, so these must be those of its mode.
+    own = [group["rounding"] for group in optimizer.param_groups]
+    with _in_saved_modes(optimizer, checkpoint):
+        call.proceed()
+        saved = [group["rounding"] for group in optimizer.param_groups]
+    for group, mode in zip(optimizer.param_groups, own, strict=True):
+        group["rounding"] = mode
+    if saved != own:
+        logger.warning(
+            "hf_lowprec: the rounding mode changes from %s to %s: before the next step, a compensation is created for "
+            "'kahan', and rounded into the weights for other modes",
+            sorted(set(saved)),
+            sorted(set(own)),
+        )
+
+
+@contextmanager
+def _in_saved_modes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Iterator[None]:
+    """Give the optimizer's groups the rounding modes in which `checkpoint` was saved, and leave them there."""
+    modes = _saved_modes(checkpoint)
+    for group in optimizer.param_groups if len(modes) == 1 else ():
+        group["rounding"] = modes[0]
+
+    def follow(loading: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        for group, saved in zip(loading.param_groups, state_dict["param_groups"], strict=False):
+            group["rounding"] = saved.get("rounding", group["rounding"])
+
+    handle = optimizer.register_load_state_dict_pre_hook(follow)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    if call.trainer.is_fsdp_enabled and _has_our_state_of_fsdp(checkpoint):
+        raise ValueError(
+            f"{str(checkpoint)!r} was saved under FSDP by an optimizer of hf_lowprec, and distributed checkpoints are "
+            f"not converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
+        )
+    converted: list[ForTorch] = []
+
+    def convert(loading: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if not is_ours(state_dict):
+            return None
+        converted.append(convert_for_torch(loading, state_dict))
+        return converted[-1].state_dict
+
+    handle = optimizer.register_load_state_dict_pre_hook(convert)
+    try:
+        call.proceed()
+    finally:
+        handle.remove()
+    for one in converted:
+        one.add_compensations()
+        logger.warning(
+            "hf_lowprec: the state of %s was converted for %s; %d weights have taken in their Kahan compensation",
+            checkpoint,
+            type(optimizer).__name__,
+            len(one.compensations),
+        )
+
+
+def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
+    """Whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
+    whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
+    if whole.is_file():
+        return is_ours(torch.load(whole, weights_only=True, mmap=True))
+    if not sharded.is_dir():
+        return None
+    return any(key.endswith(".state_rounding") for key in FileSystemReader(sharded).read_metadata().state_dict_metadata)
+
+
+def _saved_modes(checkpoint: Path) -> list[str]:
+    """The rounding modes of the optimizer that saved `checkpoint`, by its manifest; empty if there is none."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError:
+        return []
+    return [] if manifest is None else manifest.rounding

@@ -1,0 +1,296 @@
+"""State dicts of other libraries' optimizers, converted to those of the same algorithm here.
+
+A state dict does not name its optimizer, so formats are recognized by the keys of their param groups. A format is
+converted if it stores plain tensors and its formula is the same as here, up to rounding. Hyperparameters are taken
+over, the states get this optimizer's `state_dtype` (rounded to nearest), and settings that exist only here stay as they
+are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.validation import state_dtype
+
+OptimizerState = dict[str, Any]
+"""A parameter's entry in `state_dict["state"]`."""
+
+START_AGAIN = "start with fresh state from the weights alone (under Trainer: without resume_from_checkpoint)"
+
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Keys with which torch's optimizers choose an implementation."""
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format in which other optimizers save their state.
+
+    Attributes:
+        library: its name in messages.
+        algorithms: the algorithms here that compute the same.
+        marks: keys that its param groups have.
+        lacks: keys that its param groups do not have.
+        dropped: keys of its param groups that have no meaning here.
+        renamed: its keys of param groups that have another name here, with that name.
+        hyperparameters: `(saved group, algorithm) -> keys to replace`; raises ValueError, with the reason as message,
+            if the formula differs from the algorithm's.
+        states: `(state, saved group) -> state` with the names and values that the algorithm uses; empty if the
+            optimizer has not stepped the parameter.
+    """
+
+    library: str
+    algorithms: tuple[str, ...]
+    marks: frozenset[str]
+    lacks: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    hyperparameters: Callable[[ParamGroup, str], ParamGroup] = lambda saved, algorithm: {}
+    states: Callable[[OptimizerState, ParamGroup], OptimizerState] = lambda state, saved: state
+
+    def group(self, algorithm: str, own: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+        """The group `saved` with the keys of `own`, a param group of the optimizer that loads it.
+
+        Raises:
+            ValueError: the formulas differ.
+        """
+        if algorithm not in self.algorithms:
+            raise ValueError(
+                f"{where} of the state dict was saved by {self.library}, of which {algorithm} cannot use the state; "
+                f"load it into {' or '.join(self.algorithms)}, or {START_AGAIN}"
+            )
+        try:
+            replaced = self.hyperparameters(saved, algorithm)
+        except ValueError as reason:
+            message = f"{where} of the state dict was saved by {self.library} with {reason}; or {START_AGAIN}"
+            raise ValueError(message) from None
+        kept = {self.renamed.get(key, key): value for key, value in saved.items() if key not in self.dropped}
+        # "nearest" requires no state of a rounding mode; one that is there continues to be used.
+        return {**own, **kept, **replaced, "rounding": "nearest"}
+
+    def state(
+        self, param: Tensor, own: ParamGroup, saved: ParamGroup, state: OptimizerState, where: str
+    ) -> OptimizerState:
+        """A parameter's saved `state`, with the names, values and dtypes of this optimizer.
+
+        Args:
+            param: the parameter that gets it.
+            own: its group, in the optimizer that loads the state.
+            saved: its group in the state dict.
+            state: the state.
+            where: its name in messages.
+
+        Raises:
+            ValueError: a state is not a plain tensor, or the compensation has no place in an FP32 weight.
+        """
+        _check_plain(state, where, self.library)
+        converted = {name: value for name, value in self.states(dict(state), saved).items() if value is not None}
+        if not converted:
+            return {}
+        if param.dtype == torch.float32 and "compensation" in converted:
+            raise ValueError(
+                f"{where} of the state dict has a compensation, but is float32 here; when the weights are loaded, add "
+                "it to them: param.data.add_(state_dict['state'][k].pop('kahan_comp'))"
+            )
+        step = converted.pop("step", 1)  # not counted by algorithms that do not depend on it, apart from the first
+        dtypes = {
+            name: torch.bfloat16 if name == "compensation" else state_dtype(name, param.dtype, own)
+            for name in converted
+        }
+        return {"step": step, **{name: value.to(dtypes[name]) for name, value in converted.items()}}
+
+
+def format_of(saved: ParamGroup) -> ForeignFormat | None:
+    """The format of a saved param group; None if it is this library's or unknown."""
+    if {"rounding", "state_rounding"} & saved.keys():
+        return None
+    matching = (one for one in FORMATS if one.marks <= saved.keys() and not one.lacks & saved.keys())
+    return next(matching, None)
+
+
+def conversion_note(formats: Iterable[ForeignFormat | None], algorithm: str) -> list[str]:
+    """The warning that state was converted, if any of the groups' formats is foreign."""
+    libraries = dict.fromkeys(one.library for one in formats if one is not None)
+    return [
+        f"the state of {library} was converted for {algorithm}: hyperparameters are those of the state dict, states "
+        "are rounded to this optimizer's state_dtype"
+        for library in libraries
+    ]
+
+
+def _check_plain(state: OptimizerState, where: str, library: str) -> None:
+    """Raise ValueError if a state is stored in other numbers than its own."""
+    quantized = [name for name in state if "::" in name]
+    quantized += [
+        name
+        for name, value in state.items()
+        if isinstance(value, Tensor) and type(local_shard(value)) not in (Tensor, nn.Parameter)
+    ]
+    if quantized:
+        raise ValueError(
+            f"{where} of the state dict, saved by {library}, has the quantized states {', '.join(quantized)}; save "
+            f"them as plain tensors (flashoptim: compress_state_dict=False, torchao: .dequantize()), or {START_AGAIN}"
+        )
+    if "error_bits" in state:
+        raise ValueError(
+            f"{where} of the state dict, saved by {library}, has error_bits, which belong to the weights; cast the "
+            "weights that get_fp32_model_state_dict returns, and take error_bits out of the state dict"
+        )
+
+
+def _decay_mode(decoupled: bool, saved: ParamGroup, algorithm: str) -> ParamGroup:
+    """Adam's option for decoupled weight decay. AdamW has no other, so it raises ValueError for an L2 penalty."""
+    if algorithm == "AdamW" and saved["weight_decay"] and not decoupled:
+        raise ValueError("an L2 penalty as weight decay; load it into Adam")
+    return {"decoupled_weight_decay": decoupled} if algorithm == "Adam" else {}
+
+
+def _torch_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    # Before torch 2.7, only the class tells Adam from AdamW.
+    return _decay_mode(saved.get("decoupled_weight_decay", algorithm == "AdamW"), saved, algorithm)
+
+
+def _torchao_adamw(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    return {key: float(saved[key]) for key in ("lr", "initial_lr") if key in saved}  # it keeps tensors
+
+
+def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    return {"adjust_lr_fn": saved["adjust_lr_fn"] or "original", "use_muon": True}
+
+
+def _betas(saved: ParamGroup) -> ParamGroup:
+    return {"betas": (saved["beta1"], saved["beta2"])}
+
+
+def _optimi_decay(saved: ParamGroup) -> ParamGroup:
+    """With `decouple_lr`, weights are multiplied by `1 - lr / max_lr · weight_decay`."""
+    return {"weight_decay": saved["weight_decay"] / saved["max_lr"]} if saved["decouple_lr"] else {}
+
+
+def _optimi_adam(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    decoupled = bool(saved["decouple_wd"] or saved["decouple_lr"])
+    return {**_betas(saved), **_optimi_decay(saved), **_decay_mode(decoupled, saved, algorithm)}
+
+
+def _optimi_two_moments(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    return {**_betas(saved), **_optimi_decay(saved)}
+
+
+def _optimi_sgd(saved: ParamGroup, algorithm: str) -> ParamGroup:
+    if saved["weight_decay"] and (saved["decouple_wd"] or saved["decouple_lr"]):
+        raise ValueError("decoupled weight decay; set its weight_decay to 0 to continue without")
+    return {"dampening": saved["momentum"] if saved["dampening"] else 0.0}
+
+
+def _optimi_states(state: OptimizerState, saved: ParamGroup) -> OptimizerState:
+    """optimi's compensation has the sign of ours: it adds it to the weight, and subtracts the weight's change."""
+    state = {name: value for name, value in state.items() if name not in ("group", "eps_sq")}
+    state["compensation"] = state.pop("kahan_comp", None)
+    if "step" in saved:
+        state.setdefault("step", saved["step"])
+    return state
+
+
+def _optimi_adam_states(state: OptimizerState, saved: ParamGroup) -> OptimizerState:
+    """optimi's moments are divided by the bias correction: `m / (1 - β1ᵗ)`, `v / (1 - β2ᵗ)`."""
+    state = _optimi_states(state, saved)
+    step = int(state["step"])
+    for name, beta in (("exp_avg", saved["beta1"]), ("exp_avg_sq", saved["beta2"])):
+        state[name] = state[name].float() * (1 - beta**step)
+    return state
+
+
+def _optimi_sgd_states(state: OptimizerState, saved: ParamGroup) -> OptimizerState:
+    state = _optimi_states(state, saved)
+    buffer = state.pop("exp_avg", None)
+    return {**state, "momentum_buffer": buffer if saved["momentum"] else None}
+
+
+_OPTIMI = frozenset(
+    {*("kahan_sum", "foreach", "gradient_release", "setup", "step", "beta1", "beta2"), *("decouple_lr", "max_lr")}
+)
+
+FORMATS = (
+    ForeignFormat(
+        "flashoptim.FlashAdamW",  # or FlashAdam: the state dict does not say
+        ("AdamW",),
+        frozenset({"master_bytewidth", "betas", "eps"}),
+        dropped=frozenset({"master_bytewidth", "quantize"}),
+    ),
+    ForeignFormat(
+        "optimi.Adam or optimi.AdamW",
+        ("AdamW", "Adam"),
+        frozenset({"kahan_sum", "beta1", "beta2", "eps", "decouple_wd"}),
+        frozenset({"beta3"}),
+        _OPTIMI | {"decouple_wd"},
+        hyperparameters=_optimi_adam,
+        states=_optimi_adam_states,
+    ),
+    ForeignFormat(
+        "optimi.StableAdamW",
+        ("StableAdamW",),
+        frozenset({"kahan_sum", "beta1", "beta2", "eps"}),
+        frozenset({"beta3", "decouple_wd"}),
+        _OPTIMI,
+        hyperparameters=_optimi_two_moments,
+        states=_optimi_states,
+    ),
+    ForeignFormat(
+        "optimi.Lion",
+        ("Lion",),
+        frozenset({"kahan_sum", "beta1", "beta2"}),
+        frozenset({"eps"}),
+        _OPTIMI,
+        hyperparameters=_optimi_two_moments,
+        states=_optimi_states,
+    ),
+    ForeignFormat(
+        "optimi.SGD",
+        ("SGD",),
+        frozenset({"kahan_sum", "momentum", "dampening"}),
+        dropped=_OPTIMI | {"decouple_wd", "torch_init"},
+        hyperparameters=_optimi_sgd,
+        states=_optimi_sgd_states,
+    ),
+    ForeignFormat(
+        "torch.optim.Adam or torch.optim.AdamW",
+        ("AdamW", "Adam"),
+        frozenset({"betas", "eps", "amsgrad", "foreach"}),
+        dropped=_IMPLEMENTATION | {"decoupled_weight_decay"},
+        hyperparameters=_torch_adam,
+    ),
+    ForeignFormat(
+        "torchao.optim.AdamW",
+        ("AdamW",),
+        frozenset({"betas", "eps", "amsgrad"}),
+        frozenset({"foreach", "correct_bias"}),
+        hyperparameters=_torchao_adamw,
+    ),
+    ForeignFormat(
+        "torch.optim.RAdam",
+        ("RAdam",),
+        frozenset({"betas", "eps", "decoupled_weight_decay", "foreach"}),
+        frozenset({"amsgrad", "momentum_decay"}),
+        dropped=_IMPLEMENTATION,
+    ),
+    ForeignFormat(
+        "torch.optim.SGD",
+        ("SGD",),
+        frozenset({"momentum", "dampening", "nesterov", "foreach"}),
+        dropped=_IMPLEMENTATION,
+    ),
+    ForeignFormat(
+        "torch.optim.Muon",
+        ("Muon",),
+        frozenset({"momentum", "nesterov", "ns_coefficients", "adjust_lr_fn"}),
+        renamed={"eps": "ns_eps"},
+        hyperparameters=_torch_muon,
+    ),
+)
+"""Every format that is converted. The first one that a group's keys match is used."""

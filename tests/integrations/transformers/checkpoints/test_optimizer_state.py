@@ -1,0 +1,241 @@
+"""A real Trainer resumes checkpoints of torch's optimizers and of other rounding modes, and torch's resume ours."""
+
+import copy
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_lowprec import fp32_state_dict
+from tests.support.training.tiny_trainer import llama, losses, optimizer_of, trained
+
+SAVING = {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+"""Twelve steps in all, with a checkpoint in the middle."""
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the state of .* was converted:RuntimeWarning",
+    "ignore:the state dict that was loaded replaces:RuntimeWarning",
+    "ignore:the rounding mode changes:RuntimeWarning",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Trainers of complete runs by `optim`, in folders with a checkpoint of step 6. Do not train them further."""
+    made = {}
+
+    def run(optim: str, **settings):
+        key = (optim, *settings.items())
+        if key not in made:
+            made[key] = trained(tmp_path_factory.mktemp(optim), optim=optim, **SAVING, **settings)
+        return made[key]
+
+    return run
+
+
+def resume(source, tmp_path, optim: str, model=None, **settings):
+    """A run of `optim` that resumes from a copy of `source`'s checkpoint of step 6."""
+    checkpoint = tmp_path / "checkpoint-6"
+    shutil.copytree(Path(source.args.output_dir) / checkpoint.name, checkpoint)
+    return trained(tmp_path, model=model, optim=optim, resume=str(checkpoint), **SAVING, **settings)
+
+
+def displacement(trainer) -> dict[str, torch.Tensor]:
+    """How far each weight is from its initial value, FP64, by the FP32 estimates of our optimizers."""
+    optimizer = optimizer_of(trainer)
+    ours = "rounding" in optimizer.param_groups[0]
+    weights = fp32_state_dict(trainer.model, optimizer) if ours else trainer.model.state_dict()
+    return {name: weights[name].double() - value.double() for name, value in llama().state_dict().items()}
+
+
+def distance(trainer, reference) -> float:
+    """Root mean square distance of the weights, in units of the reference's displacement."""
+    ours, theirs = (torch.cat([d.flatten() for d in displacement(one).values()]) for one in (trainer, reference))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_checkpoint_of_torch_in_fp32_continues(runs, tmp_path, optim):
+    """As close to FP32 as a run of ours is from the beginning, since BF16 activations make most of the difference."""
+    source = runs(optim)
+    with pytest.warns(RuntimeWarning, match="the state of torch.optim.Adam or torch.optim.AdamW was converted"):
+        resumed = resume(source, tmp_path, "adamw_bf16_kahan")
+    whole = distance(runs("adamw_bf16_kahan"), source)
+    assert distance(resumed, source) < whole < 0.2
+    assert abs(losses(resumed)[-1] - losses(source)[-1]) < 0.005 * losses(source)[0]
+
+
+def test_the_low_digits_of_an_fp32_checkpoint_arrive(runs, tmp_path):
+    """A run of no further steps returns the FP32 weights, to 2^-16 of each: half a spacing, rounded to BF16.
+
+    Its only step has a learning rate of zero.
+    """
+    source = runs("adamw_torch")
+    saved = load_file(Path(source.args.output_dir) / "checkpoint-6" / "model.safetensors")
+    settings = {**SAVING, "learning_rate": 0.0}
+    checkpoint = tmp_path / "checkpoint-6"
+    shutil.copytree(Path(source.args.output_dir) / checkpoint.name, checkpoint)
+    for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt"):
+        content = torch.load(path, weights_only=True)
+        for group in content.get("param_groups", []):
+            group["lr"] = group["initial_lr"] = 0.0
+        for key in ("base_lrs", "_last_lr"):
+            if key in content:
+                content[key] = [0.0 for _ in content[key]]
+        torch.save(content, path)
+    resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(checkpoint), max_steps=7, **settings)
+    found = fp32_state_dict(resumed.model, optimizer_of(resumed))
+    assert found.keys() >= saved.keys()
+    for name, exact in saved.items():
+        assert ((found[name] - exact).abs() <= exact.abs() * 2**-16).all(), name
+        if "norm" not in name:
+            assert not torch.equal(exact.bfloat16().float(), exact)  # there are digits to lose
+
+
+@pytest.mark.parametrize("mode", ["adamw_bf16_kahan", "adamw_bf16_sr"])
+def test_a_bf16_checkpoint_of_torch_continues(runs, tmp_path, mode):
+    """The weights are BF16 there, so nothing is below them; training goes on, and resumes bit for bit."""
+    source = trained(tmp_path / "source", model=llama().bfloat16(), optim="adamw_torch", **SAVING)
+    resumed = resume(source, tmp_path, mode)
+    assert losses(resumed)[-1] < losses(source)[0]
+    again = trained(tmp_path, optim=mode, resume=str(tmp_path / "checkpoint-12"), max_steps=15, **SAVING)
+    whole = resume(source, tmp_path / "whole", mode, max_steps=15)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
+def test_a_checkpoint_of_another_algorithm_is_refused(runs, tmp_path, optim):
+    with pytest.raises(ValueError, match="without resume_from_checkpoint"):
+        resume(runs(optim), tmp_path, "adamw_bf16_kahan")
+
+
+def test_sgd_continues_in_sgd(runs, tmp_path):
+    source = runs("sgd")
+    assert distance(resume(source, tmp_path, "sgd_bf16_kahan"), source) < 0.2
+
+
+@pytest.mark.parametrize("start", ["low_bits", "dither"])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_torch_continues_our_checkpoint_with_the_compensation(runs, tmp_path, caplog, optim, start):
+    """Before its first step, weights are weight plus compensation, and moments the same numbers, exactly."""
+    source = runs("adamw_bf16_kahan", optim_args=f"initial_compensation={start}")
+    ours = trained(
+        tmp_path / "exact",
+        optim="adamw_bf16_kahan",
+        optim_args=f"initial_compensation={start}",
+        **{**SAVING, "max_steps": 6},
+    )
+    exact, state = fp32_state_dict(ours.model, optimizer_of(ours)), optimizer_of(ours).state
+    model, found = llama(), {}
+
+    def note(optimizer, args, kwargs):
+        if not found:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            found.update(weights=weights, state=copy.deepcopy([optimizer.state[p] for p in model.parameters()]))
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        with caplog.at_level(logging.WARNING):
+            resumed = resume(source, tmp_path, optim, model=model)
+    finally:
+        handle.remove()
+    assert "weights have taken in their Kahan compensation" in caplog.text
+    for name, value in exact.items():
+        assert torch.equal(found["weights"][name], value), name
+    for theirs, param in zip(found["state"], ours.model.parameters(), strict=True):
+        assert float(theirs["step"]) == 6.0
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert theirs[name].dtype == torch.float32
+            assert torch.equal(theirs[name], state[param][name].float())
+    reference = runs("adamw_torch")
+    assert distance(resumed, reference) < 1.2 * distance(source, reference)
+
+
+def test_16_bit_weights_under_torch_do_not_lose_the_compensation_in_silence(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"bfloat16 weights under .*AdamW would lose.*dtype='float32'"):
+        resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_torch", model=llama().bfloat16())
+
+
+def test_stochastic_weights_have_nothing_to_lose(runs, tmp_path):
+    resumed = resume(runs("adamw_bf16_sr"), tmp_path, "adamw_torch", model=llama().bfloat16())
+    assert resumed.state.global_step == 12
+
+
+def test_another_optimizer_of_transformers_refuses_our_state(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"AdamW cannot be loaded into .*Adafactor: resume with the optim="):
+        resume(runs("adamw_bf16_kahan"), tmp_path, "adafactor")
+
+
+@pytest.mark.parametrize(("first", "then"), [("sr", "kahan"), ("kahan", "sr")])
+def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
+    """Bit for bit what changing the group's mode within the run gives."""
+    source = runs(f"adamw_bf16_{first}")
+    with pytest.warns(RuntimeWarning, match="the rounding mode changes from"):
+        resumed = resume(source, tmp_path, f"adamw_bf16_{then}")
+    modes = {"sr": "stochastic", "kahan": "kahan"}
+    schedule = f"rounding={modes[first]}:0.5|{modes[then]}"
+    within = runs(f"adamw_bf16_{first}", optim_args=schedule)
+    assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {modes[then]}
+    for name, value in within.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_a_schedule_survives_resuming_on_either_side(tmp_path):
+    settings = {"optim": "adamw_bf16_sr", "optim_args": "rounding=stochastic:0.5|kahan", "learning_rate": 1e-3}
+    settings |= {"save_strategy": "steps", "save_steps": 3}
+    whole = trained(tmp_path, **settings)
+    for step in (3, 6, 9):
+        manifest = json.loads((tmp_path / f"checkpoint-{step}" / "hf_lowprec_manifest.json").read_text())
+        assert manifest["rounding"] == ["kahan" if step > 6 else "stochastic"]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "the rounding mode changes")  # the schedule's own changes are no news
+            resumed = trained(tmp_path / str(step), resume=str(tmp_path / f"checkpoint-{step}"), **settings)
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(resumed.model.state_dict()[name], value), (step, name)
+
+
+def test_a_schedule_follows_another_number_of_steps(tmp_path, caplog):
+    """Resumed with twice the steps, a run that was already in its second phase goes back to the first."""
+    settings = {"optim": "adamw_bf16_sr", "optim_args": "rounding=stochastic:0.5|kahan", "learning_rate": 1e-3}
+    settings |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
+    trained(tmp_path, **settings)
+    with caplog.at_level(logging.INFO, logger="hf_lowprec"):
+        longer = {**settings, "max_steps": 24}
+        resumed = trained(tmp_path / "longer", resume=str(tmp_path / "checkpoint-6"), **longer)
+    said = [line for line in caplog.text.splitlines() if "rounding=" in line]
+    assert ["'stochastic' from step 7" in said[0], "'kahan' from step 13" in said[1]] == [True, True]
+    assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {"kahan"}
+
+
+def test_a_checkpoint_without_a_manifest_resumes_in_a_schedule(tmp_path):
+    settings = {"optim": "adamw_bf16_sr", "optim_args": "rounding=stochastic:0.5|kahan", "learning_rate": 1e-3}
+    settings |= {"save_strategy": "steps", "save_steps": 9}
+    whole = trained(tmp_path, **settings)
+    (tmp_path / "checkpoint-9" / "hf_lowprec_manifest.json").unlink()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the rounding mode changes")
+        resumed = trained(tmp_path / "resumed", resume=str(tmp_path / "checkpoint-9"), **settings)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_weights_that_are_not_the_checkpoints_are_refused(runs, tmp_path):
+    source = runs("adamw_bf16_kahan")
+    folder = tmp_path / "edited"
+    shutil.copytree(source.args.output_dir, folder)
+    path = folder / "checkpoint-6" / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].float() * 1.0001}, path, {"format": "pt"})
+    (folder / "checkpoint-6" / "hf_lowprec_manifest.json").unlink()
+    edited = copy.copy(source)
+    edited.args = copy.copy(source.args)
+    edited.args.output_dir = str(folder)
+    with pytest.raises(ValueError, match="are not the 16-bit weights of this checkpoint"):
+        resume(edited, tmp_path, "adamw_torch")

@@ -1,0 +1,257 @@
+"""Changing the rounding mode within a run, and by loading a state dict of another mode: nothing is lost."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import SGD, AdamW, StableAdamW
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.fp32_weights import fp32_estimates
+from hf_lowprec.rounding.random_bits import random_bits
+from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
+
+BF16 = torch.bfloat16
+OTHERS = ["stochastic", "nearest"]
+STARTS = ["zero", "dither"]
+COMPARED = ["params", "state", "param_groups"]
+pytestmark = pytest.mark.filterwarnings("ignore:the rounding mode changes from:RuntimeWarning")
+
+
+def weights(count: int = 5000, seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(count, generator=torch.Generator().manual_seed(seed)).mul(0.02).to(BF16))
+
+
+def stepped(rounding: str = "kahan", cls=AdamW, steps: int = 5, count: int = 5000, **options):
+    """An optimizer of two parameters after steps whose updates are far below a weight's spacing."""
+    optimizer = cls([weights(count), weights(30, seed=1)], lr=1e-5, rounding=rounding, **options)
+    train(optimizer, steps)
+    return optimizer
+
+
+def exact(optimizer) -> list[torch.Tensor]:
+    """The FP32 estimates of the weights, as FP64: weight plus compensation, without a dither."""
+    params = params_of(optimizer)
+    estimate = fp32_estimates(nn.ParameterList(params), optimizer)
+    return [estimate(param).detach().double() for param in params]
+
+
+def take_no_way(optimizer) -> None:
+    """A step with a learning rate of 0, which changes no weight."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(optimizer, 1, seed=9)
+
+
+def set_mode(optimizer, rounding: str) -> None:
+    for group in optimizer.param_groups:
+        group["rounding"] = rounding
+
+
+def neighbours(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The BF16 numbers on both sides of FP64 values, towards zero first."""
+    low = torch.tensor(0xFFFF0000 - (1 << 32), dtype=torch.int32)
+    down = (value.float().view(torch.int32) & low).view(torch.float32)
+    return down.double(), ((down.view(torch.int32)) + 0x10000).view(torch.float32).double()
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_nearest_takes_in_the_compensation_rounded_once(start):
+    optimizer = stepped(initial_compensation=start)
+    sums = exact(optimizer)
+    set_mode(optimizer, "nearest")
+    assert_equal(exact(optimizer), sums)
+    take_no_way(optimizer)
+    for param, expected in zip(params_of(optimizer), sums, strict=True):
+        down, up = neighbours(expected)
+        error = (param.detach().double() - expected).abs()
+        # Kahan's weight is the nearest one already, except where the compensation was rounded to a tie or beyond.
+        assert torch.equal(error, torch.minimum((down - expected).abs(), (up - expected).abs()))
+        assert "compensation" not in optimizer.state[param]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_stochastic_takes_in_the_compensation_without_bias(start):
+    optimizer = stepped(count=200_000, initial_compensation=start)
+    param, _ = params_of(optimizer)
+    expected = exact(optimizer)[0]
+    set_mode(optimizer, "stochastic")
+    assert torch.equal(exact(optimizer)[0], expected)
+    take_no_way(optimizer)
+    assert torch.equal(exact(optimizer)[0], param.detach().double())
+    down, up = neighbours(expected)
+    found = param.detach().double()
+    assert bool(((found == down) | (found == up)).all())
+    # In units of the spacing an error is below one, so the mean of n has a standard deviation below 0.5 / √n.
+    errors = (found - expected) / (up - down).abs()
+    assert errors.abs().max() < 1
+    assert abs(errors.mean()) < 4 * 0.5 / len(errors) ** 0.5
+    # The compensation is not thrown away: without it, the errors are the compensations.
+    rounded_up = (found == up).double()
+    share = (expected - down) / (up - down)
+    assert ((rounded_up - share).mean()).abs() < 4 * 0.5 / len(errors) ** 0.5
+    assert torch.corrcoef(torch.stack([rounded_up, share]))[0, 1] > 0.5
+
+
+def test_the_bits_are_a_function_of_seed_parameter_and_element():
+    optimizer = stepped(seed=7, first_parameter=3, initial_compensation="zero")
+    sums = [p.detach().float() + optimizer.state[p]["compensation"].float() for p in params_of(optimizer)]
+    set_mode(optimizer, "stochastic")
+    take_no_way(optimizer)
+    for number, (param, expected) in enumerate(zip(params_of(optimizer), sums, strict=True), 3):
+        bits = random_bits(seed=7, step=0, parameter=number, role=1, index=torch.arange(param.numel()))
+        pattern = expected.view(torch.int32).to(torch.int64) + bits
+        assert torch.equal(param.detach().view(torch.int16).to(torch.int64) & 0xFFFF, (pattern >> 16) & 0xFFFF)
+
+
+@pytest.mark.parametrize("rounding", OTHERS)
+@pytest.mark.parametrize("cls", [AdamW, SGD, StableAdamW])
+def test_backends_agree_before_and_after(cls, rounding, any_backend):
+    found = []
+    for backend in ("eager", any_backend):
+        optimizer = stepped(cls=cls, backend=backend)
+        set_mode(optimizer, rounding)
+        train(optimizer, 3, seed=1)
+        set_mode(optimizer, "kahan")
+        train(optimizer, 3, seed=2)
+        found.append(everything(optimizer))
+    first, second = found
+    assert_equal([first["params"], first["state"]], [second["params"], second["state"]])
+
+
+@pytest.mark.parametrize("first", ["kahan", *OTHERS])
+@pytest.mark.parametrize("then", ["kahan", *OTHERS])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_state_dict_of_another_mode_continues_as_within_the_run(name, first, then):
+    def made(rounding):
+        params = [nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4).to(BF16)) for _ in range(2)]
+        return ALGORITHMS[name](params, lr=1e-3, rounding=rounding)
+
+    within, resumed = made(first), made(then)
+    train(within, 3)
+    saved, kept = copy.deepcopy(within.state_dict()), [p.detach().clone() for p in params_of(within)]
+    resumed.load_state_dict(saved)
+    with torch.no_grad():  # weights loaded after the optimizer, as accelerate may do
+        for param, value in zip(params_of(resumed), kept, strict=True):
+            param.copy_(value)
+    set_mode(within, then)
+    assert_equal(resumed.state_dict(), within.state_dict())  # converted in the next step, and not earlier
+    for optimizer in (within, resumed):
+        train(optimizer, 3, seed=1)
+    first_run, second_run = (everything(optimizer) for optimizer in (within, resumed))
+    assert_equal([first_run[key] for key in COMPARED], [second_run[key] for key in COMPARED])
+    assert all(("compensation" in within.state[p]) == (then == "kahan") for p in params_of(within))
+
+
+@pytest.mark.parametrize("then", OTHERS)
+def test_a_checkpoint_between_the_change_and_the_step_loses_nothing(then):
+    within = stepped()
+    set_mode(within, then)
+    resumed = AdamW([nn.Parameter(p.detach().clone()) for p in params_of(within)], lr=1e-5, rounding=then)
+    with warnings.catch_warnings(action="error"):  # both have the new mode
+        resumed.load_state_dict(copy.deepcopy(within.state_dict()))
+    for made in (within, resumed):
+        train(made, 3, seed=1)
+    first_run, second_run = (everything(optimizer) for optimizer in (within, resumed))
+    assert_equal([first_run[key] for key in COMPARED], [second_run[key] for key in COMPARED])
+
+
+def test_the_change_is_said():
+    saved = copy.deepcopy(stepped().state_dict())
+    optimizer = AdamW([weights(), weights(30)], lr=1e-5, rounding="stochastic")
+    with pytest.warns(RuntimeWarning, match="the rounding mode changes from 'kahan' to 'stochastic'"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["rounding"] == "stochastic"
+
+
+def test_a_compensation_that_is_missing_raises():
+    saved = copy.deepcopy(stepped().state_dict())
+    del saved["state"][0]["compensation"]
+    for rounding in ("kahan", *OTHERS):
+        target = AdamW([weights(), weights(30)], lr=1e-5, rounding=rounding)
+        refuses(lambda target=target: target.load_state_dict(saved), target, ["'compensation'", "complete state"])
+
+
+def test_a_step_that_fails_folds_nothing():
+    optimizer = stepped()
+    set_mode(optimizer, "stochastic")
+    first, second = params_of(optimizer)
+    first.grad = torch.ones_like(first)
+    second.grad = torch.ones_like(second).to_sparse()
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert_equal(everything(optimizer), before)
+
+
+def test_a_compensation_of_another_shape_is_refused():
+    optimizer = stepped()
+    set_mode(optimizer, "stochastic")
+    optimizer.state[params_of(optimizer)[0]]["compensation"] = torch.zeros(3, dtype=BF16)
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=r"compensation \(3,\)"):
+        train(optimizer, 1)
+    assert_equal(everything(optimizer), before)
+
+
+def test_parameters_without_a_gradient_keep_theirs_until_they_have_one():
+    optimizer = stepped()
+    set_mode(optimizer, "nearest")
+    first, second = params_of(optimizer)
+    sums = exact(optimizer)
+    first.grad, second.grad = torch.zeros_like(first), None
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert "compensation" not in optimizer.state[first]
+    assert torch.equal(exact(optimizer)[1], sums[1])
+
+
+@pytest.mark.parametrize(("first", "then"), [("kahan", "stochastic"), ("stochastic", "kahan")])
+def test_a_change_before_gradients_are_clipped(first, then):
+    """`clip_grad_norm_` makes the plan, with autograd on."""
+    optimizers = [stepped(first) for _ in range(2)]
+    for optimizer, clips in zip(optimizers, (True, False), strict=True):
+        set_mode(optimizer, then)
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+    one, other = map(everything, optimizers)
+    assert_equal(one["state"], other["state"])
+    assert_equal(one["params"], other["params"])
+
+
+def test_a_strided_parameter_is_folded():
+    param = nn.Parameter(weights(60).detach().view(6, 10).t())
+    optimizer = AdamW([param], lr=1e-5)
+    train(optimizer, 5)
+    sums = exact(optimizer)[0]
+    set_mode(optimizer, "nearest")
+    take_no_way(optimizer)
+    # A compensation is at most half a spacing, up to its own rounding, so both are the nearest number.
+    assert ((param.detach().double() - sums).abs() <= sums.abs() * 2**-8).all()
+    assert not param.is_contiguous()
+
+
+def test_an_sr_run_with_a_kahan_end_follows_fp32():
+    """The cooldown: what the stochastic phase has rounded stays, and the Kahan phase adds nothing to it.
+
+    Constant gradients move a weight of Adam by lr per step. Each of the 50 stochastic steps rounds to one of two
+    neighbours with a variance of at most a quarter of the squared spacing, of which the mean over n weights has the
+    n-th part; the Kahan phase is exact up to the rounding of its compensation, 2^-9 of half a spacing per step.
+    """
+    count, lr = 40_000, 1e-6
+    param = nn.Parameter(torch.full((count,), 0.75, dtype=BF16))
+    optimizer = AdamW([param], lr=lr, weight_decay=0.0, rounding="stochastic", state_dtype=torch.float32)
+    for step in range(100):
+        if step == 50:
+            set_mode(optimizer, "kahan")
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    spacing = 2.0**-8
+    noise = spacing * (50 * 0.25 / count) ** 0.5
+    moved = 0.75 - exact(optimizer)[0].mean()
+    assert abs(moved - 100 * lr) < 4 * noise + 50 * spacing / 2 * 2**-9
