@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
-from hf_lowprec.optim.sharding import global_indices, local_shard
+from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.dither import as_compensation, dither
 from hf_lowprec.rounding.low_bits import chunk_size, low_bits
@@ -43,12 +43,20 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
     if optimizer.initial_compensation == "zero":
         return
     kept = low_bits(param) if optimizer.initial_compensation == "low_bits" else None
-    if kept is not None:
+    # All ranks must come to the same conclusions, since they save one state dict.
+    is_missing = _on_any_rank(kept is None, param)
+    if kept is not None and not is_missing:
         local_shard(compensation).copy_(kept)
     else:
         _add_dither(local_shard(compensation), param, seed, number)
-        if bool(local_shard(compensation).any()):  # zeros are not dithered
+        if _on_any_rank(bool(local_shard(compensation).any()), param):  # zeros are not dithered
             optimizer.dithered.add(param)
+
+
+def _on_any_rank(condition: bool, param: Tensor) -> bool:
+    """Whether `condition` holds on a rank with a shard of `param`."""
+    count = torch.tensor(float(condition), device=param.device)
+    return bool(sum_over_shards(count, sharding_of(param)))
 
 
 def warn_about_unused_low_bits(optimizer: Algorithm) -> None:

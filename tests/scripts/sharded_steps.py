@@ -12,8 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import hf_lowprec
+from hf_lowprec import fp32_state_dict
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.lost_updates import lost_updates
+from hf_lowprec.optim.sharding import shard_like
+from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
 from tests.support.processes.ranks import leave
 
 CASES = {
@@ -43,10 +47,28 @@ def gradient(shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + number)).bfloat16()
 
 
-def check(name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, **options) -> None:
-    """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`."""
-    full = [torch.nn.Parameter(gradient(shape, 0, k)) for k, shape in enumerate(shapes)]
-    parts = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, placements)) for p in full]
+def weights(shape: tuple[int, ...], number: int) -> torch.Tensor:
+    """FP32 weights; in every second tensor, those of the first ranks are zero."""
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    if number % 2 and weights.ndim:
+        weights[: len(weights) // 2] = 0
+    return weights
+
+
+def check(
+    name: str, make, mesh, shapes, placements, backend: str, then: str | None = None, low: bool = False, **options
+) -> None:
+    """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`.
+
+    With `low`, compensations start with the low bits of FP32 weights, where there are any.
+    """
+    full, parts = torch.nn.ParameterList(), torch.nn.ParameterList()
+    for k, shape in enumerate(shapes):
+        full.append(weights(shape, k))
+        hf_lowprec.cast_model(full, keep_low_bits=low)
+        parts.append(torch.nn.Parameter(distribute_tensor(full[k].detach().clone(), mesh, placements)))
+        if (kept := low_bits(full[k])) is not None:
+            set_low_bits(parts[k], shard_like(kept, parts[k]))
     whole = make(full, lr=0.1, backend="eager", **options)
     sharded = make(parts, lr=0.1, backend=backend, **options)
     for step in range(1, STEPS + 1):
@@ -66,8 +88,11 @@ def check(name: str, make, mesh, shapes, placements, backend: str, then: str | N
         sharded.step()
         if whole.grad_norm is not None:
             torch.testing.assert_close(sharded.grad_norm, whole.grad_norm, rtol=2**-20, atol=0)
+    estimates, of_parts = fp32_state_dict(full, whole), fp32_state_dict(parts, sharded)
     for k, (param, part) in enumerate(zip(full, parts, strict=True)):
         assert torch.equal(part.full_tensor(), param), (name, options, k)
+        assert (part in sharded.dithered) == (param in whole.dithered), (name, options, k)
+        assert torch.equal(of_parts[str(k)].full_tensor(), estimates[str(k)]), (name, options, k)
         for key, value in whole.state[param].items():
             mine = sharded.state[part][key]
             assert torch.equal(mine if key == "step" else mine.full_tensor(), value), (name, options, k, key)
@@ -82,6 +107,7 @@ def main(backend: str) -> None:
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
+        check(name, AdamW, *arguments, low=True)
         check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)

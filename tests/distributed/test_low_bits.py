@@ -1,0 +1,61 @@
+"""The low bits of an FP32 model survive `prepare`, however the training is distributed."""
+
+import functools
+import json
+
+import pytest
+
+from tests.support.processes.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@functools.cache
+def digests(ranks: int, kinds: str) -> dict[str, str]:
+    """Digests of weights and states after three steps on the same batches in every process.
+
+    The script checks on every rank that the FP32 weights are there to 2**-16 before the first step.
+    """
+    return dict(line.split() for line in run_ranks("low_bits_on_ranks.py", ranks, kinds).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [(2, "ddp,fsdp2,fsdp2-ram_efficient"), (3, "fsdp2,fsdp2-ram_efficient"), (4, "hsdp")],  # 36 rows on 3: uneven
+)
+def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds):
+    (alone,) = digests(1, "ddp").values()
+    assert digests(ranks, kinds) == dict.fromkeys(kinds.split(","), alone)
+
+
+def report(ranks: int, kind: str, *words: str, folder: str) -> dict[str, str]:
+    fixed = "--max_steps 4 --learning_rate 1e-3 --per_device_train_batch_size 2 --optim adamw_bf16_kahan"
+    words = (*fixed.split(), "--output_dir", folder, *words)
+    lines = run_ranks("trainer_ranks.py", ranks, kind, *words).splitlines()
+    found = dict(line.split("=", 1) for line in lines if line.startswith("digest="))
+    return found | {"initial": next(line.strip() for line in lines if "starts with" in line)}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_trainer_starts_with_low_bits_and_resumes_bit_for_bit(tmp_path, kind):
+    """Killed after the checkpoint of step 2, in effect: a new process, whose model comes in FP32 with its low bits."""
+    words = ["--save_strategy", "steps", "--save_steps", "2"]
+    whole = report(2, kind, *words, folder=str(tmp_path))
+    assert "starts with low bits" in whole["initial"]
+    assert "dither" not in whole["initial"]
+    resume = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
+    resumed = report(2, kind, *words, *resume, folder=str(tmp_path / "resumed"))
+    assert resumed["digest"] == whole["digest"]
+
+
+def test_a_dither_of_shards_is_that_of_replicas_and_resumes_from_sharded_checkpoints(tmp_path):
+    sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
+    words = ["--optim_args", "initial_compensation=dither", "--save_strategy", "steps", "--save_steps", "2"]
+    replicas = report(2, "ddp", *words, folder=str(tmp_path / "ddp"))
+    words += ["--fsdp_config", sharded]
+    whole = report(2, "fsdp2", *words, folder=str(tmp_path / "fsdp2"))
+    assert "starts with dither" in whole["initial"]
+    assert whole["digest"] == replicas["digest"]
+    resume = ["--resume_from_checkpoint", str(tmp_path / "fsdp2" / "checkpoint-2")]
+    resumed = report(2, "fsdp2", *words, *resume, folder=str(tmp_path / "resumed"))
+    assert resumed["digest"] == whole["digest"]

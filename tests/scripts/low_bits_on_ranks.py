@@ -1,0 +1,91 @@
+"""Low bits of an FP32 model, through `prepare` on several ranks; rank 0 prints digests of what is trained.
+
+low_bits_on_ranks.py ddp|fsdp2|fsdp2-ram_efficient|hsdp[,…]
+
+With `fsdp2-ram_efficient` (`cpu_ram_efficient_loading`) only rank 0 has weights before `prepare`, as transformers then
+loads a model.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+import hf_lowprec
+from hf_lowprec.rounding.low_bits import low_bits
+from tests.scripts.trainer_ranks import digest, llama, text
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
+
+STEPS = 3
+
+
+def full_estimates(model, optimizer) -> dict[str, torch.Tensor]:
+    """What `fp32_state_dict` returns, gathered, by parameter's name."""
+    found = hf_lowprec.fp32_state_dict(model, optimizer)
+    return {
+        name.removeprefix("module."): value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in found.items()
+    }
+
+
+def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
+    """Every trainable 16-bit parameter, or shard of one, has its low bits: FP32's weights are there to 2**-16."""
+    for name, param in model.named_parameters():
+        assert (low_bits(param) is not None) == (param.dtype == torch.bfloat16), name
+    estimates = full_estimates(model, optimizer)
+    for name, weights in exact.items():
+        assert ((estimates[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
+
+
+def run(kind: str) -> str:
+    kind, _, variant = kind.partition("-")
+    plugin = mesh = None
+    if kind != "ddp":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="FULL_STATE_DICT",
+            cpu_ram_efficient_loading=variant == "ram_efficient",
+        )
+    if kind == "hsdp":
+        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=int(os.environ["WORLD_SIZE"]) // 2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    model = llama()
+    exact = {name: param.detach().clone() for name, param in model.named_parameters()}
+    if (kind == "ddp" or variant == "ram_efficient") and not accelerator.is_main_process:  # rank 0's replace them
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25 if kind == "ddp" else 0)
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    hf_lowprec.prepare_accelerator(accelerator)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    optimizer = wrapped.optimizer
+    check_arrived(model, optimizer, exact)
+    rows = text(2 * STEPS)
+    for step in range(STEPS):
+        tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        wrapped.step()
+        wrapped.zero_grad()
+    assert not optimizer.dithered
+    assert not any(hasattr(param, "_low_bits") for param in model.parameters())
+    return digest(model, optimizer)
+
+
+def main(kinds: str) -> None:
+    allow_fsdp_on_cpu()
+    for kind in kinds.split(","):
+        found = run(kind)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{kind} {found}", flush=True)
+    if dist.is_initialized():
+        leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
