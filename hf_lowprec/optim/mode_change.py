@@ -17,12 +17,11 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.initial_compensation import subtract_dither
 from hf_lowprec.optim.sharding import global_indices, local_shard
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
+from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.random_bits import random_bits
 
 STEP, ROLE = 0, 1
 """Step and role of the random bits. Steps count from 1, so no step draws them; the dither has role 0."""
-_CHUNK = 1 << 22
-"""Elements that are computed at once; bounds the temporary tensors."""
 
 
 def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dict[str, Any]) -> set[str]:
@@ -49,7 +48,7 @@ def fold_compensation(optimizer: Algorithm, param: Tensor, group: ParamGroup, nu
     part = local_shard(param)
     weight, low_bits = part.contiguous().view(-1), local_shard(compensation).contiguous().view(-1)
     first = 0
-    for index in global_indices(param, _CHUNK):
+    for index in global_indices(param, chunk_size(part.device)):
         elements = slice(first, first + len(index))
         exact = weight[elements].float() + low_bits[elements].float()
         if group["rounding"] == "stochastic":
