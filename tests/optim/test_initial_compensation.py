@@ -314,6 +314,24 @@ def test_flags_of_dithered_parameters_are_saved_per_group():
     assert "dithered" not in headers[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
+def test_clipping_before_the_first_step_creates_the_same_compensations(kind):
+    """With gradients enabled, where torch forbids changing parameters in place."""
+    found = []
+    for clipped in (False, True):
+        _, params = model()
+        optimizer = AdamW(params, lr=1e-3, initial_compensation=kind, first_parameter=0)
+        for param in params:
+            param.grad = torch.full_like(param, 2.0**-10)
+        if clipped:
+            with torch.enable_grad():
+                optimizer.clip_grad_norm_(1e3)
+        optimizer.step()
+        found.append(contents(params, optimizer))
+    assert same(*found)
+
+
 def test_weights_that_are_all_zero_are_not_dithered():
     """They move to values whose dither nothing has added."""
     params = nn.ParameterList([torch.zeros(64, dtype=BF16)])

@@ -1,0 +1,144 @@
+"""Under Trainer, an FP32 model keeps its low bits for Kahan; what the report says; resuming, adapters, model_init."""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_lowprec
+from hf_lowprec import fp32_state_dict
+from hf_lowprec.rounding.low_bits import low_bits
+from tests.support.processes.ranks import run_script
+from tests.support.training.peft_adapters import adapted
+from tests.support.training.tiny_trainer import LOAD_BEST, llama, optimizer_of, trained
+
+KAHAN = {"optim": "adamw_bf16_kahan"}
+
+
+def initial_values(printed: str) -> dict[str, int]:
+    """What the report says that compensations start with: kinds and numbers of elements."""
+    (line,) = re.findall(r"compensation +starts with (.*)", printed)
+    return {kind: int(count.replace(",", "")) for kind, count in re.findall(r"([a-z ]+?) ([\d,]+)(?:, |$)", line)}
+
+
+def in_16_bits(model) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16)
+
+
+class FirstStep(TrainerCallback):
+    """Keeps the FP32 estimates before the first step."""
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.estimates = fp32_state_dict(model, optimizer)
+        self.with_low_bits = {name for name, param in model.named_parameters() if low_bits(param) is not None}
+
+
+@pytest.mark.parametrize("how", ["model", "model_init"])
+def test_an_fp32_model_starts_with_its_low_bits(tmp_path, capsys, how):
+    first, exact = FirstStep(), llama().state_dict()
+    source = {"model_init": functools.partial(llama, 0)} if how == "model_init" else {"model": llama()}
+    trainer = trained(tmp_path, **source, callbacks=[first], max_steps=2, **KAHAN)
+    assert initial_values(capsys.readouterr().out) == {"low bits": in_16_bits(trainer.model)}
+    for name, weights in exact.items():
+        assert ((first.estimates[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
+    assert first.with_low_bits == {n for n, p in trainer.model.named_parameters() if p.dtype == torch.bfloat16}
+    assert not any("_low_bits" in vars(param) for param in trainer.model.parameters())
+    assert not optimizer_of(trainer).dithered
+
+
+def test_a_model_in_bf16_is_dithered(tmp_path, capsys):
+    model = llama().to(torch.bfloat16)
+    trainer = trained(tmp_path, model, max_steps=1, learning_rate=0.0, **KAHAN)
+    assert initial_values(capsys.readouterr().out) == {"dither": in_16_bits(trainer.model)}
+    given = llama().to(torch.bfloat16).state_dict()
+    found = fp32_state_dict(trainer.model, optimizer_of(trainer))
+    assert all(torch.equal(found[name], weights.float()) for name, weights in given.items())
+
+
+@pytest.mark.parametrize("kind", ["dither", "zero"])
+def test_optim_args_choose_it(tmp_path, capsys, kind):
+    with warnings.catch_warnings(action="error", category=RuntimeWarning):  # of low bits that nobody uses
+        trainer = trained(tmp_path, max_steps=1, optim_args=f"initial_compensation={kind}", **KAHAN)
+    assert initial_values(capsys.readouterr().out) == {kind: in_16_bits(trainer.model)}
+    assert optimizer_of(trainer).initial_compensation == kind
+
+
+def test_bad_values_name_the_valid_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"initial_compensation='none'.*'low_bits', 'dither', 'zero'"):
+        trained(tmp_path, optim_args="initial_compensation=none", **KAHAN)
+
+
+def test_modes_without_a_compensation_keep_no_low_bits(tmp_path, capsys):
+    first = FirstStep()
+    with warnings.catch_warnings(action="error", category=RuntimeWarning):
+        trained(tmp_path, max_steps=1, callbacks=[first], optim="adamw_bf16_sr")
+    assert not first.with_low_bits
+    assert "starts with" not in capsys.readouterr().out
+
+
+def test_adapters_in_fp32_have_low_bits(tmp_path, capsys):
+    """LoRA's B starts at zero, in FP32 as in 16 bits: no low bits, and a dither of zero."""
+    first = FirstStep()
+    model = adapted("lora")
+    exact = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    trainer = trained(tmp_path, model, max_steps=1, learning_rate=0.0, callbacks=[first], **KAHAN)
+    assert initial_values(capsys.readouterr().out)["low bits"] == sum(
+        weights.numel() for name, weights in exact.items() if "lora_A" in name
+    )
+    for found in (first.estimates, fp32_state_dict(trainer.model, optimizer_of(trainer))):
+        for name, weights in exact.items():
+            assert ((found[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
+
+
+@pytest.mark.parametrize("optim_args", ["initial_compensation=low_bits", "initial_compensation=dither"])
+def test_resuming_is_bit_exact(tmp_path, optim_args):
+    settings = {**KAHAN, "optim_args": optim_args, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = trained(tmp_path, **settings)
+    resumed = trained(tmp_path, llama(seed=1), resume=str(tmp_path / "checkpoint-3"), **settings)
+    estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
+    assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
+    assert len(optimizer_of(resumed).dithered) == len(optimizer_of(whole).dithered)
+    assert bool(optimizer_of(resumed).dithered) == ("dither" in optim_args)
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for name, value in optimizer_of(whole).state[a].items():
+            assert torch.equal(value, optimizer_of(resumed).state[b][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_killed_run_starts_again_or_resumes_with_the_same_bits(tmp_path, step):
+    """In the first step after the low bits were used up, or the one after a checkpoint."""
+    run_script("killed_in_step.py", tmp_path / "killed", step, fails=True)
+    settings = {**KAHAN, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    checkpoint = tmp_path / "killed" / "checkpoint-2"
+    assert checkpoint.exists() == (step == 3)
+    resumed = trained(tmp_path / "killed", resume=str(checkpoint) if step == 3 else None, **settings)
+    whole = trained(tmp_path / "whole", **settings)
+    estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
+    assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
+
+
+@pytest.mark.parametrize("kind", ["low_bits", "dither"])
+def test_the_best_weights_have_no_compensation_of_others(tmp_path, kind):
+    """The earliest checkpoint is the "best" one; `fp32_state_dict` returns its weights, without a dither."""
+    settings = {**LOAD_BEST, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = trained(tmp_path, optim_args=f"initial_compensation={kind}", **KAHAN, **settings)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    optimizer = optimizer_of(trainer)
+    assert not optimizer.dithered
+    found = fp32_state_dict(trainer.model, optimizer)
+    assert all(torch.equal(found[name], value.float()) for name, value in trainer.model.state_dict().items())
+
+
+def test_an_optimizer_that_was_passed_decides(tmp_path, capsys):
+    for kind, expected in (("low_bits", "low bits"), ("zero", "zero")):
+        factory = hf_lowprec.optimizer_factory("adamw_bf16_kahan", lr=1e-3, initial_compensation=kind)
+        with warnings.catch_warnings(action="error", category=RuntimeWarning):
+            trained(
+                tmp_path, max_steps=1, optimizer_cls_and_kwargs=factory, callbacks=[hf_lowprec.LowPrecisionCallback()]
+            )
+        assert expected in initial_values(capsys.readouterr().out)
