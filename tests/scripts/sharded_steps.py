@@ -107,7 +107,8 @@ def main(backend: str) -> None:
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
-        check(name, AdamW, *arguments, low=True)
+        if backend == "native":  # compensations are initialized by no backend
+            check(name, AdamW, *arguments, low=True)
         check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
