@@ -236,6 +236,8 @@ def test_a_change_between_steps_counts(change, any_backend):
     for param, twin in zip(params, copies, strict=True):
         if param in optimizer.state:
             other.state[twin] = {name: value.clone() for name, value in optimizer.state[param].items()}
+        if param in optimizer.dithered:
+            other.dithered.add(twin)
     for step in range(3, 6):
         gradients(params, step)
         gradients(copies, step)
