@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
+from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
     PendingTensor,
@@ -34,15 +36,6 @@ from hf_lowprec.integrations.export.saved_optimizer import (
     read_optimizer_file,
     read_optimizer_folder,
 )
-from hf_lowprec.integrations.export.stored_tensors import (
-    SafetensorsFiles,
-    ShardedFolder,
-    ShardedTensors,
-    StoredTensors,
-    TensorInfo,
-    TensorsInMemoryMap,
-    load_mapped,
-)
 from hf_lowprec.integrations.export.weight_layout import WeightLayout
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json
@@ -56,10 +49,10 @@ _NOT_OF_A_MODEL = re.compile(
     rf"|{re.escape(PARAMETERS_NAME)}$|config\.json$|\.metadata$"
 )
 """Files and folders of a checkpoint that an exported folder does not get, or that are written anew."""
-_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT = "default"
 """The adapter that PEFT saves in the folder itself; others have a folder of their own."""
-_SHARDED_WEIGHTS, _SHARDED_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+_SHARDED_OPTIMIZER = "optimizer_0"
 _SCRIPT = "call hf_lowprec.save_pretrained(model, optimizer, …) in the training script"
 
 
@@ -119,7 +112,7 @@ def export_checkpoint(
         if (names and names.adapters) or (description / _ADAPTER_CONFIG).is_file():
             written = _export_adapters(source, optimizers, names, description, folder, parsed)
         else:
-            written = _export_model(_read_weights(source), optimizers, description, folder, parsed, max_shard_size)
+            written = _export_model(open_weights(source), optimizers, description, folder, parsed, max_shard_size)
         _copy_description(description, folder, skipped=names.adapters if names else ())
     return ExportReport(*written, dtype_name(parsed), _notes(source, optimizers))
 
@@ -140,29 +133,6 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
     inner = sorted(path.name for path in checkpoint.glob("checkpoint[-_]*") if path.is_dir())
     if inner:
         raise ValueError(f"{str(checkpoint)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
-
-
-def _read_weights(checkpoint: Path) -> StoredTensors:
-    """The weights in a checkpoint.
-
-    Raises:
-        ValueError: there are none.
-    """
-    for weights in ("model.safetensors", _ADAPTER_WEIGHTS):
-        if (checkpoint / weights).is_file():
-            return SafetensorsFiles([checkpoint / weights])
-    index = checkpoint / "model.safetensors.index.json"
-    if index.is_file():
-        return SafetensorsFiles(checkpoint / name for name in sorted(set(read_json(index)["weight_map"].values())))
-    if (checkpoint / _SHARDED_WEIGHTS).is_dir():
-        return ShardedTensors(ShardedFolder(checkpoint / _SHARDED_WEIGHTS), "model")
-    for weights in ("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"):
-        if (checkpoint / weights).is_file():
-            return TensorsInMemoryMap(load_mapped(checkpoint / weights))
-    raise ValueError(
-        f"{str(checkpoint)!r} has no weights that can be exported (model.safetensors, adapter_model.safetensors, "
-        f"{_SHARDED_WEIGHTS}, pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"
-    )
 
 
 def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> list[SavedOptimizer]:
@@ -347,7 +317,7 @@ def _export_adapters(
         }
         (folder / part).mkdir(parents=True, exist_ok=True)
         values = {name: pending.value().contiguous() for name, pending in tensors.items()}
-        save_file(values, folder / part / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(values, folder / part / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(description / part / _ADAPTER_CONFIG, folder / part / _ADAPTER_CONFIG)
         count += len(tensors)
     return count, len(refining)
@@ -360,8 +330,8 @@ def _adapter_tensors(
 
     They are stored in an adapter file, or under the names of their parameters.
     """
-    own = (checkpoint / part / _ADAPTER_WEIGHTS).is_file()
-    stored = _read_weights(checkpoint / part if own else checkpoint)
+    own = (checkpoint / part / ADAPTER_WEIGHTS).is_file()
+    stored = open_weights(checkpoint / part if own else checkpoint)
     for name in stored.infos if own or not parameters else parameters:
         stored_name = name if name in stored.infos else parameters[name]
         if stored_name not in stored.infos:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
-from hf_lowprec.integrations.export.stored_tensors import ShardedFolder, load_mapped
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
 from hf_lowprec.optim.initial_compensation import subtract_dither

@@ -297,7 +297,7 @@ class TestRefusals:
 
     def test_no_weights(self, tmp_path):
         (tmp_path / "empty").mkdir()
-        assert "has no weights that can be exported" in refused(tmp_path / "empty", tmp_path / "out")
+        assert "has no weights that can be read" in refused(tmp_path / "empty", tmp_path / "out")
 
     def test_not_an_optimizer(self, checkpoint, tmp_path):
         torch.save({"a": torch.zeros(2)}, checkpoint / "optimizer.pt")

@@ -1,0 +1,1 @@
+"""Read what checkpoints contain, tensor by tensor and without a model."""

@@ -1,0 +1,41 @@
+"""Finds the weights in a folder: a model, an adapter, or a checkpoint, in one file, several files or sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    SafetensorsFiles,
+    ShardedFolder,
+    ShardedTensors,
+    StoredTensors,
+    TensorsInMemoryMap,
+    load_mapped,
+)
+from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
+
+
+def open_weights(folder: Path) -> StoredTensors:
+    """Open the weights in `folder`; each tensor is read when it is asked for.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for weights in ("model.safetensors", ADAPTER_WEIGHTS):
+        if (folder / weights).is_file():
+            return SafetensorsFiles([folder / weights])
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return SafetensorsFiles(folder / name for name in sorted(set(read_json(index)["weight_map"].values())))
+    if (folder / _SHARDED_WEIGHTS).is_dir():
+        return ShardedTensors(ShardedFolder(folder / _SHARDED_WEIGHTS), "model")
+    for weights in ("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"):
+        if (folder / weights).is_file():
+            return TensorsInMemoryMap(load_mapped(folder / weights))
+    raise ValueError(
+        f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, {_SHARDED_WEIGHTS}, "
+        "pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"
+    )
