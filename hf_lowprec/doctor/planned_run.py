@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from tempfile import gettempdir
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ def plan_run(
         optim_args=optim_args,
         learning_rate=learning_rate,
         lr_scheduler_type=_scheduler_type(scheduler),
-        lr_scheduler_kwargs=scheduler_kwargs,
+        lr_scheduler_kwargs=_scheduler_kwargs(scheduler_kwargs),
         warmup_steps=warmup_steps,
         max_steps=steps,
         weight_decay=weight_decay,
@@ -145,6 +146,16 @@ def learning_rates(args: TrainingArguments) -> list[float]:
         optimizer.step()
         scheduler.step()
     return rates
+
+
+def _scheduler_kwargs(text: str | None) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f'--scheduler-kwargs {text} is not a JSON object; use one such as {{"num_decay_steps": 200}}')
+    return parsed or None
 
 
 def _scheduler_type(name: str) -> SchedulerType:

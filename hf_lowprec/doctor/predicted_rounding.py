@@ -76,31 +76,39 @@ def round_updates(
     """Predict the rounding of weights' updates.
 
     Args:
-        counts: how many weights have which spacing, see `count_spacings`.
+        counts: how many weights have which spacing, see `count_spacings`; in rows, for several sets of weights.
         directions: of the updates.
         learning_rates: in each of `steps`.
         steps: counted from 1.
         weight_decay: decoupled, and part of the same update; 0 if it is a separate operation.
         storage: where updates are stored.
+
+    Returns:
+        Sums over the weights, of the shape of `counts` with steps in place of spacings.
     """
     rates = torch.tensor(learning_rates, dtype=torch.float64)[:, None]
     sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
-    total = RoundedUpdates(*torch.zeros(4, len(steps), dtype=torch.float64))
-    for exponent in counts.nonzero().flatten().tolist():
-        spacing, decay = float(spacings()[exponent]), weight_decay * float(magnitudes()[exponent])
-        signed = torch.cat((sample + decay, decay - sample), dim=1) if decay else sample
-        updates = rates * signed / spacing
+    exponents = counts.reshape(-1, counts.shape[-1]).any(0).nonzero().flatten()
+    rows = []
+    for spacing, magnitude in zip(spacings()[exponents].tolist(), magnitudes()[exponents].tolist(), strict=True):
+        decay = weight_decay * magnitude
+        updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
         square = updates.square().mean(1)
-        stored, noise = torch.zeros_like(square), torch.zeros_like(square)
-        for quantum, share in storage.quanta:
-            if storage.stochastic:
-                fraction = updates / quantum
-                fraction = fraction - fraction.floor()
-                noise += share * quantum**2 * (fraction * (1 - fraction)).mean(1)
-                stored += share * square
-            else:
-                stored += share * quantum * (updates * (updates / quantum).round()).mean(1)
-        displacement = (rates * directions.sample / spacing).square().mean(1) * directions.persistence
-        scale = float(counts[exponent]) * spacing**2
-        total += RoundedUpdates(*(scale * part for part in (square, stored, noise, displacement)))
-    return total
+        stored, noise = _round_for_storage(updates, square, storage)
+        displacement = (rates / spacing * directions.sample).square().mean(1) * directions.persistence
+        rows.append(torch.stack((square, stored, noise, displacement)) * spacing**2)
+    table = torch.stack(rows) if rows else torch.zeros(0, 4, len(steps), dtype=torch.float64)
+    return RoundedUpdates(*(counts[..., exponents] @ part for part in table.unbind(1)))
+
+
+def _round_for_storage(updates: Tensor, square: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
+    """`E[u·Δ]` and the variance of the noise of updates in units of the weight's spacing, for each row of `updates`."""
+    stored, noise = torch.zeros_like(square), torch.zeros_like(square)
+    for quantum, share in storage.quanta:
+        fraction = updates / quantum
+        if storage.stochastic:
+            fraction -= fraction.floor()
+            noise += share * quantum**2 * (fraction - fraction.square()).mean(1)
+        else:
+            stored += share * quantum * (updates * fraction.round()).mean(1)
+    return (square, noise) if storage.stochastic else (stored, noise)

@@ -11,14 +11,14 @@ from torch import Tensor
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.doctor.planned_run import PlannedRun
 from hf_lowprec.doctor.predicted_rounding import RoundedUpdates, round_updates
-from hf_lowprec.doctor.update_sizes import ALL, Directions, measured_directions, noise_directions
+from hf_lowprec.doctor.update_sizes import ALL, LION, measured_directions, noise_directions
 from hf_lowprec.doctor.weight_spacings import count_spacings
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
 from hf_lowprec.rounding import MODES
 
 VANISHING = 0.5
 """Updates vanish in a step that loses this share of them."""
-EVALUATED_STEPS = 400
+EVALUATED_STEPS = 256
 """A longer run is predicted at this many steps, evenly spaced."""
 
 
@@ -135,19 +135,19 @@ def predict_rounding(
     Args:
         counts: of the weights with which it begins, by kind.
         run: the planned run.
-        directions: sampled by kind, see `saved_directions`; noise is assumed without.
+        directions: of an algorithm with Adam's moments, sampled by kind, see `saved_directions`; noise is assumed
+            without.
     """
+    if run.algorithm == LION:
+        directions = None
     steps = [round(step) for step in torch.linspace(1, run.steps, min(run.steps, EVALUATED_STEPS)).tolist()]
     by_mode: dict[str, dict[str, ModePrediction]] = {}
     for mode in MODES:
-        by_kind = {}
-        for kind, weights in counts.items():
-            if kind == "norms" and (mode != "nearest" or run.is_ours):
-                continue
-            by_kind[kind] = ModePrediction(
-                steps, _round_kind(weights, mode, run, steps, _of_kind(directions, kind, run))
-            )
-        by_mode[mode] = _with_total(by_kind)
+        keeps_norms = mode != "nearest" or run.is_ours
+        rounded = _round_kinds(
+            {k: v for k, v in counts.items() if k != "norms" or not keeps_norms}, mode, run, steps, directions
+        )
+        by_mode[mode] = {kind: ModePrediction(steps, of_kind) for kind, of_kind in rounded.items()}
     modes = [run.rounding.mode(step - 1, run.steps) for step in steps]
     kept = ("norms",) if run.is_ours and "norms" in counts else ()
     requested = {
@@ -160,32 +160,33 @@ def predict_rounding(
     return Prediction(run, parameters, by_mode, requested, kept, measured=bool(directions))
 
 
-def _of_kind(directions: Mapping[str, Tensor] | None, kind: str, run: PlannedRun) -> Directions:
-    sample = (directions or {}).get(kind, (directions or {}).get(ALL))
-    if sample is None:
-        return noise_directions(run.algorithm, run.betas)
-    return measured_directions(sample, run.algorithm, run.betas)
-
-
-def _round_kind(
-    weights: WeightCounts, mode: str, run: PlannedRun, steps: list[int], directions: Directions
-) -> RoundedUpdates:
+def _round_kinds(
+    counts: Mapping[str, WeightCounts],
+    mode: str,
+    run: PlannedRun,
+    steps: list[int],
+    measured: Mapping[str, Tensor] | None,
+) -> dict[str, RoundedUpdates]:
+    """The rounding of each kind, and of "all"."""
     rates = [run.learning_rates[step - 1] for step in steps]
     decay = 0.0 if run.decay_is_separate else run.weight_decay
-    storage = run.storage(mode)
-    return round_updates(weights.decayed, directions, rates, steps, decay, storage) + round_updates(
-        weights.not_decayed, directions, rates, steps, 0.0, storage
-    )
+    rounded: dict[str, RoundedUpdates] = {}
+    for kinds in [[kind] for kind in counts] if measured or not counts else [[*counts]]:  # those with equal directions
+        directions = (
+            measured_directions(measured.get(kinds[0], measured[ALL]), run.algorithm, run.betas)
+            if measured
+            else noise_directions(run.algorithm, run.betas)
+        )
+        decayed, not_decayed = (torch.stack([getattr(counts[k], part) for k in kinds]) for part in _PARTS)
+        sums = round_updates(decayed, directions, rates, steps, decay, run.storage(mode))
+        sums += round_updates(not_decayed, directions, rates, steps, 0.0, run.storage(mode))
+        rounded |= {kind: RoundedUpdates(*(part[k] for part in sums)) for k, kind in enumerate(kinds)}
+    if rounded:
+        rounded[ALL] = RoundedUpdates(*(torch.stack(parts).sum(0) for parts in zip(*rounded.values(), strict=True)))
+    return rounded
 
 
-def _with_total(by_kind: dict[str, ModePrediction]) -> dict[str, ModePrediction]:
-    if not by_kind:
-        return {}
-    first, *others = by_kind.values()
-    total = first.rounded
-    for other in others:
-        total += other.rounded
-    return {**by_kind, ALL: ModePrediction(first.steps, total)}
+_PARTS = ("decayed", "not_decayed")
 
 
 def _by_phase(predictions: Mapping[str, ModePrediction], modes: list[str]) -> ModePrediction:

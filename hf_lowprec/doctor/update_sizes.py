@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SAMPLE = 1024
+SAMPLE = 512
 """Directions in a sample."""
 ALL = "all"
 """All parts of a model together."""

@@ -47,9 +47,8 @@ def count_spacings(tensor: Tensor) -> Tensor:
         bits = chunk.to(torch.bfloat16).view(torch.int16).int() & 0x7FFF
         is_power = (bits & 0x7F) == 0
         counts += torch.bincount((bits >> _MANTISSA_BITS) * 2 + is_power, minlength=2 * _EXPONENTS).cpu()
+    counts[-2:] = 0  # infinities and NaNs
     others, powers = counts.double().view(_EXPONENTS, 2).unbind(1)
     below = powers / 2
     below[:2] = 0  # zero and the smallest normal number have the same spacing on both sides
-    found = others + powers - below + torch.cat((below[1:], below.new_zeros(1)))
-    found[-1] = 0
-    return found
+    return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))

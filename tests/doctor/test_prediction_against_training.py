@@ -42,11 +42,22 @@ def tokens() -> tuple[torch.Tensor, int, int]:
 
 
 def data(kind: str) -> list[dict]:
-    """Blocks of text, to predict the next byte of, or whether there are many spaces in it."""
+    """Blocks of text, to predict the next byte of, or whether there are many spaces in it.
+
+    One answer in five about the spaces is wrong. If all were right, the model would soon know them; gradients would
+    shrink within a few steps, which the prediction does not foresee (see `hf_lowprec/doctor/update_sizes.py`).
+    """
+    generator = torch.Generator().manual_seed(0)
     every, _, space = tokens()
-    starts = torch.randint(0, len(every) - LENGTH, (1024,), generator=torch.Generator().manual_seed(0))
+    starts = torch.randint(0, len(every) - LENGTH, (1024,), generator=generator)
     blocks = [every[start : start + LENGTH] for start in starts.tolist()]
-    return [{"input_ids": block, "labels": block if kind == "llama" else int((block == space).sum() > 8)} for block in blocks]
+    if kind == "llama":
+        return [{"input_ids": block, "labels": block} for block in blocks]
+    wrong = (torch.rand(len(blocks), generator=generator) < 0.2).tolist()
+    return [
+        {"input_ids": block, "labels": int(((block == space).sum() > 8) ^ is_wrong)}
+        for block, is_wrong in zip(blocks, wrong, strict=True)
+    ]
 
 
 def new_model(kind: str) -> transformers.PreTrainedModel:
@@ -56,6 +67,9 @@ def new_model(kind: str) -> transformers.PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
     return BertForSequenceClassification(BertConfig(**sizes, num_labels=2))
+
+
+NEAREST = ("--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest")
 
 
 class Measured(TrainerCallback):
@@ -103,20 +117,28 @@ def load(kind: str, folder) -> transformers.PreTrainedModel:
     return cls.from_pretrained(folder, dtype=torch.float32)
 
 
-def foretell(folder, *words) -> dict:
-    words = (*words, "--lr", LEARNING_RATE, "--steps", STEPS, "--json")
+def foretell(folder, *words, lr: float = LEARNING_RATE) -> dict:
+    words = (*words, "--lr", lr, "--steps", STEPS, "--json")
     result = CliRunner().invoke(app, ["doctor", *map(str, (folder, *words))])
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
 
 
+def first_step(prediction: dict) -> int:
+    """The first logged step at which half of the updates should be lost."""
+    return -(-prediction["kinds"]["all"]["requested"]["first_vanishing_step"] // INTERVAL) * INTERVAL
+
+
+def logged(trainer) -> dict[int, float]:
+    return {entry["step"]: entry["lost_updates"] for entry in trainer.state.log_history if "loss" in entry}
+
+
 def assert_foretold(prediction: dict, lost: dict[int, float]) -> None:
-    """The first logged step with half of the updates lost is the one after the predicted step, or a neighbor of it."""
-    predicted = prediction["kinds"]["all"]["requested"]["first_vanishing_step"]
-    expected = -(-predicted // INTERVAL) * INTERVAL
+    """The first logged step with half of the updates lost is the predicted one or a neighbor of it."""
+    expected = first_step(prediction)
     found = next(step for step, share in lost.items() if share >= 0.5)
-    assert STEPS / 3 < expected < STEPS - INTERVAL
-    assert abs(found - expected) <= INTERVAL, (predicted, lost)
+    assert STEPS / 3 < expected < STEPS
+    assert abs(found - expected) <= INTERVAL, (expected, lost)
 
 
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
@@ -133,9 +155,24 @@ def test_a_run_logs_the_foretold_step(tmp_path, pretrained, kind, scheduler):
         seed=1,
         **settings,
     )
-    lost = {entry["step"]: entry["lost_updates"] for entry in trainer.state.log_history if "loss" in entry}
-    words = ["--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest", "--scheduler", scheduler]
-    assert_foretold(foretell(pretrained(kind), *words), lost)
+    assert_foretold(foretell(pretrained(kind), *NEAREST, "--scheduler", scheduler), logged(trainer))
+
+
+def test_moments_in_a_checkpoint_tell_what_noise_does_not(tmp_path):
+    """In a new model gradients agree, so updates are larger and vanish later than if gradients were noise."""
+    settings = {
+        "optim": "adamw_bf16_kahan",
+        "optim_args": "rounding=nearest",
+        "save_strategy": "steps",
+        "save_steps": 72,
+    }
+    model = new_model("llama")
+    model.save_pretrained(tmp_path)
+    trainer = train(tmp_path, "llama", model, learning_rate=3e-4, max_steps=STEPS, seed=1, **settings)
+    noise, measured = (foretell(folder, *NEAREST, lr=3e-4) for folder in (tmp_path, tmp_path / "checkpoint-72"))
+    assert (noise["sizes_of_updates"], measured["sizes_of_updates"]) == ("noise", "checkpoint")
+    assert first_step(measured) > first_step(noise) + INTERVAL
+    assert_foretold(measured, logged(trainer))
 
 
 def test_torchs_adamw_in_bf16(tmp_path, pretrained):

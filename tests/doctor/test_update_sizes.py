@@ -29,7 +29,7 @@ def updates_of_noise(algorithm: str, elements: int, steps: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("algorithm", BETAS)
 def test_sizes_in_every_step(algorithm):
-    """The mean of 20000 squares of about normal numbers is known to √(2/20000) = 1%, its root to 0.5%; five of these."""
+    """The mean of 20000 squares of about normal numbers is known to √(2/20000) = 1%, its root to 0.5%; five times."""
     steps = torch.arange(1, 61)
     directions = noise_directions(algorithm, BETAS[algorithm])
     predicted = directions.sample.square().mean().sqrt() * directions.growth(steps.double())

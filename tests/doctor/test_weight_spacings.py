@@ -1,4 +1,4 @@
-"""The histogram of spacings, against the neighbors of each BF16 number, found by counting up and down its bit pattern."""
+"""The histogram of spacings, against the neighbors of each BF16 number, found by counting its bit pattern."""
 
 import torch
 
