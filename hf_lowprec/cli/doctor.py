@@ -42,7 +42,7 @@ def doctor(
     optim: Annotated[
         str,
         typer.Option(
-            help="As in TrainingArguments. adamw_torch stands for BF16 weights as stock.", rich_help_panel=_RUN
+            help="As in TrainingArguments; adamw_torch is stock BF16, norms included.", rich_help_panel=_RUN
         ),
     ] = "adamw_torch",
     optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments.", rich_help_panel=_RUN)] = None,
