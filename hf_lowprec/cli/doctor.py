@@ -41,9 +41,7 @@ def doctor(
     beta2: Annotated[float | None, typer.Option(help="adam_beta2.", rich_help_panel=_RUN)] = None,
     optim: Annotated[
         str,
-        typer.Option(
-            help="As in TrainingArguments; adamw_torch is stock BF16, norms included.", rich_help_panel=_RUN
-        ),
+        typer.Option(help="As in TrainingArguments; adamw_torch is stock BF16, norms included.", rich_help_panel=_RUN),
     ] = "adamw_torch",
     optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments.", rich_help_panel=_RUN)] = None,
     as_json: Annotated[
@@ -126,8 +124,9 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     try:
         run = plan_run(**settings)
         folder = find_model_folder(model)
-        weights = open_weights(folder)
-        prediction = predict_rounding(count_weights(weights), run, saved_directions(folder, weights))
+        stored = open_weights(folder)
+        weights = count_weights(stored, _kept_in_fp32(folder, run.keep_fp32))
+        prediction = predict_rounding(weights, run, saved_directions(folder, stored))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     problems, advice = find_problems(prediction), recommend(prediction, settings["optim_args"])
@@ -151,6 +150,25 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
             typer.echo(f"- {problem}")
         typer.echo(f"\n{advice}")
     raise typer.Exit(int(bool(problems)))
+
+
+def _kept_in_fp32(folder: Path, keep_fp32: tuple[str, ...]) -> dict[str, bool] | None:
+    """For each tensor of the model in `folder`, whether a cast keeps it in FP32; None if the model cannot be built.
+
+    Raises:
+        ValueError: an entry of `keep_fp32` matches nothing, or cannot be applied because the model is unknown.
+    """
+    from hf_lowprec.casting.cast_plan import make_plan
+    from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
+    from hf_lowprec.user_inputs.input_errors import InputError
+
+    try:
+        model = build_empty_model(*load_config(str(folder)))
+    except InputError as error:
+        if keep_fp32:
+            raise ValueError(f"keep_fp32={'|'.join(keep_fp32)} needs the model: {error}") from None
+        return None
+    return {tensor.name: tensor.action == "keep" for tensor in make_plan(model, keep_fp32=keep_fp32).tensors}
 
 
 def lines(name: str, findings: Sequence[Finding]) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from hf_lowprec.doctor.predicted_rounding import COMPENSATION, WEIGHT_ITSELF, Storage
 from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
-from hf_lowprec.integrations.transformers.optim_args import optim_args_of
+from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import state_dtype
@@ -35,7 +35,8 @@ class PlannedRun(NamedTuple):
         rounding: the rounding mode, or modes by phases.
         state_rounding: of states, compensations included.
         rounds_second_moment_to_nearest: whether there is a second moment, in 16 bits, rounded to nearest.
-        is_ours: whether it trains with an optimizer of hf_lowprec, which keeps norms in FP32.
+        keep_fp32: patterns of what else it keeps in FP32, from `optim_args`.
+        is_ours: whether it trains with an optimizer of hf_lowprec, for which the model is cast by `cast_model`.
     """
 
     optim: str
@@ -47,6 +48,7 @@ class PlannedRun(NamedTuple):
     rounding: RoundingSchedule
     state_rounding: str
     rounds_second_moment_to_nearest: bool
+    keep_fp32: tuple[str, ...]
     is_ours: bool
 
     @property
@@ -107,7 +109,7 @@ def plan_run(
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     group = cls([weight], **kwargs, **({"first_parameter": 0} if is_ours else {})).param_groups[0]
-    rounding = optim_args_of(args).rounding_schedule if is_ours else None
+    options = optim_args_of(args) if is_ours else OptimArgs()
     algorithm = optim.partition("_")[0]
     state_rounding = group.get("state_rounding", "nearest")
     second_moment = state_dtype("exp_avg_sq", weight.dtype, group) if is_ours else weight.dtype
@@ -118,10 +120,11 @@ def plan_run(
         learning_rates=learning_rates(args),
         weight_decay=0.0 if algorithm == "adam" and not group["decoupled_weight_decay"] else weight_decay,
         decay_is_separate=optim == "adamw_torch",
-        rounding=rounding or RoundingSchedule.parse(group.get("rounding", "nearest")),
+        rounding=options.rounding_schedule or RoundingSchedule.parse(group.get("rounding", "nearest")),
         state_rounding=state_rounding,
         rounds_second_moment_to_nearest=algorithm in GAUSSIAN
         and (second_moment, state_rounding) == (torch.bfloat16, "nearest"),
+        keep_fp32=options.keep_fp32,
         is_ours=is_ours,
     )
 

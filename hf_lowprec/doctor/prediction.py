@@ -23,17 +23,29 @@ EVALUATED_STEPS = 256
 
 
 class WeightCounts(NamedTuple):
-    """The weights of one kind.
+    """The weights of one kind that are stored in 16 bits.
 
     Attributes:
-        parameters: their number.
         decayed: counts of the spacings of those with weight decay.
         not_decayed: counts of the spacings of the others.
     """
 
-    parameters: int
     decayed: Tensor
     not_decayed: Tensor
+
+
+class ModelWeights(NamedTuple):
+    """The weights of a model.
+
+    Attributes:
+        parameters: their number, by kind.
+        everything: the weights of each kind, all of them in 16 bits, as after `model.to(torch.bfloat16)`.
+        cast: those that `cast_model` stores in 16 bits; without kinds of which it stores none.
+    """
+
+    parameters: dict[str, int]
+    everything: dict[str, WeightCounts]
+    cast: dict[str, WeightCounts]
 
 
 class ModePrediction(NamedTuple):
@@ -95,9 +107,9 @@ class Prediction(NamedTuple):
     Attributes:
         run: the run.
         parameters: the number of weights of each kind in the model, and of "all" of them.
-        by_mode: for each rounding mode, the prediction for each kind, and for "all".
+        by_mode: for each rounding mode, the prediction for each kind, and for "all". Kinds that stay in FP32 have none.
+            Under "nearest" these are none of a run with an optimizer of another library.
         requested: the same for the modes of `run`, phase by phase.
-        kept: kinds that `run` keeps in FP32; they have no prediction under "stochastic", "kahan" and `requested`.
         measured: whether the sizes of updates are those of a checkpoint.
     """
 
@@ -105,35 +117,39 @@ class Prediction(NamedTuple):
     parameters: dict[str, int]
     by_mode: dict[str, dict[str, ModePrediction]]
     requested: dict[str, ModePrediction]
-    kept: tuple[str, ...]
     measured: bool
 
 
 @torch.no_grad()
-def count_weights(weights: StoredTensors) -> dict[str, WeightCounts]:
-    """Read all floating-point weights, tensor by tensor, and count their spacings by kind."""
-    infos = {name: info for name, info in weights.infos.items() if info.dtype.is_floating_point}
-    counts: dict[str, WeightCounts] = {}
-    for name, kind in parameter_kinds({name: info.shape for name, info in infos.items()}).items():
-        found = count_spacings(weights.read(name))
-        zero = torch.zeros_like(found)
-        earlier = counts.get(kind, WeightCounts(0, zero, zero))
-        decayed = len(infos[name].shape) > 1  # as in Trainer, except for the rare matrices named as a bias or norm
-        counts[kind] = WeightCounts(
-            earlier.parameters + infos[name].shape.numel(),
-            earlier.decayed + (found if decayed else zero),
-            earlier.not_decayed + (zero if decayed else found),
-        )
-    return {kind: counts[kind] for kind in PARAMETER_KINDS if kind in counts}
+def count_weights(weights: StoredTensors, kept_in_fp32: Mapping[str, bool] | None = None) -> ModelWeights:
+    """Read all floating-point weights, tensor by tensor, and count their spacings by kind.
+
+    Args:
+        weights: of a model or checkpoint.
+        kept_in_fp32: by name, whether `cast_model` keeps a tensor in FP32. Of others, it is assumed to keep norms.
+    """
+    shapes = {name: info.shape for name, info in weights.infos.items() if info.dtype.is_floating_point}
+    parameters: dict[str, int] = {}
+    everything: dict[str, WeightCounts] = {}
+    cast: dict[str, WeightCounts] = {}
+    for name, kind in parameter_kinds(shapes).items():
+        counts = count_spacings(weights.read(name))
+        is_kept = (kept_in_fp32 or {}).get(name, kind == "norms")
+        for found in (everything,) if is_kept else (everything, cast):
+            part = found.setdefault(kind, WeightCounts(torch.zeros_like(counts), torch.zeros_like(counts)))
+            # As in Trainer, except for the rare matrices that are named as a bias or norm.
+            (part.decayed if len(shapes[name]) > 1 else part.not_decayed).add_(counts)
+        parameters[kind] = parameters.get(kind, 0) + shapes[name].numel()
+    return ModelWeights({kind: parameters[kind] for kind in PARAMETER_KINDS if kind in parameters}, everything, cast)
 
 
 def predict_rounding(
-    counts: Mapping[str, WeightCounts], run: PlannedRun, directions: Mapping[str, Tensor] | None = None
+    weights: ModelWeights, run: PlannedRun, directions: Mapping[str, Tensor] | None = None
 ) -> Prediction:
     """Predict what rounding does in `run`.
 
     Args:
-        counts: of the weights with which it begins, by kind.
+        weights: those with which it begins.
         run: the planned run.
         directions: of an algorithm with Adam's moments, sampled by kind, see `saved_directions`; noise is assumed
             without.
@@ -143,21 +159,15 @@ def predict_rounding(
     steps = [round(step) for step in torch.linspace(1, run.steps, min(run.steps, EVALUATED_STEPS)).tolist()]
     by_mode: dict[str, dict[str, ModePrediction]] = {}
     for mode in MODES:
-        keeps_norms = mode != "nearest" or run.is_ours
-        rounded = _round_kinds(
-            {k: v for k, v in counts.items() if k != "norms" or not keeps_norms}, mode, run, steps, directions
-        )
+        is_stock = mode == "nearest" and not run.is_ours
+        rounded = _round_kinds(weights.everything if is_stock else weights.cast, mode, run, steps, directions)
         by_mode[mode] = {kind: ModePrediction(steps, of_kind) for kind, of_kind in rounded.items()}
     modes = [run.rounding.mode(step - 1, run.steps) for step in steps]
-    kept = ("norms",) if run.is_ours and "norms" in counts else ()
     requested = {
-        kind: _by_phase({mode: by_mode[mode][kind] for mode in set(modes)}, modes)
-        for kind in by_mode[modes[0]]
-        if kind not in kept
+        kind: _by_phase({mode: by_mode[mode][kind] for mode in set(modes)}, modes) for kind in by_mode[modes[0]]
     }
-    parameters = {kind: weights.parameters for kind, weights in counts.items()}
-    parameters[ALL] = sum(parameters.values())
-    return Prediction(run, parameters, by_mode, requested, kept, measured=bool(directions))
+    parameters = {**weights.parameters, ALL: sum(weights.parameters.values())}
+    return Prediction(run, parameters, by_mode, requested, measured=bool(directions))
 
 
 def _round_kinds(

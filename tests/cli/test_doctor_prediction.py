@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
+from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from tests.support.training.tiny_trainer import llama, trained
 
 FINE_TUNING = ("--lr", 2e-5, "--steps", 1000)
@@ -96,6 +98,29 @@ def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
 def test_norms_stay_in_fp32_only_with_our_optimizers(model):
     assert "requested" in numbers(model, *FINE_TUNING)[1]["kinds"]["norms"]
     assert [*numbers(model, *FINE_TUNING, "--optim", "adamw_bf16_sr")[1]["kinds"]["norms"]] == ["parameters"]
+
+
+def test_what_a_cast_keeps_is_not_predicted(tmp_path, model):
+    """T5 keeps `wo`, a part of its MLPs, in FP32; `keep_fp32` keeps more. Stock BF16 keeps nothing."""
+    T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=4096, num_layers=1, num_heads=2)
+    ).save_pretrained(tmp_path)
+    run_, folder = ("--lr", 2e-4, "--steps", 100), tmp_path
+    ours, stock = (
+        numbers(folder, *run_, "--optim", name)[1]["kinds"]["mlp"] for name in ("adamw_bf16_sr", "adamw_torch")
+    )
+    weights = open_weights(folder)
+    mlp = {name: weights.read(name) for name in weights.infos if "wi" in name or "wo" in name}
+    without = {name: tensor for name, tensor in mlp.items() if "wo" not in name}
+    for found, tensors in ((ours, without), (stock, mlp)):
+        (tmp_path / "part").mkdir(exist_ok=True)
+        save_file({f"mlp.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "part" / "model.safetensors")
+        part = numbers(tmp_path / "part", *run_)[1]["kinds"]["mlp"]["nearest"]
+        assert found["nearest"]["lost_updates"] == pytest.approx(part["lost_updates"])
+    options = ("--optim", "adamw_bf16_sr", "--optim-args")
+    assert [*numbers(model, *run_, *options, "keep_fp32=lm_head")[1]["kinds"]["head"]] == ["parameters"]
+    assert "lm_haed" in refused(model, *run_, *options, "keep_fp32=lm_haed")
+    assert "keep_fp32=wi needs the model" in refused(tmp_path / "part", *run_, *options, "keep_fp32=wi")
 
 
 def test_tensors_of_large_weights_lose_more(tmp_path):
