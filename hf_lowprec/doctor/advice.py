@@ -86,7 +86,7 @@ def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:
     if noise <= SOME_NOISE:
         switch = min((part.blurs_from or run.steps + 1 for part in _parts(stochastic).values()), default=run.steps + 1)
         share = int(100 * (switch - 1) / run.steps) / 100
-        reason = f"The noise of stochastic rounding stays below {noise:.2f} of what the updates move"
+        reason = f"The noise of stochastic rounding is {noise:.2g} times what the updates move"
         if 0 < share < END_OF_RUN:
             schedule = f"rounding=stochastic:{share:g}|kahan"
             reason += f"; from step {switch} on it would exceed what is still to come, so Kahan summation takes over."

@@ -127,8 +127,13 @@ def count_weights(weights: StoredTensors, kept_in_fp32: Mapping[str, bool] | Non
     Args:
         weights: of a model or checkpoint.
         kept_in_fp32: by name, whether `cast_model` keeps a tensor in FP32. Of others, it is assumed to keep norms.
+
+    Raises:
+        ValueError: there are none.
     """
     shapes = {name: info.shape for name, info in weights.infos.items() if info.dtype.is_floating_point}
+    if not shapes:
+        raise ValueError("the files contain no floating-point weights; pass a model that is not quantized")
     parameters: dict[str, int] = {}
     everything: dict[str, WeightCounts] = {}
     cast: dict[str, WeightCounts] = {}

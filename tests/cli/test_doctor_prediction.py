@@ -171,3 +171,5 @@ def test_misuse_is_told_in_a_line(model, words, message):
 
 def test_a_folder_without_weights(tmp_path):
     assert "has no weights that can be read" in refused(tmp_path, *FINE_TUNING)
+    save_file({"lm_head.weight": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    assert "no floating-point weights" in refused(tmp_path, *FINE_TUNING)
