@@ -107,9 +107,9 @@ def main(backend: str) -> None:
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
-        if backend == "native":  # compensations are initialized by no backend
+        if backend == "native":  # no backend initializes compensations or converts them to another mode
             check(name, AdamW, *arguments, low=True)
-        check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
+            check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing
