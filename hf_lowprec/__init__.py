@@ -6,6 +6,7 @@ other names are imported on first use.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
@@ -102,9 +103,23 @@ def unpickle_optimizer_name(name: str) -> Any:
         ) from None
 
 
-try:
-    register()
-except RuntimeError as error:  # the optimizers and cast_model work without the names
-    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+def register_or_warn() -> None:
+    """`register`, with a warning if this version of transformers cannot have the names: everything else works."""
+    try:
+        register()
+    except RuntimeError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
-__all__.extend(_algorithms())
+
+def _runs_command_line() -> bool:
+    """Whether this import is part of starting `hf-lowprec` or `python -m hf_lowprec`, whose commands register later."""
+    if getattr(sys.modules.get("hf_lowprec_cli"), "running", False):
+        return True
+    # While Python looks for the module to run, `sys.argv` is `["-m", *arguments]`, and the module's name precedes the
+    # arguments in `sys.orig_argv`.
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "hf_lowprec"
+
+
+if not _runs_command_line():
+    register_or_warn()
+    __all__.extend(_algorithms())
