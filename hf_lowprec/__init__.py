@@ -11,14 +11,14 @@ import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-    from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
+    from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
@@ -45,9 +45,17 @@ _DEFINED_IN = {
 
 __all__ = [
     "OPTIMIZER_NAMES",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adan",
     "AveragedModel",
     "CastReport",
+    "Lion",
     "LowPrecisionCallback",
+    "Muon",
+    "RAdam",
+    "StableAdamW",
     "cast_model",
     "export_checkpoint",
     "fp32_state_dict",
@@ -59,13 +67,14 @@ __all__ = [
     "save_pretrained",
 ]
 
+if not TYPE_CHECKING:  # type checkers would accept any name
 
-def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
-    if name in _algorithms():
-        return _algorithms()[name]
-    raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _DEFINED_IN:
+            return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
+        if name in _algorithms():
+            return _algorithms()[name]
+        raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -122,4 +131,4 @@ def _runs_command_line() -> bool:
 
 if not _runs_command_line():
     register_or_warn()
-    __all__.extend(_algorithms())
+    __all__.extend(name for name in _algorithms() if name not in __all__)  # those of added files

@@ -9,9 +9,10 @@ from typing import Any
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.validation import keywords
+from hf_lowprec.rounding.modes import SHORT_NAMES
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
-SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
+SUFFIXES = {"kahan": "kahan", **SHORT_NAMES}
 """Rounding modes by the suffix of the registered name."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)

@@ -12,21 +12,20 @@ import inspect
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import check_placements, is_sharded
-from hf_lowprec.rounding import MODES
+from hf_lowprec.optim.shared_keywords import InitialCompensation
+from hf_lowprec.rounding import MODES, Rounding, StateRounding
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
-STATE_ROUNDINGS = ("stochastic", "nearest")
-INITIAL_COMPENSATIONS = ("low_bits", "dither", "zero")
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
@@ -89,8 +88,8 @@ def check_execution_arguments(
     initial_compensation: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
 ) -> None:
     """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
-    if initial_compensation not in INITIAL_COMPENSATIONS:
-        valid = ", ".join(map(repr, INITIAL_COMPENSATIONS))
+    if initial_compensation not in get_args(InitialCompensation):
+        valid = ", ".join(map(repr, get_args(InitialCompensation)))
         raise ValueError(f"initial_compensation={initial_compensation!r} is unknown; valid are {valid}")
     for name, value in (("capturable", capturable), ("skip_nonfinite", skip_nonfinite)):
         if not is_boolean(value):
@@ -190,13 +189,13 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     Called before every step, since schedulers and users change groups. As in torch, a scheduler may set a negative
     learning rate; for a new group, pass `least_lr=0.0`.
     """
-    check_one_of("rounding", group["rounding"], tuple(MODES), where)
+    check_one_of("rounding", group["rounding"], get_args(Rounding), where)
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
             f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
             "cannot be put into param_groups; use load_state_dict"
         )
-    check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
+    check_one_of("state_rounding", group["state_rounding"], get_args(StateRounding), where)
     check_integer("seed", group["seed"], where)
     first = first_parameter(group)
     check_integer("first_parameter", first, where)

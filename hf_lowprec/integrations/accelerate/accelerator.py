@@ -33,7 +33,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
-from hf_lowprec.reduction.grad_accumulation import GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
@@ -46,7 +46,7 @@ AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the mo
 logger = logging.getLogger(__name__)
 
 
-def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
+def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumulation = "nearest") -> ReductionStatus:
     """Make `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP. Call it before `accelerator.prepare`.
 
     - Gradients are sent in the parameters' dtype. Their mean over ranks is summed in FP32, in rank order, and rounded

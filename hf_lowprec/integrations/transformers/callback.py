@@ -27,7 +27,7 @@ from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
@@ -75,7 +75,7 @@ class LowPrecisionCallback(TrainerCallback):
         keep_fp32: Sequence[str | type[nn.Module]] = (),
         report: bool = True,
         log_lost_updates: bool = True,
-        grad_accumulation: str = "nearest",
+        grad_accumulation: GradAccumulation = "nearest",
         check_replicas_every: int = 0,
     ) -> None:
         self.dtype = dtype
