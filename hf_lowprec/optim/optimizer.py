@@ -70,8 +70,8 @@ class LowPrecisionOptimizer(Algorithm):
             `skipped_steps` counts them.
 
     Raises:
-        TypeError: a keyword is unknown. This includes torch's `foreach`, `fused` and `differentiable`, which are not
-            supported.
+        TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
+            libraries, the message says why it is not needed and what to use instead.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """

@@ -28,9 +28,15 @@ PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
-IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
-"""Arguments with which torch's optimizers choose an implementation of the step."""
-_NOT_NEEDED = "every backend is fused, and steps are not differentiable"
+FOREIGN_ARGUMENTS = {
+    "foreach": "a step handles all parameters together in any case; remove it",
+    "fused": "every backend is fused, so there is nothing to choose; remove it",
+    "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
+    "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
+    "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
+    "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
+}
+"""Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
 EXECUTION_ARGUMENTS = {"initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite"}
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
@@ -132,8 +138,8 @@ def group_keys(optimizer: Algorithm) -> set[str]:
 def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:
     """Raise TypeError for the first of `unexpected`, the keywords that `cls` does not take, if there are any."""
     for name in unexpected:
-        if name in IMPLEMENTATION_ARGUMENTS:
-            raise TypeError(f"{cls.__name__} takes no {name}=: {_NOT_NEEDED}; remove it")
+        if name in FOREIGN_ARGUMENTS:
+            raise TypeError(f"{cls.__name__} takes no {name}=: {FOREIGN_ARGUMENTS[name]}")
         near = difflib.get_close_matches(name, keywords(cls), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
@@ -175,8 +181,8 @@ def check_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     name = type(optimizer).__name__
     unknown = group.keys() - optimizer.defaults.keys() - arguments
     for key in sorted(map(str, unknown - {"params"})):
-        if key in IMPLEMENTATION_ARGUMENTS:
-            raise ValueError(f"{key!r} in {where} is not an option of {name}: {_NOT_NEEDED}; remove it")
+        if key in FOREIGN_ARGUMENTS:
+            raise ValueError(f"{key!r} in {where} is not an option of {name}: {FOREIGN_ARGUMENTS[key]}")
         if key in EXECUTION_ARGUMENTS:
             raise ValueError(f"{key!r} in {where} cannot be set per group; pass it to {name}(...)")
         if near := difflib.get_close_matches(key, arguments, n=1, cutoff=0.85):

@@ -94,7 +94,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         _forbid_later_cast(model)
     reduction = ReductionStatus(grad_accumulation)
     if private_apis.switch_autocast_off(accelerator):
-        note_autocast_is_off(reduction)
+        logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, reduction)
     setattr(accelerator, _REDUCTION, reduction)
     prepared_models = PreparedModels()
@@ -136,12 +136,6 @@ def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> N
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
     """Whether these arguments of `Accelerator.prepare_model` (those after the model) mean that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
-
-
-def note_autocast_is_off(reduction: ReductionStatus) -> None:
-    """Note and log that mixed precision was requested but is off."""
-    reduction.notes.append(AUTOCAST_OFF)
-    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
 
 
 def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionStatus) -> None:
