@@ -35,13 +35,12 @@ GOOD, WITH_MISTAKES = SCRIPTS / "good_script.py", SCRIPTS / "script_with_mistake
 CONFIG = "[mypy]\n[mypy-transformers.*,accelerate.*]\nfollow_imports = skip\n"
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict[int, set[str]]]:
+def errors_of_mypy(folder: Path, cache: Path) -> dict[Path, dict[int, set[str]]]:
     """What `mypy --strict` says about the scripts: the codes of its errors by line."""
-    folder = tmp_path_factory.mktemp("mypy")
     (folder / "mypy.ini").write_text(CONFIG)
+    options = ["--strict", "--no-error-summary", "--hide-error-context", f"--cache-dir={cache}"]
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", GOOD, WITH_MISTAKES],
+        [sys.executable, "-m", "mypy", *options, GOOD, WITH_MISTAKES],
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # as a .pth file of an editable install does
         cwd=folder,
         capture_output=True,
@@ -59,16 +58,13 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict[int, s
 
 
 @pytest.mark.slow
-def test_a_correct_script_has_no_errors(reported: dict[Path, dict[int, set[str]]]) -> None:
-    assert reported[GOOD] == {}
-
-
-@pytest.mark.slow
-def test_every_mistake_is_reported(reported: dict[Path, dict[int, set[str]]]) -> None:
+def test_mypy_reports_every_mistake_and_nothing_else(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     lines = enumerate(WITH_MISTAKES.read_text(encoding="utf-8").splitlines(), 1)
     expected = {number: {line.rpartition("# error: ")[2]} for number, line in lines if "  # error: " in line}
     assert len(expected) > 10
-    assert reported[WITH_MISTAKES] == expected
+    cache = pytestconfig.cache
+    found = errors_of_mypy(tmp_path, cache.mkdir("mypy_of_scripts") if cache else tmp_path / "cache")
+    assert found == {GOOD: {}, WITH_MISTAKES: expected}
 
 
 def test_the_scripts_use_every_public_name() -> None:
