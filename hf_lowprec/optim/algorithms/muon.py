@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
-_LR_SCALES = {
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""The values of the argument `adjust_lr_fn`."""
+_LR_SCALES: dict[AdjustLr, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / max(columns, 1))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
@@ -87,7 +89,7 @@ class Muon(TwoMoments):
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         ns_steps: int = 5,
         ns_eps: float = 1e-7,
-        adjust_lr_fn: str = "match_rms_adamw",
+        adjust_lr_fn: AdjustLr = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         *,
@@ -134,7 +136,7 @@ class Muon(TwoMoments):
             operator.index(group["ns_steps"])
         except TypeError:
             raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
-        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_LR_SCALES), "Muon")
+        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLr), "Muon")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum of matrices, or AdamW's moments."""
