@@ -30,7 +30,7 @@ from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_per_tensor
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 
 
@@ -149,6 +149,9 @@ class LowPrecisionOptimizer(Algorithm):
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
                 `clip_grad_norm_`; or the memory of a tensor was freed. Weights and states are left unchanged.
             ValueError: a group was given an unsupported mode or dtype. Weights and states are left unchanged.
+            torch.OutOfMemoryError: weights and states are left unchanged unless memory runs out after the first matrix
+                of `Muon`. The largest matrix is the first, so this happens only if others take memory at the same time.
+                Then some matrices have been stepped, others have not, and training has to resume from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -160,10 +163,11 @@ class LowPrecisionOptimizer(Algorithm):
             for fused_group in plan.fused_groups:
                 fused_group.compute_scalars(self.scalars)
             norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
-            compute_per_tensor(self, plan.backend_steps)
+            compute_tensor_means(plan.backend_steps)
             with interrupts.deferred():
                 for backend_step in plan.backend_steps:
-                    backend_step.run()
+                    for entries in parts_to_step(self, backend_step):
+                        backend_step.run(entries)
                 for fused_group in plan.fused_groups:
                     fused_group.count_step()
                 plan.copy_back()

@@ -17,6 +17,7 @@ from hf_lowprec import fp32_state_dict
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.sharding import shard_like
+from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
 from tests.support.processes.ranks import leave
 
@@ -100,6 +101,7 @@ def check(
 
 def main(backend: str) -> None:
     dist.init_process_group("gloo")
+    whole_tensor_quantities.CHUNK = 30  # several parts of Muon's matrices, whose order must be the same on all ranks
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
     for name, (kind, shapes, placements) in CASES.items():

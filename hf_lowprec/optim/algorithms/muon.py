@@ -46,8 +46,9 @@ class Muon(TwoMoments):
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, plus 2 during the
-    step for the orthogonalized matrix.
+    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes. A step
+    orthogonalizes one matrix at a time. In addition it holds up to 8 bytes per element of the largest matrix, or 142 MB
+    if that is more (`hf-lowprec estimate` prints the peak); matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
@@ -176,7 +177,8 @@ class Muon(TwoMoments):
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
-            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            gram = add_product(gram, gram, gram, beta=b, alpha=c)  # drops the first before x is computed: less memory
+            x = add_product(x, gram, x, beta=a)
         return x.mT if tall else x
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
