@@ -1,0 +1,276 @@
+"""One HTML file with everything about some runs. It needs no network and has no scripts.
+
+The page is built as a tree of elements, so whatever a file says is text. What can be shown and hidden are check boxes
+that the style sheet reads.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterable, Sequence
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from hf_lowprec.plotting.colours import DARK, LIGHT, Theme, run_colour, run_dash
+from hf_lowprec.plotting.figures import (
+    Panel,
+    kind_title,
+    measure_panels,
+    number_text,
+    page_title,
+    panel_figure,
+    run_description,
+    training_panels,
+)
+from hf_lowprec.plotting.inline_svg import inline_svg
+from hf_lowprec.plotting.measures import MEASURES
+from hf_lowprec.plotting.runs import Run, Series, kinds_of_all
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Browsers load nothing and run nothing."""
+
+_STYLE = """
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 var(--font); --font: system-ui,
+  -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
+main, header { max-width: 1240px; margin: 0 auto; padding: 0 16px; }
+h1 { font-size: 24px; line-height: 1.25; margin: 24px 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 36px 0 0; }
+h3 { font-size: 15px; margin: 16px 0 4px; overflow-wrap: anywhere; }
+p { margin: 2px 0 10px; max-width: 80ch; }
+.faint, figcaption, th, summary { color: var(--faint); }
+nav { position: sticky; top: 0; z-index: 1; background: var(--page); border-bottom: 1px solid var(--grid); }
+nav > div { max-width: 1240px; margin: 0 auto; padding: 4px 16px; display: flex; flex-wrap: wrap; gap: 0 20px; }
+nav fieldset { border: 0; margin: 0; padding: 0; min-width: 0; display: flex; flex-wrap: wrap; gap: 0 14px; }
+nav label { display: inline-flex; align-items: center; gap: 6px; padding: 4px 0; cursor: pointer; min-width: 0;
+  overflow-wrap: anywhere; }
+nav input { margin: 0; width: 16px; height: 16px; flex: none; accent-color: var(--faint); }
+legend { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+.swatch { display: inline-block; flex: none; width: 22px; height: 0; border-top: 3px solid; vertical-align: middle; }
+.wide { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(330px, 100%), 1fr)); gap: 12px 24px; }
+.small { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 8px 16px; }
+figure { margin: 0; }
+figcaption { display: flex; justify-content: space-between; gap: 6px; color: var(--ink); font-size: 14px; }
+figcaption span { font-size: 12.5px; font-variant-numeric: tabular-nums; }
+.last { display: flex; gap: 7px; }
+svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; stroke-linecap: butt; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+th, td { padding: 5px 18px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); }
+th { font-weight: normal; vertical-align: bottom; }
+th:first-child, td:first-child, .text { text-align: left; }
+td .swatch { margin-right: 8px; }
+ul { padding-left: 20px; margin: 4px 0; max-width: 90ch; }
+li { overflow-wrap: anywhere; margin: 3px 0; }
+pre { overflow-x: auto; font-size: 13px; line-height: 1.45; margin: 8px 0; padding: 12px; background: var(--grid);
+  border-radius: 6px; }
+summary { cursor: pointer; padding: 4px 0; overflow-wrap: anywhere; }
+footer { margin: 40px 0 24px; font-size: 13px; overflow-wrap: anywhere; }
+@media (max-width: 480px) { .small { grid-template-columns: 1fr 1fr; } nav { position: static; } }
+@media print { nav { display: none; } section { break-inside: avoid; } }
+"""
+
+
+def html_page(runs: Sequence[Run]) -> str:
+    """The text of the page."""
+    kinds = kinds_of_all(runs)
+    html = Element("html", lang="en")
+    head = SubElement(html, "head")
+    SubElement(head, "meta", charset="utf-8")
+    SubElement(head, "meta", {"http-equiv": "Content-Security-Policy", "content": _POLICY})
+    SubElement(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
+    SubElement(head, "meta", name="color-scheme", content="light dark")
+    _text(head, "title", page_title(runs))
+    _text(head, "style", _style_sheet(len(runs), len(kinds)))
+    body = SubElement(html, "body")
+    header = SubElement(body, "header")
+    _text(header, "h1", page_title(runs))
+    _text(header, "p", run_description(runs[0]) if len(runs) == 1 else "Shown side by side.", "faint")
+    _add_switches(body, runs, kinds)
+    main = SubElement(body, "main")
+    _add_findings(main, runs)
+    _add_panels(_section(main, "Training"), training_panels(runs), runs, kinds, "training", "wide")
+    for measure in MEASURES:
+        if panels := measure_panels(measure, runs):
+            section = _section(main, measure.title, measure.meaning)
+            _add_panels(section, panels, runs, kinds, measure.name, "small")
+    _add_final_numbers(main, runs)
+    _add_final_precision(main, runs, kinds)
+    _add_worst_tensors(main, runs)
+    _add_reports(main, runs)
+    footer = SubElement(main, "footer", {"class": "faint"})
+    for run in runs:
+        _text(footer, "div", f"{run.name}: {run.records.source}")
+    ElementTree.indent(head)
+    return "<!DOCTYPE html>\n" + ElementTree.tostring(html, encoding="unicode", method="html") + "\n"
+
+
+def _style_sheet(runs: int, kinds: int) -> str:
+    light, dark = (
+        f":root {{ {' '.join(f'{name}: {colour};' for name, colour in theme.variables().items())} }}"
+        for theme in (LIGHT, DARK)
+    )
+    switches = [f"run-{k}" for k in range(runs)] + [f"kind-{k}" for k in range(kinds)]
+    hidden = [f"body:has(#show-{name}:not(:checked)) .{name} {{ display: none; }}" for name in switches]
+    return "\n".join([light, f"@media (prefers-color-scheme: dark) {{ {dark} }}", _STYLE.strip(), *hidden])
+
+
+def _add_switches(body: Element, runs: Sequence[Run], kinds: Sequence[str]) -> None:
+    """Check boxes for runs and kinds, as far as there is a choice."""
+    bar = SubElement(SubElement(body, "nav"), "div")
+    groups = (
+        ("Runs", "run", [run.name for run in runs]),
+        ("Parts of the model", "kind", [kind_title(kind) for kind in kinds]),
+    )
+    for title, prefix, names in groups:
+        if len(names) < 2:
+            continue
+        fieldset = SubElement(bar, "fieldset")
+        _text(fieldset, "legend", title)
+        for k, name in enumerate(names):
+            label = SubElement(fieldset, "label")
+            SubElement(label, "input", type="checkbox", id=f"show-{prefix}-{k}", checked="checked")
+            if prefix == "run":
+                _add_swatch(label, k)
+            _text(label, "span", name)
+
+
+def _add_findings(main: Element, runs: Sequence[Run]) -> None:
+    """Sentences of the log, and what is missing in it."""
+    section = _section(main, "Findings")
+    for k, run in enumerate(runs):
+        items = [(finding.message, _when(finding.first_step, finding.last_step)) for finding in run.findings()]
+        items += [(note, "") for note in run.notes()]
+        block = SubElement(section, "div", {"class": f"run-{k}"})
+        if len(runs) > 1:
+            _add_swatch(heading := SubElement(block, "h3"), k)
+            heading[-1].tail = f" {_plain(run.name)}"
+        if not items:
+            _text(block, "p", "None.", "faint")
+            continue
+        rows = SubElement(block, "ul")
+        for message, when in items:
+            item = _text(rows, "li", f"{message} ")
+            _text(item, "span", when, "faint")
+
+
+def _when(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _add_panels(
+    section: Element, panels: Sequence[Panel], runs: Sequence[Run], kinds: Sequence[str], name: str, layout: str
+) -> None:
+    grid = SubElement(section, "div", {"class": layout})
+    for number, panel in enumerate(panels):
+        hidden_with = f"kind-{kinds.index(panel.kind)}" if layout == "small" else ""
+        figure = SubElement(grid, "figure", {"class": hidden_with} if hidden_with else {})
+        caption = SubElement(figure, "figcaption")
+        _text(caption, "span", panel.title)
+        label = f"{name.replace('_', ' ')}, {panel.title}, over optimizer steps"
+        figure.append(inline_svg(panel_figure(panel, runs), f"{name}-{number}", label, LIGHT.variables()))
+
+
+def _add_final_numbers(main: Element, runs: Sequence[Run]) -> None:
+    columns = {
+        "loss": "loss",
+        "evaluation loss": "eval_loss",
+        "gradient norm": "grad_norm",
+        "learning rate": "learning_rate",
+    }
+    columns = {title: key for title, key in columns.items() if any(run.logged(key) for run in runs)}
+    section = _section(main, "Final numbers", "The last that each run has logged.")
+    rows = []
+    for k, run in enumerate(runs):
+        about = [str(run.records.run.get(key, "")) for key in ("model", "optim")]
+        numbers = [_last_text(run.logged(key)) for key in columns.values()]
+        rows.append((k, [run.name, *about, str(run.last_step), *numbers]))
+    _add_table(section, ["run", "model", "optimizer", "steps", *columns], rows, text_columns=3)
+
+
+def _add_final_precision(main: Element, runs: Sequence[Run], kinds: Sequence[str]) -> None:
+    if not kinds:
+        return
+    measures = [m for m in MEASURES if any(run.measured(kind, m.name) for run in runs for kind in kinds)]
+    section = _section(main, "Precision at the end", "The last measurements, ± one standard error.")
+    rows = []
+    for number, kind in enumerate(kinds):
+        for k, run in enumerate(runs):
+            numbers = [_last_text(run.measured(kind, measure.name)) for measure in measures]
+            if any(numbers):
+                rows.append((k, [kind_title(kind), run.name, *numbers], f"kind-{number}"))
+    _add_table(section, ["part of the model", "run", *(m.title.lower() for m in measures)], rows, text_columns=2)
+
+
+def _add_worst_tensors(main: Element, runs: Sequence[Run]) -> None:
+    titles = {measure.name: measure.title for measure in MEASURES}
+    rows = [
+        (k, [titles.get(name, name).lower(), tensor, run.name, number_text(value)])
+        for k, run in enumerate(runs)
+        for name, tensors in run.worst_tensors().items()
+        for tensor, value in tensors
+    ]
+    if rows:
+        section = _section(main, "Worst tensors", "At the last measurement.")
+        _add_table(section, ["measure", "tensor", "run", "value"], rows, text_columns=3)
+
+
+def _add_reports(main: Element, runs: Sequence[Run]) -> None:
+    """The precision reports, folded away."""
+    reports = [(k, run, run.records.run["report"]) for k, run in enumerate(runs) if run.records.run.get("report")]
+    if not reports:
+        return
+    section = _section(main, "Precision report", "What was printed when training began.")
+    for k, run, report in reports:
+        details = SubElement(section, "details", {"class": f"run-{k}"})
+        if len(runs) == 1:
+            details.set("open", "open")
+        _text(details, "summary", run.name)
+        _text(details, "pre", str(report))
+
+
+def _add_table(parent: Element, titles: Sequence[str], rows: Iterable[tuple], text_columns: int) -> None:
+    """A table that scrolls by itself. A row is a run's number, its cells, and optionally a class."""
+    table = SubElement(SubElement(parent, "div", {"class": "scroll", "tabindex": "0"}), "table")
+    heads = SubElement(SubElement(table, "thead"), "tr")
+    for k, title in enumerate(titles):
+        _text(heads, "th", title, "text" if k < text_columns else "")
+    body = SubElement(table, "tbody")
+    for run, cells, *classes in rows:
+        row = SubElement(body, "tr", {"class": " ".join([f"run-{run}", *classes])})
+        for k, cell in enumerate(cells):
+            data = _text(row, "td", cell, "text" if k < text_columns else "")
+            if titles[k] == "run":
+                _add_swatch(data, run)
+                data[-1].tail, data.text = data.text, ""
+
+
+def _add_swatch(parent: Element, run: int) -> None:
+    style = f"border-top-color: var(--run-{run % len(LIGHT.runs)}); border-top-style: {run_dash(run)}"
+    SubElement(parent, "span", {"class": "swatch", "style": style})
+
+
+def _section(main: Element, title: str, meaning: str = "") -> Element:
+    section = SubElement(main, "section")
+    _text(section, "h2", title)
+    if meaning:
+        _text(section, "p", meaning, "faint")
+    return section
+
+
+def _last_text(series: Series) -> str:
+    value, error = series.last
+    if not math.isfinite(value):
+        return ""
+    return number_text(value) + (f" ± {number_text(float(f'{error:.1g}'))}" if math.isfinite(error) else "")
+
+
+def _text(parent: Element, tag: str, text: str, style: str = "") -> Element:
+    child = SubElement(parent, tag, {"class": style} if style else {})
+    child.text = text if tag == "style" else _plain(text)
+    return child
+
+
+def _plain(text: str) -> str:
+    """Text without control characters, which HTML does not allow."""
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cs"))
