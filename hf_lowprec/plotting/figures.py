@@ -23,9 +23,9 @@ STYLE: dict[str, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
+    "axes.labelsize": 10,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.solid_capstyle": "round",
@@ -43,8 +43,8 @@ HALF_SPACING = (2.0**-9, 2.0**-8)
 _ROUND = [1, 2, 5, 10]
 """First digits of distances between ticks."""
 
-POINTS = 1200
-"""More points than this per line cannot be seen."""
+POINTS_PER_INCH = 160
+"""More points than this of one line cannot be seen."""
 FEW = 16
 """Up to so many points are marked."""
 
@@ -114,7 +114,7 @@ def draw_learning_rate(ax: Axes, runs: Sequence[Run], theme: Theme) -> None:
 def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measure, kind: str) -> None:
     """Lines with bands of two standard errors to each side."""
     for k, run in enumerate(runs):
-        series = _thinned(run.measured(kind, measure.name))
+        series = _thinned(run.measured(kind, measure.name), ax)
         low, high = (
             [value + sign * 2 * error for value, error in zip(series.values, series.errors, strict=True)]
             for sign in (-1, 1)
@@ -127,16 +127,15 @@ def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measur
         ax.axhline(EVENLY_SPREAD, color=theme.faint, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     if measure.name == "update_to_weight" and any(run.has_bf16_weights() for run in runs):
         ax.axhspan(*HALF_SPACING, color=theme.grid, linewidth=0, zorder=0)
+    # The panels of a measure have one axis, so that kinds can be compared.
+    series = [run.measured(other, measure.name) for run in runs for other in run.kinds()]
+    values = [value for each in series for value in each.values if math.isfinite(value)]
     if measure.scale == "share":
-        _set_share_axis(ax)
+        _set_share_axis(ax, values)
+    elif measure.scale == "log":
+        _set_ratio_axis(ax, values)
     else:
-        _choose_scale(ax, log_from=1 if measure.scale == "log" else math.inf)
-    if measure.scale == "log" and ax.get_yscale() == "log":
-        top = ax.get_ylim()[1]  # a schedule that ends at 0 would stretch the axis without end
-        ax.set_ylim(max(ax.get_ylim()[0], 1e-4 * top), top)
-    if measure.scale == "zero":
-        ax.set_ylim(0, max(0.52, 1.05 * max(_drawn_values(ax), default=0)))
-        ax.set_yticks([0, 0.25, 0.5] if ax.get_ylim()[1] < 0.6 else ax.get_yticks())
+        _set_axis_from_zero(ax, values)
 
 
 def panel_figure(panel: Panel, runs: Sequence[Run], theme: Theme = LIGHT) -> Figure:
@@ -229,7 +228,7 @@ def _add_panel(
     titled: bool = True,
 ) -> Axes:
     """Draw a panel into a rectangle of `size` inches whose upper left corner is at `corner`, from the lower left."""
-    left, right, above, below = 0.52, 0.14, 0.34 if titled else 0.1, 0.46 if panel.size == WIDE else 0.3
+    left, right, above, below = 0.46, 0.14, 0.34 if titled else 0.1, 0.46 if panel.size == WIDE else 0.3
     width, height = figure.get_size_inches()
     box = (corner[0] + left, corner[1] - size[1] + below, size[0] - left - right, size[1] - above - below)
     ax = figure.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height))
@@ -264,7 +263,7 @@ def _draw_line(ax: Axes, theme: Theme, run: int, runs: int, series: Series, **op
     """A run's line. Of lines that coincide, all can be seen: later ones are thinner."""
     if not series:
         return
-    series = _thinned(series)
+    series = _thinned(series, ax)
     width = 1.6 if runs == 1 else 3.2 - 2.0 * run / (runs - 1)
     style = {"linewidth": width, "linestyle": run_dash(run), "color": run_colour(theme, run)}
     if len(series.steps) <= FEW:
@@ -273,13 +272,13 @@ def _draw_line(ax: Axes, theme: Theme, run: int, runs: int, series: Series, **op
     line.set_gid(run_id(run))
 
 
-def _thinned(series: Series) -> Series:
-    """The same line with at most `POINTS` points: of each of many short stretches, its smallest and largest value."""
-    count = len(series.steps)
-    if count <= POINTS:
+def _thinned(series: Series, ax: Axes) -> Series:
+    """The same line with as many points as can be seen: of each short stretch, its smallest and its largest value."""
+    count, seen = len(series.steps), round(POINTS_PER_INCH * ax.get_window_extent().width / ax.figure.dpi)
+    if count <= seen:
         return series
     kept = {0, count - 1}
-    stretches = (POINTS - 2) // 2
+    stretches = (seen - 2) // 2
     for k in range(stretches):
         inside = range(count * k // stretches, count * (k + 1) // stretches)
         finite = [i for i in inside if math.isfinite(series.values[i])] or inside[:1]
@@ -307,9 +306,30 @@ def _choose_scale(ax: Axes, log_from: float = math.inf) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
 
 
-def _set_share_axis(ax: Axes) -> None:
+def _set_ratio_axis(ax: Axes, values: Sequence[float]) -> None:
+    """Logarithmic, up to BF16's spacing at least, and over four decades at most: a schedule may end at 0."""
+    top = max(2 * HALF_SPACING[1], 2 * max(values, default=0))
+    low = min((value for value in values if value > 1e-4 * top), default=0.1 * top)
+    ax.set_yscale("log")
+    ax.set_ylim(low / 2, top)
+    ax.yaxis.set_major_locator(LogLocator(numticks=4))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"1e{round(math.log10(value))}"))
+
+
+def _set_axis_from_zero(ax: Axes, values: Sequence[float]) -> None:
+    """From 0 to half a spacing, which a compensation should not exceed, or to what it does reach."""
+    top = max(values, default=0)
+    if top <= 0.5:
+        ax.set_ylim(0, 0.52)
+        ax.set_yticks([0, 0.25, 0.5], ["0", "0.25", "0.5"])
+    else:
+        ax.set_ylim(0, 1.05 * top)
+        ax.yaxis.set_major_locator(MaxNLocator(3, steps=_ROUND))
+
+
+def _set_share_axis(ax: Axes, values: Sequence[float]) -> None:
     """From 0 to 1; wider where stochastic rounding scatters beyond, up to half as wide again."""
-    values = _drawn_values(ax)
     low, high = max(min(values, default=0), -0.5), min(max(values, default=1), 1.5)
     ax.set_ylim(min(low, 0) - 0.04, max(high, 1) + 0.04)
     ax.set_yticks([0, 0.5, 1], ["0", "0.5", "1"])

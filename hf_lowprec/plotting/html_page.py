@@ -21,6 +21,7 @@ from hf_lowprec.plotting.figures import (
     page_title,
     panel_figure,
     run_description,
+    run_id,
     training_panels,
 )
 from hf_lowprec.plotting.inline_svg import inline_svg
@@ -35,9 +36,8 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 var
   -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; }
 main, header { max-width: 1240px; margin: 0 auto; padding: 0 16px; }
 h1 { font-size: 24px; line-height: 1.25; margin: 24px 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 36px 0 0; }
-h3 { font-size: 15px; margin: 16px 0 4px; overflow-wrap: anywhere; }
-p { margin: 2px 0 10px; max-width: 80ch; }
+h2 { font-size: 18px; margin: 36px 0 4px; }
+p { margin: 0 0 10px; max-width: 110ch; }
 .faint, figcaption, th, summary { color: var(--faint); }
 nav { position: sticky; top: 0; z-index: 1; background: var(--page); border-bottom: 1px solid var(--grid); }
 nav > div { max-width: 1240px; margin: 0 auto; padding: 4px 16px; display: flex; flex-wrap: wrap; gap: 0 20px; }
@@ -53,6 +53,7 @@ figure { margin: 0; }
 figcaption { display: flex; justify-content: space-between; gap: 6px; color: var(--ink); font-size: 14px; }
 figcaption span { font-size: 12.5px; font-variant-numeric: tabular-nums; }
 .last { display: flex; gap: 7px; }
+svg text { font-family: var(--font) !important; }
 svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
@@ -60,13 +61,17 @@ th, td { padding: 5px 18px 5px 0; text-align: right; white-space: nowrap; border
 th { font-weight: normal; vertical-align: bottom; }
 th:first-child, td:first-child, .text { text-align: left; }
 td .swatch { margin-right: 8px; }
-ul { padding-left: 20px; margin: 4px 0; max-width: 90ch; }
-li { overflow-wrap: anywhere; margin: 3px 0; }
+.finding { display: grid; grid-template-columns: minmax(0, 220px) minmax(0, 1fr); gap: 0 24px; padding: 6px 0;
+  overflow-wrap: anywhere; border-bottom: 1px solid var(--grid); }
+.finding > :only-child { grid-column: 1 / -1; }
+.finding p { margin: 0 0 2px; max-width: none; }
+.finding .swatch { margin-right: 8px; }
 pre { overflow-x: auto; font-size: 13px; line-height: 1.45; margin: 8px 0; padding: 12px; background: var(--grid);
   border-radius: 6px; }
 summary { cursor: pointer; padding: 4px 0; overflow-wrap: anywhere; }
 footer { margin: 40px 0 24px; font-size: 13px; overflow-wrap: anywhere; }
-@media (max-width: 480px) { .small { grid-template-columns: 1fr 1fr; } nav { position: static; } }
+@media (max-width: 480px) { .small { grid-template-columns: 1fr 1fr; } nav { position: static; }
+  .finding { grid-template-columns: minmax(0, 1fr); } }
 @media print { nav { display: none; } section { break-inside: avoid; } }
 """
 
@@ -85,7 +90,8 @@ def html_page(runs: Sequence[Run]) -> str:
     body = SubElement(html, "body")
     header = SubElement(body, "header")
     _text(header, "h1", page_title(runs))
-    _text(header, "p", run_description(runs[0]) if len(runs) == 1 else "Shown side by side.", "faint")
+    if len(runs) == 1:
+        _text(header, "p", run_description(runs[0]), "faint")
     _add_switches(body, runs, kinds)
     main = SubElement(body, "main")
     _add_findings(main, runs)
@@ -139,19 +145,16 @@ def _add_findings(main: Element, runs: Sequence[Run]) -> None:
     """Sentences of the log, and what is missing in it."""
     section = _section(main, "Findings")
     for k, run in enumerate(runs):
-        items = [(finding.message, _when(finding.first_step, finding.last_step)) for finding in run.findings()]
-        items += [(note, "") for note in run.notes()]
-        block = SubElement(section, "div", {"class": f"run-{k}"})
+        block = SubElement(section, "div", {"class": f"finding run-{k}"})
         if len(runs) > 1:
-            _add_swatch(heading := SubElement(block, "h3"), k)
-            heading[-1].tail = f" {_plain(run.name)}"
-        if not items:
-            _text(block, "p", "None.", "faint")
-            continue
-        rows = SubElement(block, "ul")
-        for message, when in items:
-            item = _text(rows, "li", f"{message} ")
-            _text(item, "span", when, "faint")
+            _add_swatch(name := SubElement(block, "div"), k)
+            _text(name, "span", run.name)
+        texts = SubElement(block, "div")
+        for finding in run.findings():
+            paragraph = _text(texts, "p", f"{finding.message} ")
+            _text(paragraph, "span", _when(finding.first_step, finding.last_step), "faint")
+        for note in run.notes() or ([] if run.findings() else ["No findings."]):
+            _text(texts, "p", note, "faint")
 
 
 def _when(first: int, last: int) -> str:
@@ -162,13 +165,15 @@ def _add_panels(
     section: Element, panels: Sequence[Panel], runs: Sequence[Run], kinds: Sequence[str], name: str, layout: str
 ) -> None:
     grid = SubElement(section, "div", {"class": layout})
+    names = {run_id(k): _plain(run.name) for k, run in enumerate(runs)}
     for number, panel in enumerate(panels):
         hidden_with = f"kind-{kinds.index(panel.kind)}" if layout == "small" else ""
         figure = SubElement(grid, "figure", {"class": hidden_with} if hidden_with else {})
         caption = SubElement(figure, "figcaption")
         _text(caption, "span", panel.title)
         label = f"{name.replace('_', ' ')}, {panel.title}, over optimizer steps"
-        figure.append(inline_svg(panel_figure(panel, runs), f"{name}-{number}", label, LIGHT.variables()))
+        drawn = panel_figure(panel, runs)
+        figure.append(inline_svg(drawn, f"{name}-{number}", label, LIGHT.variables(), names))
 
 
 def _add_final_numbers(main: Element, runs: Sequence[Run]) -> None:
@@ -259,10 +264,14 @@ def _section(main: Element, title: str, meaning: str = "") -> Element:
 
 
 def _last_text(series: Series) -> str:
+    """The last value; with an error, to the error's first digit."""
     value, error = series.last
     if not math.isfinite(value):
         return ""
-    return number_text(value) + (f" ± {number_text(float(f'{error:.1g}'))}" if math.isfinite(error) else "")
+    if not (math.isfinite(error) and error > 0):
+        return number_text(value)
+    digits = max(0, -math.floor(math.log10(error)))
+    return f"{round(value, digits) + 0.0:.{digits}f} ± {error:.{digits}f}".replace("-", "−")  # + 0.0: not −0.00
 
 
 def _text(parent: Element, tag: str, text: str, style: str = "") -> Element:

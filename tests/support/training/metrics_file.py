@@ -65,7 +65,7 @@ def _precision(rounding: str, kind: str, done: float, rate: float, generator: ra
         "lost_second_moment_error": 0.03,
         "lost_weight_decay": 1.0 if rounding == "nearest" else generator.gauss(0, 0.02),
         "lost_weight_decay_error": 0.02,
-        "never_moved": (0.9 + shift / 3) * math.exp(-done) if rounding == "nearest" else math.exp(-30 * done),
+        "never_moved": (0.9 + shift / 3) * math.exp(-done) if rounding == "nearest" else round(0.02 + math.exp(-30 * done), 4),
         "update_to_weight": rate * 50 * math.exp(shift) * math.exp(generator.gauss(0, 0.03)),
     }
     if rounding == "kahan":
