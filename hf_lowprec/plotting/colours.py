@@ -1,4 +1,4 @@
-"""Colours of the plots, for a light and a dark page. Runs can be told apart by the colour-blind (after Okabe and Ito)."""
+"""Colours of the plots, light and dark. The colour-blind can tell the runs apart (after Okabe and Ito)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ WIDE, SMALL = (5.2, 2.5), (2.5, 1.75)
 EVENLY_SPREAD = 1 / math.sqrt(12)
 """Root mean square of numbers that are uniform within half a unit."""
 HALF_SPACING = (2.0**-9, 2.0**-8)
-"""Half the distance between BF16 numbers, relative to the number: from just below a power of two to the power itself."""
+"""Half the distance between BF16 numbers, relative to the number: just below a power of two, and at the power."""
 
 _ROUND = [1, 2, 5, 10]
 """First digits of distances between ticks."""
@@ -203,7 +203,7 @@ def run_id(run: int) -> str:
 
 def shortened(name: str, length: int = 48) -> str:
     """A name on one line, with its middle left out if it is too long for a legend."""
-    name = " ".join(name.split())
+    name = "".join(char for char in " ".join(name.split()) if char.isprintable())
     return name if len(name) <= length else f"{name[: length // 2]}…{name[-(length // 2) :]}"
 
 
@@ -238,7 +238,7 @@ def _add_panel(
     ax.xaxis.set_major_locator(MaxNLocator(2 if panel.size == SMALL else 5, integer=True, steps=_ROUND))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_text(step)))
     if titled:
-        ax.set_title(panel.title, color=theme.ink, pad=7)
+        ax.set_title(shortened(panel.title, 26), color=theme.ink, pad=7)
     if panel.size == WIDE:
         ax.set_xlabel("step", color=theme.faint, labelpad=2)
     ax.tick_params(colors=theme.faint, length=2.5, width=0.8)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from hf_lowprec.plotting.colours import DARK, LIGHT, Theme, run_colour, run_dash
+from hf_lowprec.plotting.colours import DARK, LIGHT, run_dash
 from hf_lowprec.plotting.figures import (
     Panel,
     kind_title,
@@ -171,7 +171,7 @@ def _add_panels(
         figure = SubElement(grid, "figure", {"class": hidden_with} if hidden_with else {})
         caption = SubElement(figure, "figcaption")
         _text(caption, "span", panel.title)
-        label = f"{name.replace('_', ' ')}, {panel.title}, over optimizer steps"
+        label = _plain(f"{name.replace('_', ' ')}, {panel.title}, over optimizer steps")
         drawn = panel_figure(panel, runs)
         figure.append(inline_svg(drawn, f"{name}-{number}", label, LIGHT.variables(), names))
 

@@ -162,7 +162,7 @@ def _trainer_records(file: Path, text: str) -> RunRecords:
             for key, (part, measure) in _PRECISION_FROM_TRAINER.items():
                 if key in entry:
                     record.setdefault("precision", {}).setdefault(part, {})[measure] = entry[key]
-            if len(record) > 2:  # not the summary at the end of training, which has only step and epoch
+            if record.keys() - {"step", "epoch"}:  # the summary at the end of training has nothing else
                 steps[entry["step"]] = {**steps.get(entry["step"], {}), **record}
     return RunRecords(file, {}, [steps[step] for step in sorted(steps)], [])
 

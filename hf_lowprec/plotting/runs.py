@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,23 @@ class Run:
 
     def measured(self, kind: str, measure: str) -> Series:
         """A number about the precision of one kind of parameters, or of `all`."""
-        found = Series()
+        return self._precision.get(kind, {}).get(measure, Series())
+
+    @cached_property
+    def _precision(self) -> dict[str, dict[str, Series]]:
+        """By kind and measure."""
+        found: dict[str, dict[str, Series]] = {}
         for record in self.records.steps:
-            values = _mapping(_mapping(record.get("precision")).get(kind))
-            if measure in values:
-                _append(found, record["step"], values[measure], values.get(f"{measure}_error"))
+            for kind, values in _mapping(record.get("precision")).items():
+                series = found.setdefault(kind, {})
+                for measure, value in _mapping(values).items():
+                    error = values.get(f"{measure}_error")
+                    _append(series.setdefault(measure, Series()), record["step"], value, error)
         return found
 
     def kinds(self) -> list[str]:
         """`all` and the kinds about which something was measured, in the order of a model."""
-        found = {kind for record in self.records.steps for kind in _mapping(record.get("precision"))}
-        return _in_order(found)
+        return _in_order(set(self._precision))
 
     def has_bf16_weights(self) -> bool:
         parts = _mapping(self.records.run.get("kinds")).values()

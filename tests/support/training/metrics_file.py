@@ -65,9 +65,11 @@ def _precision(rounding: str, kind: str, done: float, rate: float, generator: ra
         "lost_second_moment_error": 0.03,
         "lost_weight_decay": 1.0 if rounding == "nearest" else generator.gauss(0, 0.02),
         "lost_weight_decay_error": 0.02,
-        "never_moved": (0.9 + shift / 3) * math.exp(-done) if rounding == "nearest" else round(0.02 + math.exp(-30 * done), 4),
+        "never_moved": (0.9 + shift / 3) * math.exp(-done),
         "update_to_weight": rate * 50 * math.exp(shift) * math.exp(generator.gauss(0, 0.03)),
     }
+    if rounding != "nearest":
+        found["never_moved"] = round(0.02 + 0.9 * math.exp(-30 * done), 4)
     if rounding == "kahan":
         found["compensation_ulps"] = 0.289 + generator.gauss(0, 0.002)
     return found
