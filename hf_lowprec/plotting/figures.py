@@ -40,13 +40,13 @@ EVENLY_SPREAD = 1 / math.sqrt(12)
 HALF_SPACING = (2.0**-9, 2.0**-8)
 """Half the distance between BF16 numbers, relative to the number: just below a power of two, and at the power."""
 
-_ROUND = [1, 2, 5, 10]
+_ROUND = [1, 2, 2.5, 5, 10]
 """First digits of distances between ticks."""
 
 POINTS_PER_INCH = 160
 """More points than this of one line cannot be seen."""
-FEW = 16
-"""Up to so many points are marked."""
+FEW, MANY = 16, 250
+"""Up to so many points are marked; of more than so many, the line is thin."""
 
 Draw = Callable[[Axes, Sequence[Run], Theme], None]
 
@@ -128,8 +128,8 @@ def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measur
     if measure.name == "update_to_weight" and any(run.has_bf16_weights() for run in runs):
         ax.axhspan(*HALF_SPACING, color=theme.grid, linewidth=0, zorder=0)
     # The panels of a measure have one axis, so that kinds can be compared.
-    series = [run.measured(other, measure.name) for run in runs for other in run.kinds()]
-    values = [value for each in series for value in each.values if math.isfinite(value)]
+    everywhere = [run.measured(other, measure.name).values for run in runs for other in run.kinds()]
+    values = [value for column in everywhere for value in column if math.isfinite(value)]
     if measure.scale == "share":
         _set_share_axis(ax, values)
     elif measure.scale == "log":
@@ -265,6 +265,7 @@ def _draw_line(ax: Axes, theme: Theme, run: int, runs: int, series: Series, **op
         return
     series = _thinned(series, ax)
     width = 1.6 if runs == 1 else 3.2 - 2.0 * run / (runs - 1)
+    width = min(width, 1.0) if len(series.steps) > MANY else width
     style = {"linewidth": width, "linestyle": run_dash(run), "color": run_colour(theme, run)}
     if len(series.steps) <= FEW:
         style |= {"marker": "o", "markersize": 3 + 0.5 * width}
@@ -284,7 +285,9 @@ def _thinned(series: Series, ax: Axes) -> Series:
         finite = [i for i in inside if math.isfinite(series.values[i])] or inside[:1]
         kept |= {min(finite, key=series.values.__getitem__), max(finite, key=series.values.__getitem__)}
     order = sorted(kept)
-    return Series(*([column[i] for i in order] for column in (series.steps, series.values, series.errors)))
+    return Series(
+        [series.steps[i] for i in order], [series.values[i] for i in order], [series.errors[i] for i in order]
+    )
 
 
 def _drawn_values(ax: Axes) -> list[float]:
@@ -358,7 +361,7 @@ def _add_legend(
         y = (corner[1] - 0.24 * row) / height
         for run, name, place in entries:
             x = corner[0] + place
-            style = {"color": run_colour(theme, run), "linestyle": run_dash(run), "linewidth": 2.4}
+            style: dict[str, Any] = {"color": run_colour(theme, run), "linestyle": run_dash(run), "linewidth": 2.4}
             figure.add_artist(Line2D([x / width, (x + 0.35) / width], [y, y], **style))
             figure.text((x + 0.45) / width, y, name, color=theme.ink, va="center_baseline")
 

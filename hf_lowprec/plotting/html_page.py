@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -40,6 +41,7 @@ h2 { font-size: 18px; margin: 36px 0 4px; }
 p { margin: 0 0 10px; max-width: 110ch; }
 .faint, figcaption, th, summary { color: var(--faint); }
 nav { position: sticky; top: 0; z-index: 1; background: var(--page); border-bottom: 1px solid var(--grid); }
+nav { max-height: 34vh; overflow-y: auto; }
 nav > div { max-width: 1240px; margin: 0 auto; padding: 4px 16px; display: flex; flex-wrap: wrap; gap: 0 20px; }
 nav fieldset { border: 0; margin: 0; padding: 0; min-width: 0; display: flex; flex-wrap: wrap; gap: 0 14px; }
 nav label { display: inline-flex; align-items: center; gap: 6px; padding: 4px 0; cursor: pointer; min-width: 0;
@@ -59,7 +61,8 @@ svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linej
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: 5px 18px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); }
 th { font-weight: normal; vertical-align: bottom; }
-th:first-child, td:first-child, .text { text-align: left; }
+.text { text-align: left; }
+td.text { white-space: normal; overflow-wrap: anywhere; min-width: 9em; max-width: 26em; }
 td .swatch { margin-right: 8px; }
 .finding { display: grid; grid-template-columns: minmax(0, 220px) minmax(0, 1fr); gap: 0 24px; padding: 6px 0;
   overflow-wrap: anywhere; border-bottom: 1px solid var(--grid); }
@@ -70,7 +73,7 @@ pre { overflow-x: auto; font-size: 13px; line-height: 1.45; margin: 8px 0; paddi
   border-radius: 6px; }
 summary { cursor: pointer; padding: 4px 0; overflow-wrap: anywhere; }
 footer { margin: 40px 0 24px; font-size: 13px; overflow-wrap: anywhere; }
-@media (max-width: 480px) { .small { grid-template-columns: 1fr 1fr; } nav { position: static; }
+@media (max-width: 480px) { .small { grid-template-columns: 1fr 1fr; } nav { position: static; max-height: none; }
   .finding { grid-template-columns: minmax(0, 1fr); } }
 @media print { nav { display: none; } section { break-inside: avoid; } }
 """
@@ -123,14 +126,15 @@ def _style_sheet(runs: int, kinds: int) -> str:
 
 def _add_switches(body: Element, runs: Sequence[Run], kinds: Sequence[str]) -> None:
     """Check boxes for runs and kinds, as far as there is a choice."""
-    bar = SubElement(SubElement(body, "nav"), "div")
-    groups = (
+    groups = [
         ("Runs", "run", [run.name for run in runs]),
         ("Parts of the model", "kind", [kind_title(kind) for kind in kinds]),
-    )
+    ]
+    groups = [group for group in groups if len(group[2]) > 1]
+    if not groups:
+        return
+    bar = SubElement(SubElement(body, "nav"), "div")
     for title, prefix, names in groups:
-        if len(names) < 2:
-            continue
         fieldset = SubElement(bar, "fieldset")
         _text(fieldset, "legend", title)
         for k, name in enumerate(names):
@@ -185,12 +189,14 @@ def _add_final_numbers(main: Element, runs: Sequence[Run]) -> None:
     }
     columns = {title: key for title, key in columns.items() if any(run.logged(key) for run in runs)}
     section = _section(main, "Final numbers", "The last that each run has logged.")
-    rows = []
+    about = {title: key for title, key in (("model", "model"), ("optimizer", "optim"))
+             if any(run.records.run.get(key) for run in runs)}  # fmt: skip
+    rows: list[_Row] = []
     for k, run in enumerate(runs):
-        about = [str(run.records.run.get(key, "")) for key in ("model", "optim")]
+        texts = [str(run.records.run.get(key, "")) for key in about.values()]
         numbers = [_last_text(run.logged(key)) for key in columns.values()]
-        rows.append((k, [run.name, *about, str(run.last_step), *numbers]))
-    _add_table(section, ["run", "model", "optimizer", "steps", *columns], rows, text_columns=3)
+        rows.append(_Row(k, [run.name, *texts, str(run.last_step), *numbers]))
+    _add_table(section, ["run", *about, "steps", *columns], rows, text_columns=1 + len(about))
 
 
 def _add_final_precision(main: Element, runs: Sequence[Run], kinds: Sequence[str]) -> None:
@@ -198,19 +204,19 @@ def _add_final_precision(main: Element, runs: Sequence[Run], kinds: Sequence[str
         return
     measures = [m for m in MEASURES if any(run.measured(kind, m.name) for run in runs for kind in kinds)]
     section = _section(main, "Precision at the end", "The last measurements, ± one standard error.")
-    rows = []
+    rows: list[_Row] = []
     for number, kind in enumerate(kinds):
         for k, run in enumerate(runs):
             numbers = [_last_text(run.measured(kind, measure.name)) for measure in measures]
             if any(numbers):
-                rows.append((k, [kind_title(kind), run.name, *numbers], f"kind-{number}"))
+                rows.append(_Row(k, [kind_title(kind), run.name, *numbers], f"kind-{number}"))
     _add_table(section, ["part of the model", "run", *(m.title.lower() for m in measures)], rows, text_columns=2)
 
 
 def _add_worst_tensors(main: Element, runs: Sequence[Run]) -> None:
     titles = {measure.name: measure.title for measure in MEASURES}
     rows = [
-        (k, [titles.get(name, name).lower(), tensor, run.name, number_text(value)])
+        _Row(k, [titles.get(name, name).lower(), tensor, run.name, number_text(value)])
         for k, run in enumerate(runs)
         for name, tensors in run.worst_tensors().items()
         for tensor, value in tensors
@@ -234,19 +240,28 @@ def _add_reports(main: Element, runs: Sequence[Run]) -> None:
         _text(details, "pre", str(report))
 
 
-def _add_table(parent: Element, titles: Sequence[str], rows: Iterable[tuple], text_columns: int) -> None:
-    """A table that scrolls by itself. A row is a run's number, its cells, and optionally a class."""
+@dataclass(frozen=True)
+class _Row:
+    """Of a table: the number of the run that it is about, its cells, and the class by which it is hidden."""
+
+    run: int
+    cells: list[str]
+    hidden_with: str = ""
+
+
+def _add_table(parent: Element, titles: Sequence[str], rows: Iterable[_Row], text_columns: int) -> None:
+    """A table that scrolls by itself, with text in its first columns and numbers in the others."""
     table = SubElement(SubElement(parent, "div", {"class": "scroll", "tabindex": "0"}), "table")
     heads = SubElement(SubElement(table, "thead"), "tr")
     for k, title in enumerate(titles):
         _text(heads, "th", title, "text" if k < text_columns else "")
     body = SubElement(table, "tbody")
-    for run, cells, *classes in rows:
-        row = SubElement(body, "tr", {"class": " ".join([f"run-{run}", *classes])})
-        for k, cell in enumerate(cells):
-            data = _text(row, "td", cell, "text" if k < text_columns else "")
+    for row in rows:
+        cells = SubElement(body, "tr", {"class": f"run-{row.run} {row.hidden_with}".strip()})
+        for k, cell in enumerate(row.cells):
+            data = _text(cells, "td", cell, "text" if k < text_columns else "")
             if titles[k] == "run":
-                _add_swatch(data, run)
+                _add_swatch(data, row.run)
                 data[-1].tail, data.text = data.text, ""
 
 

@@ -100,7 +100,7 @@ class Run:
 
     def worst_tensors(self) -> dict[str, list[tuple[str, float]]]:
         """The worst tensors by name, per measure, of the last record that has them."""
-        found = next((record["worst"] for record in reversed(self.records.steps) if record.get("worst")), {})
+        found: Any = next((record["worst"] for record in reversed(self.records.steps) if record.get("worst")), {})
         pairs = {measure: [p for p in rows if _is_pair(p)] for measure, rows in _mapping(found).items() if rows}
         return {measure: [(str(name), _number(value)) for name, value in rows] for measure, rows in pairs.items()}
 
