@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"(?<![\w.])[\d.,]*\d(e-?\d+)?")
 
 
 @dataclass(frozen=True)
-class Finding:
+class LoggedFinding:
     """A sentence of the log, and the first and the last step at which it appears."""
 
     message: str
@@ -104,15 +104,15 @@ class Run:
         pairs = {measure: [p for p in rows if _is_pair(p)] for measure, rows in _mapping(found).items() if rows}
         return {measure: [(str(name), _number(value)) for name, value in rows] for measure, rows in pairs.items()}
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[LoggedFinding]:
         """What the log says in sentences. Sentences that differ in numbers only are one: the last of them."""
-        found: dict[str, Finding] = {}
+        found: dict[str, LoggedFinding] = {}
         for record in self.records.steps:
             messages = record.get("findings")
             for message in messages if isinstance(messages, list) else ():
                 key = _NUMBER.sub("", str(message))
                 first = found[key].first_step if key in found else record["step"]
-                found[key] = Finding(str(message), first, record["step"])
+                found[key] = LoggedFinding(str(message), first, record["step"])
         return list(found.values())
 
     def notes(self) -> list[str]:

@@ -94,6 +94,7 @@ def test_nothing_is_loaded_and_nothing_runs(which: str, request: pytest.FixtureR
     allowed |= {"table", "thead", "tbody", "tr", "th", "td", "details", "summary", "pre"}
     allowed |= {"svg", "g", "path", "use", "defs", "clippath", "rect", "text"}
     assert {tag for tag, _ in html.tags} <= allowed
+    assert sum(tag == "style" for tag, _ in html.tags) == 1  # those of figures would apply to the whole page
     policy = [a["content"] for tag, a in html.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
     for _, attributes in html.tags:
@@ -118,7 +119,7 @@ def test_what_files_say_is_text(evil_page: str) -> None:
 
 
 def test_names_in_pictures_are_text_too(tmp_path: Path) -> None:
-    for name in (EVIL, "$x_1$ costs 3$", "a\nb"):
+    for name in (EVIL, r"$\no_such_command$", "a\nb"):
         overview([evil_run(name)]).savefig(tmp_path / "plot.svg")
         assert b"<script" not in (tmp_path / "plot.svg").read_bytes()
 
@@ -148,6 +149,8 @@ def test_switches_hide_runs_and_kinds_in_figures_and_tables(page: str) -> None:
     for k, kind in enumerate(RUNS[0].kinds()):
         measures = [m for m in MEASURES if any(run.measured(kind, m.name) for run in RUNS)]
         assert sum(tag == "figure" and a.get("class") == f"kind-{k}" for tag, a in html.tags) == len(measures)
+        rows = [a["class"].split() for tag, a in html.tags if tag == "tr" and f"kind-{k}" in a.get("class", "").split()]
+        assert rows == [[f"run-{n}", f"kind-{k}"] for n, run in enumerate(RUNS)]
     inputs = [a for tag, a in html.tags if tag == "input"]
     assert len(inputs) == len(RUNS) + len(RUNS[0].kinds()) and all("checked" in a for a in inputs)
 
