@@ -57,7 +57,7 @@ def draw(theme: Theme) -> Figure:
         ax.grid(axis="y", color=theme.fill, linewidth=0.8)
         ax.set_axisbelow(True)
         for line in ax.lines:
-            line.set_linewidth(2.0)
+            line.set(linewidth=2.0, alpha=1)
     loss.text(700, 0.68, "nearest", color=theme.nearest)
     loss.text(700, 0.17, "kahan", color=theme.kahan)
     lost.set(xlabel="step", xlim=(0, STEPS))

@@ -235,7 +235,7 @@ def _add_panel(
     ax.patch.set_alpha(0)
     panel.draw(ax, runs, theme)
     ax.set_xlim(_step_range(runs))
-    ax.xaxis.set_major_locator(MaxNLocator(2 if panel.size == SMALL else 5, integer=True, steps=_ROUND))
+    ax.xaxis.set_major_locator(MaxNLocator(3 if panel.size == SMALL else 5, integer=True, steps=_ROUND))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda step, _: step_text(step)))
     if titled:
         ax.set_title(shortened(panel.title, 26), color=theme.ink, pad=7)
@@ -260,13 +260,17 @@ def _step_range(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _draw_line(ax: Axes, theme: Theme, run: int, runs: int, series: Series, **options: Any) -> None:
-    """A run's line. Of lines that coincide, all can be seen: later ones are thinner."""
+    """A run's line. Of lines that coincide, all can be seen: the first is broad and pale, later ones are thinner."""
     if not series:
         return
     series = _thinned(series, ax)
-    width = 1.6 if runs == 1 else 3.2 - 2.0 * run / (runs - 1)
-    width = min(width, 1.0) if len(series.steps) > MANY else width
-    style = {"linewidth": width, "linestyle": run_dash(run), "color": run_colour(theme, run)}
+    style: dict[str, Any] = {"linestyle": run_dash(run), "color": run_colour(theme, run)}
+    width = 1.6 if runs == 1 else 3.0 - 2.0 * run / (runs - 1)
+    if len(series.steps) > MANY:
+        width = min(width, 1.0)
+    elif runs > 1 and run == 0:
+        width, style["alpha"] = 6.0, 0.4
+    style["linewidth"] = width
     if len(series.steps) <= FEW:
         style |= {"marker": "o", "markersize": 3 + 0.5 * width}
     (line,) = ax.plot(series.steps, series.values, **{**style, **options})

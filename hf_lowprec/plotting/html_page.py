@@ -58,11 +58,11 @@ figcaption span { font-size: 12.5px; font-variant-numeric: tabular-nums; }
 svg text { font-family: var(--font) !important; }
 svg { display: block; width: 100%; height: auto; overflow: visible; stroke-linejoin: round; stroke-linecap: butt; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
+table { width: max-content; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: 5px 18px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid); }
 th { font-weight: normal; vertical-align: bottom; }
 .text { text-align: left; }
-td.text { white-space: normal; overflow-wrap: anywhere; min-width: 9em; max-width: 26em; }
+td.text { white-space: normal; overflow-wrap: anywhere; max-width: 26em; }
 td .swatch { margin-right: 8px; }
 .finding { display: grid; grid-template-columns: minmax(0, 220px) minmax(0, 1fr); gap: 0 24px; padding: 6px 0;
   overflow-wrap: anywhere; border-bottom: 1px solid var(--grid); }

@@ -59,7 +59,7 @@ def test_runs_of_trainer_are_drawn_side_by_side(
 
 
 def test_one_run_is_drawn_into_its_folder(tmp_path: Path) -> None:
-    write_metrics(tmp_path / "one", "kahan", steps=60)
+    write_metrics(tmp_path / "one", "kahan", steps=60, kinds=())
     for path in (tmp_path / "one", tmp_path / "one" / "hf_lowprec_metrics.jsonl"):
         result = run(path)
         assert result.exit_code == 0, result.output
@@ -71,7 +71,7 @@ def test_one_run_is_drawn_into_its_folder(tmp_path: Path) -> None:
 
 def test_out_names_the_files_and_label_the_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_metrics(tmp_path / name, "nearest", steps=60)
+        write_metrics(tmp_path / name, "nearest", steps=60, kinds=())
     out = [tmp_path / "new" / name for name in ("plot.svg", "plot.html")]
     result = run(tmp_path / "a", tmp_path / "b", "--out", out[0], "--out", out[1], "--label", "first", "--label", "2nd")
     assert result.exit_code == 0, result.output
@@ -82,8 +82,8 @@ def test_out_names_the_files_and_label_the_runs(tmp_path: Path) -> None:
 
 
 def test_misuse_is_a_message(tmp_path: Path) -> None:
-    good = write_metrics(tmp_path / "good", steps=40).parent
-    write_records(write_metrics(tmp_path / "empty", steps=40), [run_record("kahan")])
+    good = write_metrics(tmp_path / "good", steps=40, kinds=()).parent
+    write_records(write_metrics(tmp_path / "empty", steps=40, kinds=()), [run_record("kahan")])
     (tmp_path / "file").write_text("")
     for words, says in (
         ([tmp_path / "gone"], "there is no file or folder"),
@@ -103,7 +103,7 @@ def test_misuse_is_a_message(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot_command, "find_spec", lambda name: None)
-    result = run(write_metrics(tmp_path, steps=40))
+    result = run(write_metrics(tmp_path, steps=40, kinds=()))
     assert result.exit_code == 1
     assert "needs matplotlib: pip install 'hf-lowprec[plot]'" in result.output
 
@@ -118,7 +118,7 @@ sys.modules["hf_lowprec"] = package
 from pathlib import Path
 from hf_lowprec.plotting.plot_files import write_plot
 from hf_lowprec.plotting.runs import load_runs
-write_plot(load_runs([Path({str(write_metrics(tmp_path, steps=40))!r})]), Path({str(tmp_path / "plot.html")!r}))
+write_plot(load_runs([Path({str(write_metrics(tmp_path, steps=40, kinds=()))!r})]), Path({str(tmp_path / "plot.html")!r}))
 assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
