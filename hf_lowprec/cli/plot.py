@@ -49,7 +49,7 @@ def plot(
     last numbers, the worst tensors and the precision report.
     """
     if find_spec("matplotlib") is None:
-        typer.echo("hf-lowprec plot needs matplotlib: pip install 'hf-lowprec[plot]'", err=True)
+        typer.echo("hf-lowprec plot needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", err=True)
         raise typer.Exit(1)
     for path in out or ():
         if path.suffix not in SUFFIXES:

@@ -30,6 +30,12 @@ MEASURES = (
         "share",
     ),
     Measure(
+        "changed",
+        "Changed",
+        "Share of the weights that a step changed, of optimizers whose updates are not known.",
+        "share",
+    ),
+    Measure(
         "never_moved",
         "Never moved",
         "Share of the weights that are, bit for bit, what they were when training began.",

@@ -57,9 +57,12 @@ def read_records(path: Path) -> RunRecords:
     Raises:
         InputError: there is no such path, nothing was logged, or the file cannot be read.
     """
-    if not path.exists():
-        raise InputError(f"there is no file or folder {str(path)!r}")
-    found = [_read_file(file) for file in (_sources(path) if path.is_dir() else [path])]
+    try:
+        if not path.exists():
+            raise InputError(f"there is no file or folder {str(path)!r}")
+        found = [_read_file(file) for file in (_sources(path) if path.is_dir() else [path])]
+    except OSError as error:
+        raise InputError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     return max(found, key=lambda records: records.steps[-1]["step"])
 
 
@@ -91,10 +94,7 @@ def _runs_below(folder: Path) -> str:
 
 
 def _read_file(file: Path) -> RunRecords:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    text = file.read_text(encoding="utf-8", errors="replace")
     records = _trainer_records(file, text) if file.suffix == ".json" else _metrics_records(file, text)
     if not records.steps:
         raise InputError(
@@ -142,7 +142,7 @@ def _json_lines(lines: list[str]) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield number, None
 
 
@@ -150,7 +150,7 @@ def _trainer_records(file: Path, text: str) -> RunRecords:
     """Records of the `log_history` of a trainer state."""
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not complete JSON ({error}); name another checkpoint of the run") from None
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -187,7 +188,10 @@ def _append(series: Series, step: int, value: Any, error: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    """A value of a log; NaN for what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return math.nan
+    return float(value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -105,7 +105,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(plot_command, "find_spec", lambda name: None)
     result = run(write_metrics(tmp_path, steps=40, kinds=()))
     assert result.exit_code == 1
-    assert "needs matplotlib: pip install 'hf-lowprec[plot]'" in result.output
+    assert "needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec" in result.output
 
 
 def test_plotting_needs_no_torch(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> N
     path = write_metrics(tmp_path, "kahan", steps=60)
     first, second, *others = path.read_text().splitlines()
     planted = ["<<<<<<< HEAD", "[1, 2]", '{"record": "step", "step": true}', '{"record": "step"}', "", "\x00\x00"]
+    planted.append("[" * 100_000)
     path.write_text("\n".join([first, second, *planted, *others]) + "\n")
     found = read_records(tmp_path)
     assert found.steps == step_records("kahan", steps=60)
-    assert found.notes == ["5 lines were left out, the first is line 3: no records of version 1."]
+    assert found.notes == ["6 lines were left out, the first is line 3: no records of version 1."]
 
 
 def test_after_a_resume_the_later_part_wins(tmp_path: Path) -> None:
@@ -160,14 +161,14 @@ def test_labels_and_paths_must_fit(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_a_gap() -> None:
-    values = [1.0, float("nan"), "2.0", None, True, 3, {}]
-    steps = [{"step": k, "loss": value} for k, value in enumerate(values)] + [{"step": 7}]
+    values = [1.0, float("nan"), "2.0", None, True, 3, {}, float("inf"), -(10**400)]
+    steps = [{"step": k, "loss": value} for k, value in enumerate(values)] + [{"step": 9}]
     run = Run("run", RunRecords(Path("file"), {}, steps, []))
     series = run.logged("loss")
-    assert series.steps == list(range(7))
+    assert series.steps == list(range(9))
     assert [value for value in series.values if math.isfinite(value)] == [1.0, 3.0]
     assert series.last[0] == 3.0
-    assert "The loss is not finite in 5 of 7 logs, first at step 1." in run.notes()
+    assert "The loss is not finite in 7 of 9 logs, first at step 1." in run.notes()
     assert not run.logged("grad_norm")
 
 
