@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from style import Theme, figure
 
 import hf_lowprec
-from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.plotting import figures
 from hf_lowprec.plotting.colours import Theme as PlotTheme
 from hf_lowprec.plotting.measures import MEASURES
@@ -31,17 +30,29 @@ def trained(rounding: str) -> Run:
     target = DEVIATION * start + DISTANCE * towards
     weight = torch.nn.Parameter((DEVIATION * start).to(torch.bfloat16))
     optimizer = hf_lowprec.AdamW([weight], lr=LR, rounding=rounding, weight_decay=0.0)
+    in_fp32 = torch.nn.Parameter(torch.zeros(ELEMENTS))  # moves by the updates, since it loses nothing
+    exact = torch.optim.AdamW([in_fp32], lr=LR, weight_decay=0.0)
     steps: list[dict[str, Any]] = []
     for step in range(1, STEPS + 1):
         noise = DISTANCE * torch.randn(ELEMENTS, generator=generator)
         weight.grad = (weight.detach().float() - target + noise).to(torch.bfloat16)
-        optimizer.param_groups[0]["lr"] = LR * (0.51 + 0.49 * math.cos(math.pi * step / STEPS))
-        lost = lost_updates(optimizer) if step % EVERY == 0 else None
-        optimizer.step()
-        if lost is not None:
+        in_fp32.grad = weight.grad.float()
+        before, in_fp32.data = stored(weight, optimizer), torch.zeros(ELEMENTS)
+        for each in (optimizer, exact):
+            each.param_groups[0]["lr"] = LR * (0.51 + 0.49 * math.cos(math.pi * step / STEPS))
+            each.step()
+        if step % EVERY == 0:
+            update, change = in_fp32.detach(), stored(weight, optimizer) - before
+            lost = 1 - (update @ change / (update @ update)).item()
             loss = (weight.detach().double() - target).square().mean().item() / DISTANCE**2
             steps.append({"step": step, "loss": loss, "precision": {ALL: {"lost_updates": lost}}})
     return Run(rounding, RunRecords(Path(rounding), {}, steps, []))
+
+
+def stored(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The weights, with their compensation where there is one, in FP32."""
+    state = optimizer.state.get(weight, {})
+    return weight.detach().float() + state.get("compensation", torch.zeros(ELEMENTS)).float()
 
 
 def draw(theme: Theme) -> Figure:
