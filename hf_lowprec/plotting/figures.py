@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -120,7 +121,7 @@ def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measur
             for sign in (-1, 1)
         )
         if any(map(math.isfinite, high)):
-            band = ax.fill_between(series.steps, low, high, color=run_colour(theme, k), alpha=0.18, linewidth=0)
+            band = ax.fill_between(series.steps, low, high, color=run_colour(theme, k), alpha=0.15, linewidth=0)
             band.set_gid(run_id(k))
         _draw_line(ax, theme, k, len(runs), series)
     if measure.name == "compensation_ulps":
@@ -208,8 +209,10 @@ def shortened(name: str, length: int = 48) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number with up to four digits: 1e-5 instead of 1e-05."""
-    text = f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    """A number with up to four digits: 1e-5 instead of 1e-05 or 0.00001."""
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    plain = value == 0 or 1e-3 <= abs(value) < 1e4
+    text = f"{value:.4g}" if plain else f"{float(mantissa):g}e{int(exponent)}"
     return text.replace("-", "−", 1) if text.startswith("-") else text
 
 
@@ -325,13 +328,16 @@ def _set_ratio_axis(ax: Axes, values: Sequence[float]) -> None:
 
 
 def _set_axis_from_zero(ax: Axes, values: Sequence[float]) -> None:
-    """From 0 to half a spacing, which a compensation should not exceed, or to what it does reach."""
-    top = max(values, default=0)
-    if top <= 0.5:
+    """From 0 to half a spacing, or to the largest value if most exceed that.
+
+    A compensation is within half a spacing when it is stored. Later the weight can come close to 0, where numbers are
+    dense, and few such weights make a peak of the root mean square.
+    """
+    if median(values or [0]) <= 0.5:
         ax.set_ylim(0, 0.52)
         ax.set_yticks([0, 0.25, 0.5], ["0", "0.25", "0.5"])
     else:
-        ax.set_ylim(0, 1.05 * top)
+        ax.set_ylim(0, 1.05 * max(values))
         ax.yaxis.set_major_locator(MaxNLocator(3, steps=_ROUND))
 
 

@@ -67,7 +67,7 @@ td .swatch { margin-right: 8px; }
 .finding { display: grid; grid-template-columns: minmax(0, 220px) minmax(0, 1fr); gap: 0 24px; padding: 6px 0;
   overflow-wrap: anywhere; border-bottom: 1px solid var(--grid); }
 .finding > :only-child { grid-column: 1 / -1; }
-.finding p { margin: 0 0 2px; max-width: none; }
+.finding p { margin: 0 0 6px; max-width: none; }
 .finding .swatch { margin-right: 8px; }
 pre { overflow-x: auto; font-size: 13px; line-height: 1.45; margin: 8px 0; padding: 12px; background: var(--grid);
   border-radius: 6px; }

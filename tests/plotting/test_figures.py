@@ -130,6 +130,18 @@ def test_shares_have_an_axis_from_0_to_1_unless_values_scatter_beyond() -> None:
     assert limits(-8.0, 9.0) == pytest.approx((-0.54, 1.54))
 
 
+def test_single_peaks_do_not_stretch_the_axis_of_the_compensation() -> None:
+    measure = next(m for m in MEASURES if m.name == "compensation_ulps")
+
+    def top(*values: float) -> float:
+        steps = [{"step": k, "precision": {"all": {measure.name: v}}} for k, v in enumerate(values)]
+        (panel,) = figures.measure_panels(measure, runs := [run_of("run", steps)])
+        return axes_of(panel, runs).get_ylim()[1]
+
+    assert top(*[0.29] * 20) == top(*[0.29] * 19, 26.0) == 0.52
+    assert top(0.29, 2.0) > 2.0
+
+
 def test_axes_are_logarithmic_where_values_span_decades() -> None:
     def scale(*values: float) -> str:
         runs = [run_of("run", [{"step": k, "loss": v} for k, v in enumerate(values)])]
@@ -187,6 +199,6 @@ def test_colours_are_distinct_and_can_be_read() -> None:
 
 
 def test_numbers_are_short() -> None:
-    texts = [figures.number_text(value) for value in (1e-5, 0.5, 2.0, 12345.678, 1e10, -0.5, 0)]
-    assert texts == ["1e-5", "0.5", "2", "1.235e4", "1e10", "−0.5", "0"]
+    texts = [figures.number_text(value) for value in (1e-5, 1e-4, 0.5, 2.0, 1234.5678, 12345.678, 1e10, -0.5, 0)]
+    assert texts == ["1e-5", "1e-4", "0.5", "2", "1235", "1.235e4", "1e10", "−0.5", "0"]
     assert [figures.step_text(step) for step in (0, 2000, 15_000)] == ["0", "2000", "15k"]
