@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from hf_lowprec.cli import demo, doctor, env, estimate, export, run
+from hf_lowprec.cli import demo, doctor, env, estimate, export, plot, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -24,6 +24,7 @@ app.command("doctor")(doctor.doctor)
 app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
+app.command("plot")(plot.plot)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 
@@ -44,7 +45,7 @@ def options(
     """The options that are not those of a command."""
 
 
-_WITHOUT_NAMES = ("env", "run")
+_WITHOUT_NAMES = ("env", "plot", "run")
 """Commands that need no optimizer names, or, like `run`, register them themselves once they know that they can run."""
 
 
