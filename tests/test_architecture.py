@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding | itself |
+| L0 | rounding, metrics_file | itself; metrics_file also without torch |
 | L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
@@ -33,15 +33,16 @@ SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics"}
 MAY_IMPORT = {
     "rounding": {"rounding"},
+    "metrics_file": {"metrics_file"},
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
     "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
-    "integrations": {"integrations", *BELOW_INTEGRATIONS},
+    "integrations": {"integrations", "metrics_file", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
-    "cli": {"cli", "demo", "doctor", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "cli": {"cli", "demo", "doctor", "user_inputs", "metrics_file", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
 PROGRAMS = {"user_inputs", "demo", "doctor", "cli", "__main__"}

@@ -21,6 +21,7 @@ from hf_lowprec.integrations.transformers.quantization import check_quantized_we
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.metrics_file import MeasuredPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.lost_updates import lost_updates
@@ -111,6 +112,8 @@ class LowPrecisionCallback(TrainerCallback):
         self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
         self._lost_updates: float | None = None
+        self.report_text = ""
+        self.measured: MeasuredPrecision | None = None
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -177,7 +180,7 @@ class LowPrecisionCallback(TrainerCallback):
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._lost_updates = None
-        if self.report and state.is_world_process_zero:
+        if state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
             lines += quantization_notes(kwargs["model"])
             if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
@@ -187,7 +190,9 @@ class LowPrecisionCallback(TrainerCallback):
                 )
             if self.rounding_schedule is not None:
                 lines.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
-            print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
+            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
+            if self.report:
+                print(self.report_text)
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
         """Warn about convolutions that this device computes wrongly in 16 bits. Errors here do not stop training."""
@@ -252,11 +257,13 @@ class LowPrecisionCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add `lost_updates` and `skipped_steps` to the logs and to the state's history."""
+        self.measured = None
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
         if self._lost_updates is not None:
             additions[LOST_UPDATES] = self._lost_updates
+            self.measured = MeasuredPrecision({"all": {LOST_UPDATES: self._lost_updates}})
             self._lost_updates = None
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:

@@ -76,6 +76,7 @@ def build(call: TrainerCall) -> None:
     # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
+    order.insert(1, call.attachment.metrics)
 
 
 def create_accelerator(call: TrainerCall) -> None:
