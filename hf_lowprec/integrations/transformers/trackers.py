@@ -137,6 +137,12 @@ def _report_to_mlflow(tracker: Any, text: str) -> None:
     mlflow.log_text(text, f"{REPORT}.txt")  # parameters have a maximum length
 
 
+def _report_to_comet(tracker: Any, text: str) -> None:
+    import comet_ml
+
+    comet_ml.get_running_experiment().log_text(text, metadata={"name": REPORT})
+
+
 def _report_to_clearml(tracker: Any, text: str) -> None:
     from clearml import Task
 
@@ -163,6 +169,7 @@ _REPORTS: dict[str, Callable[[Any, str], None]] = {
     "trackio": _report_to_trackio,
     "mlflow": _report_to_mlflow,
     "dagshub": _report_to_mlflow,
+    "comet_ml": _report_to_comet,
     "clearml": _report_to_clearml,
     "swanlab": _report_to_swanlab,
     "neptune": _report_to_neptune,
