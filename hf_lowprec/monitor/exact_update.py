@@ -124,7 +124,9 @@ class FusedGroupUpdates:
         step = (group.counts.to(group.device)[:, None] + 1).to(torch.int32)
         streams = _first_segments(group)[:, :, None].to(group.device, torch.int32).unbind(1)
         pairs = zip(streams[::2], streams[1::2], strict=True)
-        return low, {word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)}
+        return low, {
+            word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)
+        }
 
 
 def stored_values(weight: Tensor, compensation: Tensor | None) -> Tensor:

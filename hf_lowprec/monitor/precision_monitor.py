@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
+from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
-from hf_lowprec.monitor.findings import Evidence, Finding, find
+from hf_lowprec.monitor.findings import Evidence, Finding, find, not_in_optimizer
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.replayed_update import (
     COMPENSATIONS,
@@ -65,17 +67,29 @@ class PrecisionMonitor:
         model: the model, for the names and kinds of its parameters. Build the monitor where training begins: "moved"
             means moved since then.
         every: measure the first step and then every `every`-th; 0 measures only when `measure_next_step` was called.
+        dtypes: the dtypes of the weights whose updates are measured.
+        across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
 
     Raises:
         ValueError: `every` is negative.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module | None = None, *, every: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module | None = None,
+        *,
+        every: int = 0,
+        dtypes: Collection[torch.dtype] = LOW_PRECISION_DTYPES,
+        across_ranks: bool = True,
+    ) -> None:
         if every < 0:
             raise ValueError(f"every={every} is negative; use 0 to measure only when measure_next_step() was called")
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self.model = model
         self.every = every
+        self.dtypes = dtypes
+        self.across_ranks = across_ranks
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
         self.refusal: str | None = None
@@ -114,13 +128,24 @@ class PrecisionMonitor:
         return find(
             Evidence(
                 optimizer=self.optimizer,
-                model=self.model,
                 precision=precision,
                 dtypes=[param.dtype for param in self._params],
                 measurements=self._measurements,
-                without_gradient=[name for name, seen in zip(self._names, self._gradient_seen, strict=True) if not seen],
+                without_gradient=[
+                    name for name, seen in zip(self._names, self._gradient_seen, strict=True) if not seen
+                ],
+                not_in_optimizer=self._not_in_optimizer,
+                uncast_matrices=self._uncast_matrices,
             )
         )
+
+    @cached_property
+    def _not_in_optimizer(self) -> list[str]:
+        return [] if self.model is None else not_in_optimizer(self.model, self.optimizer)
+
+    @cached_property
+    def _uncast_matrices(self) -> list[str]:
+        return [] if self.model is None else uncast_matrices(self.model)
 
     def close(self) -> None:
         """Stop watching: remove the hooks and release everything."""
@@ -188,7 +213,8 @@ class PrecisionMonitor:
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
-        self._running = _Measurement(number, with_decay)
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        self._running = _Measurement(number, with_decay, rates)
         if isinstance(optimizer, LowPrecisionOptimizer):
             self._prepare_own(optimizer, self._running)
         else:
@@ -203,7 +229,8 @@ class PrecisionMonitor:
         if running is not None:
             for block in running.blocks:
                 sums = block.sums(self, running)
-                sum_over_shards(sums, block.sharding)
+                if self.across_ranks:
+                    sum_over_shards(sums, block.sharding)
                 running.results.append((block.rows, sums))
                 block.exact = block.weight = block.grad_seen = None
             self._finished = running
@@ -224,8 +251,8 @@ class PrecisionMonitor:
                 block = self._blocks.get(fused_group)
                 if block is None:
                     samples = ParameterSamples(fused_group.weights, self._size)
-                    in_16_bits = fused_group.spec.param_dtype in LOW_PRECISION_DTYPES
-                    updates = FusedGroupUpdates(fused_group, samples) if in_16_bits else None
+                    measured = fused_group.spec.param_dtype in self.dtypes
+                    updates = FusedGroupUpdates(fused_group, samples) if measured else None
                     block = _Block(rows, fused_group.weights, samples, fused_group.sharding, updates)
                 if block.updates is not None:
                     block.exact = block.updates.compute(optimizer, running.with_decay)
@@ -240,11 +267,11 @@ class PrecisionMonitor:
         """Compute the exact updates of any other optimizer."""
         group_of = [group for group in self.optimizer.param_groups for _ in group["params"]]
         with_grad = [row for row, param in enumerate(self._params) if param.grad is not None]
-        in_16_bits = [row for row in with_grad if self._params[row].dtype in LOW_PRECISION_DTYPES]
+        measured = [row for row in with_grad if self._params[row].dtype in self.dtypes]
         signatures: dict[int, Any] = dict.fromkeys(with_grad)
         if self.refusal is None:
             try:
-                for row in in_16_bits:
+                for row in measured:
                     param = self._params[row]
                     signatures[row] = param.grad.dtype, state_signature(self.optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
             except ReplayRefused as error:
@@ -252,8 +279,8 @@ class PrecisionMonitor:
         blocks: dict[Any, _Block] = {}
         for rows in self._alike(with_grad, list(map(id, group_of)), signatures):
             params = [self._params[row] for row in rows]
-            narrow = params[0].dtype in LOW_PRECISION_DTYPES
-            key = (tuple(rows), self.refusal is None and narrow)
+            is_measured = params[0].dtype in self.dtypes
+            key = (tuple(rows), self.refusal is None and is_measured)
             block = self._blocks.get(key)
             if block is None:
                 weights = list(map(local_shard, params))
@@ -266,7 +293,7 @@ class PrecisionMonitor:
                     block.exact = block.updates.compute(self.optimizer, running.with_decay)
                 except ReplayRefused as error:
                     self._refuse(str(error))
-            if narrow and block.exact is None:
+            if is_measured and block.exact is None:
                 block.weight = block.samples.gather(block.weights, "weight")
             block.look_for_gradients([local_shard(param.grad) for param in params], self._gradient_seen)  # type: ignore[arg-type]
         running.blocks += blocks.values()
@@ -303,7 +330,8 @@ class PrecisionMonitor:
         seen = (table[:, COLUMN["has_gradient"]] > 0).tolist()
         self._gradient_seen = [before or now for before, now in zip(self._gradient_seen, seen, strict=True)]
         self._measurements += 1
-        return StepPrecision(finished.number, table, self._names, self._kinds)
+        rate = max(map(float, finished.learning_rates), default=None)
+        return StepPrecision(finished.number, table, self._names, self._kinds, rate)
 
 
 class _Measurement:
@@ -312,13 +340,15 @@ class _Measurement:
     Attributes:
         number: of the step.
         with_decay: whether the weight decay is measured.
+        learning_rates: those of the parameter groups.
         blocks: what is measured together.
         results: the rows of each block with their sums, after the step.
         enabled: whether the step is taken, a bool scalar on its device; None is yes.
     """
 
-    def __init__(self, number: int, with_decay: bool) -> None:
+    def __init__(self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor]) -> None:
         self.number = number
+        self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
         self.with_decay = with_decay
         self.blocks: list[_Block] = []
         self.results: list[tuple[list[int], Tensor]] = []

@@ -191,7 +191,11 @@ def replay(
     param = nn.Parameter(weight.clone())
     param.grad = grad.clone()
     clone = object.__new__(type(optimizer))
-    own = {name: value.clone() if isinstance(value, Tensor) else copy.copy(value) for name, value in vars(optimizer).items() if _belongs_to_clone(name, value)}
+    own = {
+        name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
+        for name, value in vars(optimizer).items()
+        if _belongs_to_clone(name, value)
+    }
     values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
     shared = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
     try:

@@ -42,10 +42,19 @@ class StepPrecision:
         sums: FP64 of shape (tensors, sums) on the CPU, see `step_statistics.SUMS`.
         names: the tensors' names.
         kinds: their kinds, see `parameter_kinds`.
+        learning_rate: the largest learning rate of the step; None if the optimizer has none.
     """
 
-    def __init__(self, step: int, sums: Tensor, names: Sequence[str], kinds: Sequence[str]) -> None:
+    def __init__(
+        self,
+        step: int,
+        sums: Tensor,
+        names: Sequence[str],
+        kinds: Sequence[str],
+        learning_rate: float | None = None,
+    ) -> None:
         self.step = step
+        self.learning_rate = learning_rate
         self.sums = sums
         self.names = names
         self.kinds = kinds
@@ -65,6 +74,10 @@ class StepPrecision:
         """The numbers by name, for each tensor."""
         return dict(zip(self.names, precision_values(self.sums), strict=True))
 
+    def values_of(self, rows: Sequence[int]) -> dict[str, float]:
+        """The numbers by name, for some of the tensors together."""
+        return precision_values(self.sums[list(rows)].sum(0, keepdim=True))[0]
+
     def worst(self, name: str, count: int) -> list[tuple[str, float]]:
         """The tensors with the largest values of a number, such as `lost_updates`, largest first."""
         values = [(tensor, numbers[name]) for tensor, numbers in self.by_tensor.items() if name in numbers]
@@ -73,3 +86,17 @@ class StepPrecision:
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.3g}" for name, value in self.by_kind[ALL].items())
         return f"StepPrecision(step={self.step}, {numbers})"
+
+
+def sum_over_steps(measured: Sequence[StepPrecision]) -> StepPrecision:
+    """The precision of several steps of one run as a whole; its step and learning rate are the last one's.
+
+    Raises:
+        ValueError: no step was measured.
+    """
+    if not measured:
+        raise ValueError("no step was measured")
+    last = measured[-1]
+    return StepPrecision(
+        last.step, torch.stack([one.sums for one in measured]).sum(0), last.names, last.kinds, last.learning_rate
+    )

@@ -86,9 +86,7 @@ def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
     return grid * grid * (fraction * (1 - fraction))
 
 
-def second_moment_sums(
-    before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor
-) -> Tensor:
+def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
     """`slope_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
 
     Args:
