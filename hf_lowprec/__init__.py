@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
+    from hf_lowprec.monitor import PrecisionMonitor
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
@@ -35,6 +36,7 @@ _DEFINED_IN = {
     "fp32_state_dict": "optim.fp32_weights",
     "hidden_matrices": "optim.hidden_matrices",
     "LowPrecisionCallback": "integrations.transformers.callback",
+    "PrecisionMonitor": "monitor",
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "save_pretrained": "integrations.export.save_pretrained",
@@ -47,6 +49,7 @@ __all__ = [
     "AveragedModel",
     "CastReport",
     "LowPrecisionCallback",
+    "PrecisionMonitor",
     "cast_model",
     "export_checkpoint",
     "fp32_state_dict",

@@ -2,8 +2,9 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, metrics_file | itself; metrics_file also without torch |
-| L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
+| L0 | rounding, metrics_file | itself |
+| L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
+optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
 | L4 | cli, `__main__` | everything below; public transformers |
@@ -30,7 +31,7 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics"}
+BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics", "monitor"}
 MAY_IMPORT = {
     "rounding": {"rounding"},
     "metrics_file": {"metrics_file"},
@@ -38,6 +39,7 @@ MAY_IMPORT = {
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
     "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
+    "monitor": {"monitor", "diagnostics", "optim", "rounding"},
     "integrations": {"integrations", "metrics_file", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},

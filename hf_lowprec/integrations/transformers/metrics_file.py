@@ -21,25 +21,31 @@ from hf_lowprec.metrics_file import (
     read_metrics,
 )
 from hf_lowprec.metrics_file.writer import parts_until
+from hf_lowprec.monitor import Finding, StepPrecision
+from hf_lowprec.monitor.step_statistics import LOST_SHARES
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 _SUMMARY = "train_runtime"
 """A name in the log at the end of a run, which belongs to no step."""
+_TENSORS = 5
+"""The number of tensors that are named for each number in which they are worst."""
 
 logger = logging.getLogger(__name__)
 
 
 class PrecisionSource(Protocol):
-    """The callback that measures, and runs before those that write.
+    """The callback that measures; it runs before those that send and write its results.
 
     Attributes:
-        report_text: the precision report; empty before training begins.
-        measured: the precision of the step that is being logged; None if it was not measured.
+        report_text: the precision report.
+        precision: the precision of the step that is being logged; None if it was not measured.
+        new_findings: what was found at this log for the first time.
     """
 
     report_text: str
-    measured: MeasuredPrecision | None
+    precision: StepPrecision | None
+    new_findings: list[Finding]
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -90,7 +96,7 @@ class MetricsFileCallback(TrainerCallback):
         if self._writer is None or logs is None or _SUMMARY in logs:
             return
         try:
-            self._writer.append(StepRecord(state.global_step, dict(logs), self._source.measured))
+            self._writer.append(StepRecord(state.global_step, dict(logs), measured_precision(self._source)))
         except OSError as error:
             self._stop_writing(error)
 
@@ -130,6 +136,16 @@ def run_record(model: nn.Module, optimizer: str, optim: str, report: str) -> Run
             kinds[kind] = {"tensors": len(of_kind), "parameters": sum(dtypes.values()), "dtypes": dtypes}
     total = sum(parameter.numel() for parameter in parameters.values())
     return RunRecord(type(model).__name__, optimizer, optim, total, kinds, report)
+
+
+def measured_precision(source: PrecisionSource) -> MeasuredPrecision | None:
+    """What the file says of the step that is being logged."""
+    precision = source.precision
+    if precision is None:
+        return None
+    worst = {name: precision.worst(name, _TENSORS) for name in (*LOST_SHARES, "never_moved")}
+    findings = [finding.message for finding in source.new_findings]
+    return MeasuredPrecision(precision.by_kind, {name: found for name, found in worst.items() if found}, findings)
 
 
 def _earlier_parts(folder: Path, checkpoint: Path, step: int) -> list[RunPart]:

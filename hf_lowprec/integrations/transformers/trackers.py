@@ -18,7 +18,6 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from hf_lowprec.integrations.transformers.metrics_file import PrecisionSource
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
-from hf_lowprec.metrics_file import MeasuredPrecision
 
 REPORT = "precision_report"
 """What trackers call the precision report."""
@@ -40,9 +39,8 @@ def reporting_precision(handler: Any, source: PrecisionSource) -> Iterator[None]
         yield
 
 
-def tracker_values(measured: MeasuredPrecision | None) -> dict[str, float]:
+def tracker_values(by_kind: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The numbers by kind of parameters as trackers get them: `precision/<kind>/<name>` -> value."""
-    by_kind: Mapping[str, Mapping[str, float]] = {} if measured is None else measured.by_kind
     return {
         f"precision/{kind}/{name}": value
         for kind, values in by_kind.items()
@@ -82,10 +80,10 @@ class _Additions:
         self, original: Callable, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         """`on_log` of the tracker. An error that it also raises without our numbers is not ours to hide."""
-        values = {} if logs is None or self._failed else tracker_values(self._source.measured)
-        if values:
+        precision = self._source.precision
+        if logs is not None and precision is not None and not self._failed:
             try:
-                return original(args, state, control, logs={**(logs or {}), **values}, **kwargs)
+                return original(args, state, control, logs={**logs, **tracker_values(precision.by_kind)}, **kwargs)
             except Exception as error:
                 self._failed = True
                 logger.warning("hf_lowprec: %s gets no more precision by kind, it failed: %r", self._name, error)
