@@ -3,14 +3,15 @@
 import json
 import sqlite3
 import struct
+import time
 import zlib
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_FULL, _FIRST, _LAST = 1, 2, 4
 
 
 class Tracked(NamedTuple):
@@ -41,12 +42,9 @@ def tensorboard(folder: Path) -> Tracked:
 
 def wandb(folder: Path) -> Tracked:
     """The file of an offline run, by the messages that Weights & Biases defines; it has no reader in Python."""
-    from wandb.proto import wandb_internal_pb2
-
     (file,) = folder.rglob("*.wandb")
     values, texts, calls = defaultdict(list), {}, 0
-    for data in _leveldb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
+    for record in _wandb_records(file):
         if record.WhichOneof("record_type") == "history":
             calls += 1
             row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
@@ -58,10 +56,23 @@ def wandb(folder: Path) -> Tracked:
     return Tracked(dict(values), texts, calls)
 
 
+def _wandb_records(file: Path) -> list[Any]:
+    """The messages in a file. `wandb.finish` returns while another process may still write the last ones."""
+    from wandb.proto import wandb_internal_pb2
+
+    deadline = time.monotonic() + 60
+    while True:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in _leveldb_records(file.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < deadline, "the run has not ended"
+        time.sleep(0.05)
+
+
 def _leveldb_records(content: bytes) -> list[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB, records split where a block ends."""
-    records, position = [], 7  # after the file's own header
-    assert content[:4] == b":W&B"
+    """The complete records of a log in LevelDB's format: blocks of 32 KiB, records split where a block ends."""
+    records, position, unfinished = [], 7, b""  # after the file's own header
+    assert content[:4] in (b":W&B", b"")
     while position + _HEADER.size <= len(content):
         left = _BLOCK - position % _BLOCK
         if left < _HEADER.size:  # padding
@@ -69,13 +80,13 @@ def _leveldb_records(content: bytes) -> list[bytes]:
             continue
         checksum, length, kind = _HEADER.unpack_from(content, position)
         data = content[position + _HEADER.size : position + _HEADER.size + length]
+        if len(data) < length:
+            break
         position += _HEADER.size + length
         assert checksum == zlib.crc32(data, zlib.crc32(bytes([kind])))
-        if kind in (_FULL, _FIRST):
-            records.append(data)
-        else:
-            assert kind in (_MIDDLE, _LAST)
-            records[-1] += data
+        unfinished = data if kind in (_FULL, _FIRST) else unfinished + data
+        if kind in (_FULL, _LAST):
+            records.append(unfinished)
     return records
 
 
