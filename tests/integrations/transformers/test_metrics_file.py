@@ -145,6 +145,8 @@ def test_a_run_that_is_killed_while_it_writes_continues(tmp_path):
 
 def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
     (tmp_path / METRICS_NAME).mkdir()  # root may write anywhere, but not a file in place of a folder
+    (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "checkpoint-8" / METRICS_NAME).write_text("of an earlier run")
     with caplog.at_level(logging.WARNING, "hf_lowprec"):
         assert trained(tmp_path, **SAVING).state.global_step == 8
     assert len([record for record in caplog.records if "cannot be written" in record.getMessage()]) == 1
