@@ -54,20 +54,21 @@ class FusedGroupUpdates:
     """Computes exact updates of the parameters of a fused group.
 
     Args:
-        fused_group: 16-bit parameters.
+        optimizer: the optimizer that steps them.
+        fused_group: the parameters.
         samples: the samples of its entries.
     """
 
-    def __init__(self, fused_group: FusedGroup, samples: ParameterSamples) -> None:
+    def __init__(self, optimizer: LowPrecisionOptimizer, fused_group: FusedGroup, samples: ParameterSamples) -> None:
+        self.optimizer = optimizer
         self.fused_group = fused_group
         self.samples = samples
         self._index: tuple[Tensor, Tensor] | None = None
 
-    def compute(self, optimizer: LowPrecisionOptimizer, with_decay: bool) -> ExactUpdate:
-        """Compute the changes of the coming step, whose plan is being carried out.
+    def compute(self, with_decay: bool) -> ExactUpdate:
+        """Compute the changes of the coming step; its plan has gradients, scalars and per-tensor quantities.
 
         Args:
-            optimizer: the optimizer; its plan has gradients, scalars and per-tensor quantities.
             with_decay: whether to compute the part of the weight decay.
         """
         group, spec = self.fused_group, self.fused_group.spec
@@ -92,7 +93,7 @@ class FusedGroupUpdates:
             if name in state:
                 exact.second_moment = name, state[name].double(), new_state[name].double()
         if with_decay and any(entry.group.get("weight_decay") for entry in group.entries):
-            undecayed = self._columns(_scalars_without_decay(optimizer, group))
+            undecayed = self._columns(_scalars_without_decay(self.optimizer, group))
             without, _ = algorithm_update(spec, weight, grad, state, undecayed)
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
@@ -100,14 +101,14 @@ class FusedGroupUpdates:
             exact.stored_without_decay = stored_values(new_weight, rounded.get("compensation"))
         return exact
 
-    def stored_state(self, optimizer: LowPrecisionOptimizer, name: str) -> Tensor | None:
+    def stored_state(self, name: str) -> Tensor | None:
         """Gather a state as it is stored now; None if there is none of that name."""
         entries = self.fused_group.entries
         return self.samples.gather([e.states[name] for e in entries], name) if name in entries[0].states else None
 
-    def compensation(self, optimizer: LowPrecisionOptimizer) -> Tensor | None:
+    def compensation(self) -> Tensor | None:
         """Gather the compensation as it is stored now, if there is one."""
-        return self.stored_state(optimizer, "compensation")
+        return self.stored_state("compensation")
 
     def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""

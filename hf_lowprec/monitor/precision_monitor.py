@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from hf_lowprec.monitor.replayed_update import (
     COMPENSATIONS,
     ReplayedUpdates,
     ReplayRefused,
+    agreement,
     is_elementwise,
+    is_refuted,
     refusal,
     state_signature,
 )
@@ -69,6 +71,8 @@ class PrecisionMonitor:
         every: measure the first step and then every `every`-th; 0 measures only when `measure_next_step` was called.
         dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
+        raise_errors: whether an error in a measurement ends the step; else it is logged at level DEBUG, and nothing
+            more is measured.
 
     Raises:
         ValueError: `every` is negative.
@@ -82,6 +86,7 @@ class PrecisionMonitor:
         every: int = 0,
         dtypes: Collection[torch.dtype] = LOW_PRECISION_DTYPES,
         across_ranks: bool = True,
+        raise_errors: bool = True,
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} is negative; use 0 to measure only when measure_next_step() was called")
@@ -90,6 +95,8 @@ class PrecisionMonitor:
         self.every = every
         self.dtypes = dtypes
         self.across_ranks = across_ranks
+        self.raise_errors = raise_errors
+        self._failed = False
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
         self.refusal: str | None = None
@@ -98,19 +105,20 @@ class PrecisionMonitor:
             self.refusal = refusal(self.optimizer)
         self._number: int | None = None
         self._due = False
+        self._depth = 0
         self._last: StepPrecision | None = None
         self._running: _Measurement | None = None
         self._finished: _Measurement | None = None
         self._decay_measured_at: int | None = None
         self._watch_parameters()
         self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
+            self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
         ]
 
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
-        self._due, self._number = True, number
+        self._due, self._number, self._depth = True, number, 0
 
     @property
     def last(self) -> StepPrecision | None:
@@ -131,9 +139,7 @@ class PrecisionMonitor:
                 precision=precision,
                 dtypes=[param.dtype for param in self._params],
                 measurements=self._measurements,
-                without_gradient=[
-                    name for name, seen in zip(self._names, self._gradient_seen, strict=True) if not seen
-                ],
+                without_gradient=[self._names[row] for row, seen in enumerate(self._gradient_seen) if not seen],
                 not_in_optimizer=self._not_in_optimizer,
                 uncast_matrices=self._uncast_matrices,
             )
@@ -175,7 +181,7 @@ class PrecisionMonitor:
             self._first_weights |= zip(rows, matrix.unbind(), strict=True)
 
     def _alike(self, rows: Any, *keys: Any) -> list[list[int]]:
-        """Groups of `rows` whose parameters have the same dtype, device and sharding, and the same of each of `keys`."""
+        """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for row in rows:
             param = self._params[row]
@@ -198,8 +204,22 @@ class PrecisionMonitor:
 
     # The hooks.
 
+    def _run_hook(self, name: str, *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            getattr(self, name)(*arguments)
+        except Exception as error:
+            if self.raise_errors:
+                raise
+            logger.debug("hf_lowprec: nothing more is measured: %r", error)
+            self._failed, self._running, self._finished = True, None, None
+
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a subclass that calls its parent's `step`, which has the hooks as well
+            return
         self._running = None
         due = self._due or (self.every > 0 and (self.steps == 0 or (self.steps + 1) % self.every == 0))
         self._due = False
@@ -224,9 +244,14 @@ class PrecisionMonitor:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
         self.steps += 1
         running, self._running = self._running, None
         if running is not None:
+            if not self._measurements:  # once is enough
+                self._check_replay(running)
             for block in running.blocks:
                 sums = block.sums(self, running)
                 if self.across_ranks:
@@ -236,6 +261,20 @@ class PrecisionMonitor:
             self._finished = running
         if self.steps == 1:
             self._record_first_compensations()
+
+    def _check_replay(self, running: _Measurement) -> None:
+        """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
+        counts = torch.zeros(2, dtype=torch.float64)
+        replayed = [block for block in running.blocks if isinstance(block.updates, ReplayedUpdates) and block.exact]
+        for block in replayed:
+            part = block.agreement()
+            if self.across_ranks:
+                sum_over_shards(part, block.sharding)
+            counts += part.cpu()
+        if is_refuted(counts):
+            self._refuse("its updates of a sample are not those of the weights")
+            for block in replayed:
+                block.forget_update()
 
     def _prepare_own(self, optimizer: LowPrecisionOptimizer, running: _Measurement) -> None:
         """Compute the exact updates of an optimizer of this package."""
@@ -252,10 +291,10 @@ class PrecisionMonitor:
                 if block is None:
                     samples = ParameterSamples(fused_group.weights, self._size)
                     measured = fused_group.spec.param_dtype in self.dtypes
-                    updates = FusedGroupUpdates(fused_group, samples) if measured else None
+                    updates = FusedGroupUpdates(optimizer, fused_group, samples) if measured else None
                     block = _Block(rows, fused_group.weights, samples, fused_group.sharding, updates)
                 if block.updates is not None:
-                    block.exact = block.updates.compute(optimizer, running.with_decay)
+                    block.exact = block.updates.compute(running.with_decay)
                 block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradient_seen)
                 running.blocks.append(block)
                 if fused_group.enabled is not None:
@@ -285,12 +324,12 @@ class PrecisionMonitor:
             if block is None:
                 weights = list(map(local_shard, params))
                 samples = ParameterSamples(weights, self._size)
-                updates = ReplayedUpdates(params, group_of[rows[0]], samples) if key[1] else None
+                updates = ReplayedUpdates(self.optimizer, params, group_of[rows[0]], samples) if key[1] else None
                 block = _Block(rows, weights, samples, sharding_of(params[0]), updates)
             blocks[key] = block
             if block.updates is not None:
                 try:
-                    block.exact = block.updates.compute(self.optimizer, running.with_decay)
+                    block.exact = block.updates.compute(running.with_decay)
                 except ReplayRefused as error:
                     self._refuse(str(error))
             if is_measured and block.exact is None:
@@ -377,7 +416,7 @@ class _Block:
         weights: Sequence[Tensor],
         samples: ParameterSamples,
         sharding: Sharding | None,
-        updates: FusedGroupUpdates | ReplayedUpdates | Any,
+        updates: FusedGroupUpdates | ReplayedUpdates | None,
     ) -> None:
         self.rows = rows
         self.weights = list(weights)
@@ -400,13 +439,25 @@ class _Block:
                 nonzero[k] = present[k].any()
         self.grad_seen = nonzero.double()
 
+    def agreement(self) -> Tensor:
+        """How many updates can be compared with what the weights did, and how many agree."""
+        assert self.exact is not None and self.updates is not None
+        weight = self.samples.gather(self.weights, "weight")
+        stored = stored_values(weight, self.updates.compensation())
+        return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
+
+    def forget_update(self) -> None:
+        """Keep only the weights of the running measurement."""
+        assert self.exact is not None
+        self.weight, self.exact = self.exact.weight, None
+
     def sums(self, monitor: PrecisionMonitor, running: _Measurement) -> Tensor:
         """The sums of the step that was taken, FP64 of shape (parameters, len(SUMS))."""
-        samples, optimizer = self.samples, monitor.optimizer
+        samples = self.samples
         weights = samples.element_weights
         table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=weights.device)
         stored_weight = samples.gather(self.weights, "weight")
-        compensation = None if self.updates is None else self.updates.compensation(optimizer)
+        compensation = None if self.updates is None else self.updates.compensation()
         table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64)
         table[:, COLUMN["never_moved"]] = self._never_moved(monitor, stored_weight, compensation) * weights
         if self.grad_seen is not None:
@@ -443,7 +494,7 @@ class _Block:
         compensation: Tensor | None,
     ) -> None:
         """Compare what is stored with the exact update."""
-        samples, optimizer = self.samples, monitor.optimizer
+        samples = self.samples
         weights, size = samples.element_weights, len(SLOPE_SUMS)
 
         def valid(matrix: Tensor) -> Tensor:
@@ -465,12 +516,12 @@ class _Block:
             ulps = compensation.double() / ulp
             table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
             table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
-        if exact.second_moment is not None:
+        if exact.second_moment is not None and self.updates is not None:
             name, before, after = exact.second_moment
-            stored_moment = self.updates.stored_state(optimizer, name)
+            stored_moment = self.updates.stored_state(name)
             if stored_moment is not None and stored_moment.dtype in LOW_PRECISION_DTYPES:
-                ulp = spacing(before, stored_moment.dtype) if exact.random_states else None
-                put("second_moment", second_moment_sums(before, after, stored_moment.double(), ulp, weights))
+                moment_grid = spacing(before, stored_moment.dtype) if exact.random_states else None
+                put("second_moment", second_moment_sums(before, after, stored_moment.double(), moment_grid, weights))
         if exact.decay is not None and exact.stored_without_decay is not None:
             # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.
             arrived = valid(stored - exact.stored_without_decay)

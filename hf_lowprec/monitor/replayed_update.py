@@ -33,6 +33,10 @@ NOT_ELEMENTWISE = (
 """Parts of the names of classes whose update of an element depends on other elements, or that store codes."""
 
 
+_ENOUGH_TO_COMPARE = 32
+"""Elements whose updates are well above the spacing, from which on they tell whether a replay is right."""
+
+
 class ReplayRefused(Exception):
     """The optimizer's update cannot be computed on a sample; the message says why."""
 
@@ -60,22 +64,29 @@ class ReplayedUpdates:
     """Computes exact updates of parameters that share their group, dtype, device, state names and step count.
 
     Args:
+        optimizer: the optimizer that steps them.
         params: the parameters.
         group: their group.
         samples: their samples.
     """
 
-    def __init__(self, params: Sequence[Tensor], group: dict[str, Any], samples: ParameterSamples) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[Tensor],
+        group: dict[str, Any],
+        samples: ParameterSamples,
+    ) -> None:
+        self.optimizer = optimizer
         self.params = params
         self.group = group
         self.samples = samples
         self.weights = list(map(local_shard, params))
 
-    def compute(self, optimizer: torch.optim.Optimizer, with_decay: bool) -> ExactUpdate:
-        """Compute the changes of the coming step.
+    def compute(self, with_decay: bool) -> ExactUpdate:
+        """Compute the changes of the coming step; its gradients are final.
 
         Args:
-            optimizer: the optimizer, whose gradients are final.
             with_decay: whether to compute the part of the weight decay.
 
         Raises:
@@ -83,11 +94,11 @@ class ReplayedUpdates:
         """
         stored_weight = self.samples.gather(self.weights, "weight")
         grad = self.samples.gather([local_shard(param.grad) for param in self.params])  # type: ignore[arg-type]
-        state = self.gather_state(optimizer)
+        state = self.gather_state()
         wide = {name: value.double() if is_matrix(value) else value for name, value in state.items()}
         weight = stored_weight.double()
-        new_weight, new_state = replay(optimizer, self.group, weight, grad.double(), wide)
-        may_be_random = not is_of_torch(optimizer)
+        new_weight, new_state = replay(self.optimizer, self.group, weight, grad.double(), wide)
+        may_be_random = not is_of_torch(self.optimizer)
         exact = ExactUpdate(
             weight=stored_weight.float(),
             random_weights=may_be_random,
@@ -101,27 +112,27 @@ class ReplayedUpdates:
                 before = wide.get(name)
                 exact.second_moment = name, torch.zeros_like(weight) if before is None else before, new_state[name]
         if with_decay and self.group.get("weight_decay"):
-            undecayed, _ = replay(optimizer, self.group, weight, grad.double(), wide, weight_decay=0)
+            undecayed, _ = replay(self.optimizer, self.group, weight, grad.double(), wide, weight_decay=0)
             exact.decay = new_weight - undecayed
-            narrow, narrow_state = replay(optimizer, self.group, stored_weight, grad, state, weight_decay=0)
+            narrow, narrow_state = replay(self.optimizer, self.group, stored_weight, grad, state, weight_decay=0)
             exact.stored_without_decay = stored_values(narrow, compensation_of(narrow_state))
         return exact
 
-    def stored_state(self, optimizer: torch.optim.Optimizer, name: str) -> Tensor | None:
+    def stored_state(self, name: str) -> Tensor | None:
         """Gather a state as it is stored now; None if there is none of that name."""
-        states = [optimizer.state.get(param, {}) for param in self.params]
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
         if not all(is_elementwise(s.get(name), p) for s, p in zip(states, self.params, strict=True)):
             return None
         return self.samples.gather([local_shard(state[name]) for state in states], name)
 
-    def compensation(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    def compensation(self) -> Tensor | None:
         """Gather the compensation as it is stored now, if there is one."""
-        found = (self.stored_state(optimizer, name) for name in COMPENSATIONS)
+        found = (self.stored_state(name) for name in COMPENSATIONS)
         return next((matrix for matrix in found if matrix is not None), None)
 
-    def gather_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def gather_state(self) -> dict[str, Any]:
         """The states by name: matrices of samples, and values that all parameters share."""
-        states = [optimizer.state.get(param, {}) for param in self.params]
+        states = [self.optimizer.state.get(param, {}) for param in self.params]
         gathered: dict[str, Any] = {}
         for name, value in states[0].items():
             if is_elementwise(value, self.params[0]):
@@ -144,6 +155,31 @@ def is_elementwise(value: Any, param: Tensor) -> bool:
 def compensation_of(state: dict[str, Any]) -> Tensor | None:
     """The compensation among the states, if there is one."""
     return next((state[name] for name in COMPENSATIONS if is_matrix(state.get(name))), None)
+
+
+def agreement(update: Tensor, change: Tensor, ulp: Tensor) -> Tensor:
+    """How many updates, among those that rounding leaves recognizable, agree with what the weights did.
+
+    An update of 8 spacings keeps more than three quarters of its size whichever way it is rounded, even if the
+    optimizer computes in 16 bits. If an optimizer scales updates by something that a sample does not show, they differ.
+
+    Args:
+        update: the updates of a replay, FP64.
+        change: the changes of what is stored.
+        ulp: the spacing of the weights.
+
+    Returns:
+        FP64 of shape (2): how many can be compared, and how many of them agree.
+    """
+    comparable = torch.maximum(update.abs(), change.abs()) > 8 * ulp
+    agrees = (update - change).abs() <= 2 * ulp + update.abs() / 4
+    return torch.stack([comparable.sum(), (comparable & agrees).sum()]).double()
+
+
+def is_refuted(counts: Tensor) -> bool:
+    """Whether most updates of a replay disagree with what the weights did; `counts` are those of `agreement`."""
+    comparable, agree = counts.tolist()
+    return bool(comparable >= _ENOUGH_TO_COMPARE and agree < comparable / 2)
 
 
 def state_signature(state: dict[str, Any], param: Tensor) -> tuple[Any, ...]:
@@ -189,15 +225,13 @@ def replay(
         ReplayRefused: the step raises an error.
     """
     param = nn.Parameter(weight.clone())
+    if grad.dtype != weight.dtype:
+        param.grad_dtype = None  # any
     param.grad = grad.clone()
     clone = object.__new__(type(optimizer))
-    own = {
-        name: value.clone() if isinstance(value, Tensor) else copy.copy(value)
-        for name, value in vars(optimizer).items()
-        if _belongs_to_clone(name, value)
-    }
-    values = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-    shared = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+    own = {name: _copied(value) for name, value in vars(optimizer).items() if _belongs_to_clone(name, value)}
+    values = {name: _copied(value) for name, value in state.items()}
+    shared = {name: _copied(value) for name, value in group.items() if name != "params"}
     try:
         clone.__setstate__(
             {
@@ -212,6 +246,10 @@ def replay(
     except Exception as error:  # of any library's code
         raise ReplayRefused(f"its step cannot be repeated on a sample: {error!r}") from error
     return param.detach(), dict(clone.state[param])
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _belongs_to_clone(name: str, value: Any) -> bool:

@@ -6,9 +6,9 @@ regression of `Δ` on `u` without intercept. A lost share has two standard error
 
 - The one seen: that of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
 - The one that unbiased rounding would have: it rounds `u` to a neighbour at a distance of up to one spacing `s`, with
-  variance `s²·f·(1-f)` where `f` is the fractional part of `u/s`. If all updates are far below the spacing, a sample may
-  contain no weight that moves, and what is seen has no variance at all although rounding is random. Where rounding is
-  known not to be random, this error is left out.
+  variance `s²·f·(1-f)` where `f` is the fractional part of `u/s`. If all updates are far below the spacing, a sample
+  may contain no weight that moves, and what is seen has no variance at all although rounding is random. Where rounding
+  is known not to be random, this error is left out.
 
 Sums are FP64. A sampled element stands for `W` elements of its tensor, so that sums over the tensors of a model, and
 over the shards of a tensor, are estimates for the whole.

@@ -33,7 +33,8 @@ from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
-LOGGED_SHARES = ("lost_updates", "lost_second_moment", "lost_weight_decay")
+LOST_UPDATES = "lost_updates"
+LOGGED_SHARES = (LOST_UPDATES, "lost_second_moment", "lost_weight_decay")
 """What is logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"

@@ -15,7 +15,7 @@ _MEASURE_EVERY = 64
 
 
 def steps_16_bit_weights(optimizer: Any) -> bool:
-    """Whether `optimizer` can be watched, and has parameters in 16 bits. FP32 adapters, for example, are not rounded."""
+    """Whether `optimizer` can be watched, and has parameters in 16 bits."""
     return isinstance(optimizer, torch.optim.Optimizer) and any(
         param.dtype in LOW_PRECISION_DTYPES for group in optimizer.param_groups for param in group["params"]
     )

@@ -40,17 +40,21 @@ class StockRunMonitor(TrainerCallback):
         self._stop()
         self._logs, self._measured = 0, False
         if state.is_world_process_zero and steps_16_bit_weights(optimizer):
-            self._monitor = PrecisionMonitor(optimizer, model, across_ranks=False)
+            self._monitor = PrecisionMonitor(optimizer, model, across_ranks=False, raise_errors=False)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the coming step if it will be logged, and its log is among those that are measured."""
         step = state.global_step + 1
-        if self._monitor is not None and self._logs + 1 in _MEASURED_LOGS:
-            if will_be_logged(step, args, state, self._measured):
-                self._monitor.measure_next_step(step)
-                self._measured = True
+        due = self._logs + 1 in _MEASURED_LOGS and will_be_logged(step, args, state, self._measured)
+        if self._monitor is not None and due:
+            self._attempt(lambda: self._measure(step))
+
+    def _measure(self, step: int) -> None:
+        if self._monitor is not None:
+            self._monitor.measure_next_step(step)
+            self._measured = True
 
     def on_log(
         self,
