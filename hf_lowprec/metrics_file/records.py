@@ -25,7 +25,7 @@ class MeasuredPrecision:
     Attributes:
         by_kind: a kind of parameters (see `parameter_kinds`), or "all" -> name of a number -> its value.
         worst: name of a number -> the tensors in which it is worst, with their values; worst first.
-        findings: what is wrong, as sentences for users.
+        findings: what is wrong at this step, as sentences for users.
     """
 
     by_kind: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)

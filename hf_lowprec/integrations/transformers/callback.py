@@ -119,8 +119,8 @@ class LowPrecisionCallback(TrainerCallback):
         """The precision report, on rank 0, once training has begun."""
         self.precision: StepPrecision | None = None
         """The measurement of the step that is being logged; None if it was not measured."""
-        self.new_findings: list[Finding] = []
-        """What was found at this log for the first time."""
+        self.findings: list[Finding] = []
+        """What is wrong at this log."""
         self._monitor: PrecisionMonitor | None = None
         self._found: set[str] = set()
         self._measured = False
@@ -208,7 +208,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
         if self._monitor is not None:
             self._monitor.close()
-        self._monitor, self.precision, self.new_findings = None, None, []
+        self._monitor, self.precision, self.findings = None, None, []
         self._found.clear()
         self._measured = False
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
@@ -270,7 +270,7 @@ class LowPrecisionCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add the precision of the step and `skipped_steps` to the logs and the state's history; warn of findings."""
-        self.precision, self.new_findings = None, []
+        self.precision, self.findings = None, []
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
@@ -289,10 +289,11 @@ class LowPrecisionCallback(TrainerCallback):
     def _look_for_findings(self, state: TrainerState) -> None:
         """Warn of what was not found before."""
         assert self._monitor is not None
-        self.new_findings = [finding for finding in self._monitor.findings() if finding.code not in self._found]
-        self._found.update(finding.code for finding in self.new_findings)
+        self.findings = self._monitor.findings()
+        new = [finding for finding in self.findings if finding.code not in self._found]
+        self._found.update(finding.code for finding in new)
         if state.is_world_process_zero:
-            for finding in self.new_findings:
+            for finding in new:
                 logger.warning("hf_lowprec: %s", finding.message)
 
     def on_train_end(

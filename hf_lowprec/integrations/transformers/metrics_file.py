@@ -40,12 +40,12 @@ class PrecisionSource(Protocol):
     Attributes:
         report_text: the precision report.
         precision: the precision of the step that is being logged; None if it was not measured.
-        new_findings: what was found at this log for the first time.
+        findings: what is wrong at this log.
     """
 
     report_text: str
     precision: StepPrecision | None
-    new_findings: list[Finding]
+    findings: list[Finding]
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -144,7 +144,7 @@ def measured_precision(source: PrecisionSource) -> MeasuredPrecision | None:
     if precision is None:
         return None
     worst = {name: precision.worst(name, _TENSORS) for name in (*LOST_SHARES, "never_moved")}
-    findings = [finding.message for finding in source.new_findings]
+    findings = [finding.message for finding in source.findings]
     return MeasuredPrecision(precision.by_kind, {name: found for name, found in worst.items() if found}, findings)
 
 
