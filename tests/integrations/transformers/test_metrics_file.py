@@ -129,6 +129,9 @@ def test_a_checkpoint_without_the_file(tmp_path, same_folder, expected):
     first, second = tmp_path / "first", tmp_path / ("first" if same_folder else "second")
     trained(first, **SAVING)
     (first / "checkpoint-4" / METRICS_NAME).unlink()
+    if not same_folder:  # a file of another run
+        second.mkdir()
+        shutil.copyfile(first / METRICS_NAME, second / METRICS_NAME)
     trained(second, resume=str(first / "checkpoint-4"), **SAVING)
     assert steps(second) == expected
 
