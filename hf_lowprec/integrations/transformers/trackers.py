@@ -63,14 +63,14 @@ def _connect(
     if not state.is_world_process_zero:
         return control
     for tracker in handler.callbacks:
-        name = _name(tracker)
+        name = _tracker_name(tracker)
         if name is not None:
             _send_report(name, tracker, source.report_text)
-            wrapped.enter_context(temporarily_wrapped(tracker, "on_log", _Additions(name, source).log))
+            wrapped.enter_context(temporarily_wrapped(tracker, "on_log", _PrecisionInLogs(name, source).log))
     return control
 
 
-class _Additions:
+class _PrecisionInLogs:
     """Adds the numbers by kind to the logs that one tracker receives, until it fails with them."""
 
     def __init__(self, name: str, source: PrecisionSource) -> None:
@@ -90,7 +90,7 @@ class _Additions:
         return original(args, state, control, logs=logs, **kwargs)
 
 
-def _name(callback: TrainerCallback) -> str | None:
+def _tracker_name(callback: TrainerCallback) -> str | None:
     """The name by which `report_to` knows the tracker of a callback; None for other callbacks."""
     names = {cls: name for name, cls in INTEGRATION_TO_CALLBACK.items() if name not in _PROGRESS_DISPLAYS}
     return next((names[cls] for cls in type(callback).__mro__ if cls in names), None)

@@ -1,6 +1,8 @@
 """What arrives at the trackers that Trainer reports to, read from their files."""
 
 import logging
+import sys
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -121,6 +123,17 @@ def test_an_error_that_a_tracker_raises_without_us_is_raised(tmp_path):
 
 def test_every_report_goes_to_a_tracker_that_transformers_knows():
     assert {*trackers._REPORTS, *trackers._PROGRESS_DISPLAYS} <= {*INTEGRATION_TO_CALLBACK}
+
+
+@pytest.mark.parametrize("name", sorted({*trackers._REPORTS} - {"tensorboard", "wandb", "trackio"}))
+def test_a_report_for_a_tracker_that_is_not_installed(monkeypatch, name):
+    """Only that the text is passed on; what these libraries do with it is theirs."""
+    libraries = {library: MagicMock() for library in ("mlflow", "comet_ml", "clearml", "swanlab")}
+    for library, stand_in in libraries.items():
+        monkeypatch.setitem(sys.modules, library, stand_in)
+    callback = MagicMock()
+    trackers._REPORTS[name](callback, "the report")
+    assert sum(str(one.mock_calls).count("'the report'") for one in (callback, *libraries.values())) == 1
 
 
 def test_other_callbacks_see_the_plain_log(tmp_path):
