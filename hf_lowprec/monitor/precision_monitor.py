@@ -168,7 +168,7 @@ class PrecisionMonitor:
         self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._row = {param: row for row, param in enumerate(self._params)}
         self._names, self._kinds = _names_and_kinds(self.optimizer, self.model)
-        self._size = row_size(len(self._params))
+        self._size = row_size(len(self._params), sum(param.numel() for param in self._params))
         self._measurements = 0
         self._gradient_seen = [False] * len(self._params)
         self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
