@@ -18,15 +18,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-BUDGET = 1 << 16
-"""Elements in all samples together, unless a model has more than `BUDGET / SMALLEST` tensors."""
+SAMPLED_SHARE = 1 / 128
+"""The share of all elements that is sampled, so that a measurement is a small part of a step of any model.
+
+Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step;
+`benchmarks/monitor_cost.py` measures it."""
+FEWEST, MOST = 1 << 13, 1 << 16
+"""Bounds of the number of elements in all samples together."""
 SMALLEST, LARGEST = 64, 4096
-"""Elements of a row."""
+"""Bounds of the elements of a row, which have priority."""
 
 
-def row_size(tensors: int) -> int:
-    """The number of elements of each row, for that many tensors."""
-    return min(max(BUDGET // max(tensors, 1), SMALLEST), LARGEST)
+def row_size(tensors: int, elements: int) -> int:
+    """The number of elements of each row, for so many tensors with so many elements in total."""
+    budget = min(max(int(elements * SAMPLED_SHARE), FEWEST), MOST)
+    return min(max(budget // max(tensors, 1), SMALLEST), LARGEST)
 
 
 class ParameterSamples:

@@ -168,7 +168,7 @@ class PrecisionMonitor:
         self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
         self._row = {param: row for row, param in enumerate(self._params)}
         self._names, self._kinds = _names_and_kinds(self.optimizer, self.model)
-        self._size = row_size(len(self._params))
+        self._size = row_size(len(self._params), sum(param.numel() for param in self._params))
         self._measurements = 0
         self._gradient_seen = [False] * len(self._params)
         self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
@@ -259,7 +259,7 @@ class PrecisionMonitor:
                 running.results.append((block.rows, sums))
                 block.exact = block.weight = block.grad_seen = None
             self._finished = running
-        if self.steps == 1:
+        if self.steps == 1 and not _is_capturing():
             self._record_first_compensations()
 
     def _check_replay(self, running: _Measurement) -> None:
@@ -366,6 +366,9 @@ class PrecisionMonitor:
             forget = torch.tensor([REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2], dtype=torch.float64)
             self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
         table[:, _DECAY] = self._decay
+        table[:, COLUMN["has_gradient"]] = table[:, COLUMN["has_gradient"]].clamp(
+            max=1
+        )  # the number of shards with one
         seen = (table[:, COLUMN["has_gradient"]] > 0).tolist()
         self._gradient_seen = [before or now for before, now in zip(self._gradient_seen, seen, strict=True)]
         self._measurements += 1

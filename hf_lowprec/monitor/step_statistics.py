@@ -37,7 +37,7 @@ SUMS = (
 """The columns of a table of sums, which has one row for each tensor.
 
 - elements: the number of elements; never_moved: of those that are as they were when training began;
-- has_gradient: above 0 if one sampled element of the gradient, or of the whole gradient, is not zero;
+- has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
 - stepped: elements whose step was measured; changed: of those whose stored weight changed;
 - weight_square: of the weights with a measured update;
 - update, second_moment, weight_decay: see `slope_sums`;

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.monitor.parameter_samples import BUDGET, LARGEST, SMALLEST, ParameterSamples, row_size
+from hf_lowprec.monitor.parameter_samples import FEWEST, LARGEST, MOST, SMALLEST, ParameterSamples, row_size
 
 SHAPES = [(1000, 64), (7,), (64,), (3, 5, 40), (1,), (0, 4), ()]
 
@@ -60,6 +60,8 @@ def test_tensors_that_are_not_contiguous_are_read_in_their_own_order():
 
 
 def test_the_budget_is_shared_by_all_tensors():
-    assert row_size(1) == LARGEST
-    assert row_size(300) * 300 <= BUDGET
-    assert row_size(10**6) == SMALLEST
+    assert row_size(1, 10**9) == LARGEST
+    assert row_size(300, 10**9) == MOST // 300
+    assert row_size(20, 10**4) == FEWEST // 20
+    assert row_size(20, 128 * 20_000) == 1000
+    assert row_size(10**6, 10**9) == SMALLEST

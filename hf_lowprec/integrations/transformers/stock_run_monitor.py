@@ -10,6 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_weights, will_be_logged
 from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 _MEASURED_LOGS = (1, 2, 4, 8, 16, 32, 64)
@@ -39,7 +41,11 @@ class StockRunMonitor(TrainerCallback):
     def _watch(self, state: TrainerState, optimizer: Any, model: Any) -> None:
         self._stop()
         self._logs, self._measured = 0, False
-        if state.is_world_process_zero and steps_16_bit_weights(optimizer):
+        if not state.is_world_process_zero or not steps_16_bit_weights(optimizer):
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        # The steps of our optimizers wait for other ranks, which measure nothing.
+        if not (isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, params))):
             self._monitor = PrecisionMonitor(optimizer, model, across_ranks=False, raise_errors=False)
 
     def on_pre_optimizer_step(
