@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
+    from hf_lowprec.monitor import PrecisionMonitor
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
@@ -36,6 +37,7 @@ _DEFINED_IN = {
     "fp32_state_dict": "optim.fp32_weights",
     "hidden_matrices": "optim.hidden_matrices",
     "LowPrecisionCallback": "integrations.transformers.callback",
+    "PrecisionMonitor": "monitor",
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "save_pretrained": "integrations.export.save_pretrained",
@@ -54,6 +56,7 @@ __all__ = [
     "Lion",
     "LowPrecisionCallback",
     "Muon",
+    "PrecisionMonitor",
     "RAdam",
     "StableAdamW",
     "cast_model",

@@ -179,7 +179,7 @@ class LowPrecisionOptimizer(Algorithm):
         """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
         after a change of the rounding mode converts weights and states, see `mode_change.py`.
 
-        Called by `step`, and by code that computes a step without applying it (`lost_updates`). Use it in a `with`
+        Called by `step`, and by code that computes a step without applying it (`monitor/`). Use it in a `with`
         statement, which releases the gradients.
 
         Raises:
