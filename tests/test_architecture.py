@@ -2,10 +2,12 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding | itself |
-| L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
+| L0 | rounding, metrics_file | itself |
+| L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
+optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
+| L3 | plotting | itself, diagnostics and user_inputs |
 | L4 | cli, `__main__` | everything below; public transformers |
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
@@ -30,21 +32,24 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics"}
+BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics", "monitor"}
 MAY_IMPORT = {
     "rounding": {"rounding"},
+    "metrics_file": {"metrics_file"},
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
     "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
-    "integrations": {"integrations", *BELOW_INTEGRATIONS},
+    "monitor": {"monitor", "diagnostics", "optim", "rounding"},
+    "integrations": {"integrations", "metrics_file", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
-    "cli": {"cli", "demo", "doctor", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "plotting": {"plotting", "diagnostics", "user_inputs"},
+    "cli": {"cli", "demo", "doctor", "plotting", "user_inputs", "metrics_file", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-PROGRAMS = {"user_inputs", "demo", "doctor", "cli", "__main__"}
+PROGRAMS = {"user_inputs", "demo", "doctor", "plotting", "cli", "__main__"}
 """The units behind the command line, which use this package and transformers by their public names."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
@@ -250,6 +255,7 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
         ("demo.training", "from hf_lowprec.cli import main"),
         ("demo.training", "from hf_lowprec.doctor import checks"),
         ("doctor.checks", "import transformers._internal"),
+        ("plotting.runs", "from hf_lowprec.optim import AdamW"),
         ("user_inputs.empty_model", "from hf_lowprec.integrations import averaging"),
         ("cli.run", "from transformers.trainer import _private"),
         ("cli.run", "import transformers._internal"),

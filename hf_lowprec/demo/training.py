@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +21,19 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_lowprec.demo.lost_updates import LostUpdates
 from hf_lowprec.demo.text import Blocks
 from hf_lowprec.demo.variants import Variant
 from hf_lowprec.diagnostics.memory_estimate import memory_use
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
+from hf_lowprec.monitor import PrecisionMonitor, StepPrecision
+from hf_lowprec.monitor.step_precision import ALL, sum_over_steps
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 EVALUATIONS = 10
 """Evaluations in a run, in addition to the one before the first step."""
+
+_DTYPES = (torch.bfloat16, torch.float32)
+"""FP32 weights are measured, too: one of the variants has no others."""
 
 SAMPLED_STEPS = 25
 """Steps at which lost updates are measured."""
@@ -65,7 +70,7 @@ class Run:
         validation: (step, mean loss in nats per token) on the validation blocks; step 0 is before training.
         training: (step, mean loss in nats per token since the previous entry).
         bytes_per_parameter: of `weights`, `gradients` and optimizer `state`, counted on the tensors after a step.
-        lost_updates: share of the weight changes that was lost in rounding, see `lost_updates.LostUpdates`.
+        lost_updates: share of the weight changes that was lost in rounding in the sampled steps, see `StepPrecision`.
         seconds: time in forward, backward and optimizer steps, without evaluation.
     """
 
@@ -124,7 +129,7 @@ def train_variant(
         validation=recorder.validation,
         training=[(entry["step"], entry["loss"]) for entry in history if "loss" in entry],
         bytes_per_parameter=recorder.bytes_per_parameter,
-        lost_updates=recorder.lost.share,
+        lost_updates=recorder.lost_updates,
         seconds=recorder.seconds,
     )
 
@@ -170,7 +175,8 @@ class _Recorder(TrainerCallback):
     """Requests evaluations, counts bytes while gradients and state exist, and measures lost updates and time."""
 
     def __init__(self, steps: int, on_step: Callable[[], None]) -> None:
-        self.lost = LostUpdates()
+        self._monitor: PrecisionMonitor | None = None
+        self._measured: list[StepPrecision] = []
         self.validation: list[tuple[int, float]] = []
         self.bytes_per_parameter: dict[str, float] = {}
         self.seconds = 0.0
@@ -178,6 +184,12 @@ class _Recorder(TrainerCallback):
         self._evaluate_at = {round(steps * k / EVALUATIONS) for k in range(1, EVALUATIONS + 1)}
         self._sample_every = max(1, steps // SAMPLED_STEPS)
         self._started = 0.0
+
+    @property
+    def lost_updates(self) -> float:
+        """The share of the weight changes of all sampled steps that was lost; NaN if there was none."""
+        measured = [precision for precision in self._measured if "lost_updates" in precision.by_kind[ALL]]
+        return sum_over_steps(measured).by_kind[ALL]["lost_updates"] if measured else math.nan
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -188,13 +200,16 @@ class _Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step % self._sample_every == 0:
-            self.lost.before_step(unwrap_optimizer(kwargs["optimizer"]))
+            if self._monitor is None:
+                self._monitor = PrecisionMonitor(kwargs["optimizer"], kwargs["model"], dtypes=_DTYPES)
+            self._monitor.measure_next_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        self.lost.after_step(optimizer)
+        if self._monitor is not None and self._monitor.last is not None and self._monitor.last not in self._measured:
+            self._measured.append(self._monitor.last)
         if not self.bytes_per_parameter:
             self.bytes_per_parameter = memory_use(kwargs["model"], optimizer).per_parameter()
 

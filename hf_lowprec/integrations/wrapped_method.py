@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -11,6 +12,20 @@ from typing import Any
 def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
     """Replace the method `name` of this one instance by `wrapper(original, *args, **kwargs)`."""
     setattr(instance, name, WrappedMethod(instance, name, wrapper))
+
+
+@contextlib.contextmanager
+def temporarily_wrapped(instance: object, name: str, wrapper: Callable) -> Iterator[None]:
+    """Replace the method `name` of this one instance inside, as `wrap_method` does."""
+    wrapped_before = vars(instance).get(name)
+    wrap_method(instance, name, wrapper)
+    try:
+        yield
+    finally:
+        if wrapped_before is None:
+            vars(instance).pop(name, None)
+        else:
+            setattr(instance, name, wrapped_before)
 
 
 class WrappedMethod:

@@ -3,17 +3,21 @@
 import functools
 import json
 import shutil
+import tempfile
 
 import pytest
 
+from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
 from tests.support.processes.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def trained(ranks: int, kind: str, *words: str, folder: str = "unused", **options) -> dict[str, str]:
+def trained(ranks: int, kind: str, *words: str, folder: str | None = None, **options) -> dict[str, str]:
     fixed = "--max_steps 6 --learning_rate 1e-2 --per_device_train_batch_size 2"
-    printed = run_ranks("trainer_ranks.py", ranks, kind, "--output_dir", folder, *fixed.split(), *words, **options)
+    with tempfile.TemporaryDirectory() as unused:
+        out = folder or unused
+        printed = run_ranks("trainer_ranks.py", ranks, kind, "--output_dir", out, *fixed.split(), *words, **options)
     return {"report": printed} | dict(line.split("=", 1) for line in printed.splitlines() if line.startswith("digest="))
 
 
@@ -77,7 +81,7 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tm
     sharded = json.dumps({"version": 2, "state_dict_type": "SHARDED_STATE_DICT"})
     words = ["--optim", "adamw_bf16_sr", "--save_strategy", "steps", "--save_steps", "3", "--fsdp_config", sharded]
     trained(2, "fsdp2", *words, folder=str(tmp_path), KILLED_IN_SHARD="4", fails=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6", METRICS_NAME}
     resumed = trained(2, "fsdp2", *words, "--resume_from_checkpoint", "True", folder=str(tmp_path))
     assert resumed["digest"] == trained(2, "fsdp2", *words, folder=str(tmp_path / "whole"))["digest"]
 
@@ -89,3 +93,6 @@ def test_resume_is_bit_exact(tmp_path, kind):
     shutil.rmtree(tmp_path / "checkpoint-6")
     resumed = trained(2, kind, *words, "--resume_from_checkpoint", str(tmp_path / "checkpoint-3"), folder=str(tmp_path))
     assert resumed["digest"] == whole["digest"]
+    parts = read_metrics(tmp_path).parts  # written by rank 0 alone
+    assert [[record.step for record in part.steps] for part in parts] == [[1, 2, 3], [4, 5, 6]]
+    assert all(record.measured for part in parts for record in part.steps)

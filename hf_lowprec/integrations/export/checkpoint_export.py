@@ -23,6 +23,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensor
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
+    ExportDtype,
     PendingTensor,
     parse_dtype,
     saved_dtype,
@@ -40,13 +41,14 @@ from hf_lowprec.integrations.export.weight_layout import WeightLayout
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
+from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
 
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"
     r"|optimizer_\d+$|pytorch_model|model.*\.safetensors|adapter_model\.|global_step|latest$|zero_to_fp32"
     rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|checkpoint-is-incomplete|{re.escape(MANIFEST_NAME)}"
-    rf"|{re.escape(PARAMETERS_NAME)}$|config\.json$|\.metadata$"
+    rf"|{re.escape(PARAMETERS_NAME)}$|{re.escape(METRICS_NAME)}$|config\.json$|\.metadata$"
 )
 """Files and folders of a checkpoint that an exported folder does not get, or that are written anew."""
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -81,7 +83,7 @@ def export_checkpoint(
     checkpoint: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],
     *,
-    dtype: str | torch.dtype = "float32",
+    dtype: ExportDtype | torch.dtype = "float32",
     model_folder: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> ExportReport:

@@ -10,34 +10,36 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.precision_report import precision_report
-from hf_lowprec.integrations.accelerate.accelerator import is_evaluation, note_autocast_is_off, prepare_accelerator
+from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
+from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_weights, will_be_logged
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
+from hf_lowprec.monitor import Finding, PrecisionMonitor, StepPrecision
+from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.initial_compensation import reset_compensations
-from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
+LOGGED_SHARES = (LOST_UPDATES, "lost_second_moment", "lost_weight_decay")
+"""What is logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
+NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
 """From this many micro-batches, rounding at each one loses percents of the gradient (`benchmarks/micro_batches.py`)."""
-_MEASURE_EVERY = 64
-"""Steps between measurements if it is not known in advance which step will be logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +52,17 @@ class LowPrecisionCallback(TrainerCallback):
     in Trainer's constructor, before it is moved to the device.
 
     If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
-    was lost in rounding, from 0 (none) to 1 (all). With `skip_nonfinite`, it also gets `skipped_steps`, the number of
-    steps skipped so far.
+    was lost in rounding, from 0 (none) to 1 (all). Where they apply, it also gets `lost_second_moment` and
+    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
+    `norms_never_moved`, the share of norm weights that have not changed since training began. If one of them, or
+    anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the log
+    gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
         report: print the precision report when training begins.
-        log_lost_updates: measure and log `lost_updates`.
+        log_lost_updates: measure the precision of logged steps, log it, and warn.
         grad_accumulation: how the gradients of micro-batches are accumulated, as for `prepare_accelerator`.
         check_replicas_every: compare the weights and states of replicas every this many steps; 0 disables the check.
 
@@ -75,7 +80,7 @@ class LowPrecisionCallback(TrainerCallback):
         keep_fp32: Sequence[str | type[nn.Module]] = (),
         report: bool = True,
         log_lost_updates: bool = True,
-        grad_accumulation: str = "nearest",
+        grad_accumulation: GradAccumulation = "nearest",
         check_replicas_every: int = 0,
     ) -> None:
         self.dtype = dtype
@@ -110,7 +115,15 @@ class LowPrecisionCallback(TrainerCallback):
         self.keep_low_bits = keep_low_bits
         self.rounding_schedule = options.rounding_schedule
         self._trained: nn.Module | None = None
-        self._lost_updates: float | None = None
+        self.report_text = ""
+        """The precision report, on rank 0, once training has begun."""
+        self.precision: StepPrecision | None = None
+        """The measurement of the step that is being logged; None if it was not measured."""
+        self.findings: list[Finding] = []
+        """What is wrong at this log."""
+        self._monitor: PrecisionMonitor | None = None
+        self._found: set[str] = set()
+        self._measured = False
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -136,8 +149,10 @@ class LowPrecisionCallback(TrainerCallback):
             autocast_off: whether the user requested mixed precision, which the Trainer has disabled.
         """
         self.reduction = prepare_accelerator(accelerator, self._accumulation)
-        if autocast_off:
-            note_autocast_is_off(self.reduction)
+        if autocast_off and self.report:
+            self.reduction.notes.append(AUTOCAST_OFF)
+        elif autocast_off:
+            logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
         wrap_method(accelerator, "prepare_model", self._prepare_model)
 
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +191,8 @@ class LowPrecisionCallback(TrainerCallback):
             )
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
-        self._lost_updates = None
-        if self.report and state.is_world_process_zero:
+        self._watch(optimizer, kwargs["model"])
+        if state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
             lines += quantization_notes(kwargs["model"])
             if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
@@ -187,7 +202,19 @@ class LowPrecisionCallback(TrainerCallback):
                 )
             if self.rounding_schedule is not None:
                 lines.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
-            print(precision_report(kwargs["model"], optimizer, self.cast_report, lines))
+            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
+            if self.report:
+                print(self.report_text)
+
+    def _watch(self, optimizer: Any, model: nn.Module) -> None:
+        """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
+        if self._monitor is not None:
+            self._monitor.close()
+        self._monitor, self.precision, self.findings = None, None, []
+        self._found.clear()
+        self._measured = False
+        if self.log_lost_updates and steps_16_bit_weights(optimizer):
+            self._monitor = PrecisionMonitor(optimizer, model)
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
         """Warn about convolutions that this device computes wrongly in 16 bits. Errors here do not stop training."""
@@ -223,18 +250,11 @@ class LowPrecisionCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure how much of the coming step will be lost in rounding, if that step will be logged."""
-        optimizer = unwrap_optimizer(kwargs["optimizer"])
-        if not self.log_lost_updates or not isinstance(optimizer, LowPrecisionOptimizer):
-            return
+        """Measure the coming step if it will be logged."""
         step = state.global_step + 1
-        if args.logging_strategy == IntervalStrategy.STEPS:
-            due = step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
-        else:
-            due = step % _MEASURE_EVERY == 0 or self._lost_updates is None
-        in_16_bits = any(p.dtype != torch.float32 for group in optimizer.param_groups for p in group["params"])
-        if due and in_16_bits:  # FP32 adapters are not rounded
-            self._lost_updates = lost_updates(optimizer)
+        if self._monitor is not None and will_be_logged(step, args, state, self._measured):
+            self._monitor.measure_next_step(step)
+            self._measured = True
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -251,18 +271,32 @@ class LowPrecisionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add `lost_updates` and `skipped_steps` to the logs and to the state's history."""
+        """Add the precision of the step and `skipped_steps` to the logs and the state's history; warn of findings."""
+        self.precision, self.findings = None, []
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        if self._lost_updates is not None:
-            additions[LOST_UPDATES] = self._lost_updates
-            self._lost_updates = None
+        if self._monitor is not None and self._measured:
+            self._measured = False
+            self.precision = self._monitor.last
+            self._look_for_findings(state)
+        if self.precision is not None:
+            additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.skip_nonfinite:
             additions[SKIPPED_STEPS] = optimizer.skipped_steps
         logs |= additions
         state.log_history[-1] |= additions
+
+    def _look_for_findings(self, state: TrainerState) -> None:
+        """Warn of what was not found before."""
+        assert self._monitor is not None
+        self.findings = self._monitor.findings()
+        new = [finding for finding in self.findings if finding.code not in self._found]
+        self._found.update(finding.code for finding in new)
+        if state.is_world_process_zero:
+            for finding in new:
+                logger.warning("hf_lowprec: %s", finding.message)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -271,6 +305,8 @@ class LowPrecisionCallback(TrainerCallback):
 
         PEFT loads adapters in FP32, and the compensations belong to the last weights.
         """
+        if self._monitor is not None:
+            self._monitor.close()
         if not args.load_best_model_at_end:
             return
         if not any(
@@ -280,6 +316,13 @@ class LowPrecisionCallback(TrainerCallback):
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             reset_compensations(optimizer)
+
+
+def logged_numbers(precision: StepPrecision) -> dict[str, float]:
+    """The numbers that are added to Trainer's logs."""
+    whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
+    numbers = {name: whole[name] for name in LOGGED_SHARES if name in whole}
+    return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if "never_moved" in norms else {})
 
 
 def _first(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
+from hf_lowprec.integrations.transformers.stock_run_monitor import add_stock_run_monitor
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
 from hf_lowprec.integrations.wrapped_method import wrap_method
@@ -42,7 +43,9 @@ def build(call: TrainerCall) -> None:
     callbacks = list(arguments.get("callbacks") or [])
     callback = _low_precision_callback(callbacks, named)
     if callback is None:
-        return call.proceed()
+        call.proceed()
+        add_stock_run_monitor(trainer)
+        return
 
     optim_args = OptimArgs()
     if args is not None and named:
@@ -76,6 +79,7 @@ def build(call: TrainerCall) -> None:
     # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))
+    order.insert(1, call.attachment.metrics)
 
 
 def create_accelerator(call: TrainerCall) -> None:

@@ -68,7 +68,7 @@ def algorithm_update(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The algorithm's change of the weight and its new states, in FP32, before any rounding.
 
-    `fused_step` rounds them; `lost_updates` compares them with what was stored.
+    `fused_step` rounds them; `monitor/` compares them with what was stored.
     """
     return evaluate(spec.update, spec, weight, grad, state, scalars)
 

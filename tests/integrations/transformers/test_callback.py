@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
-from tests.support.training.tiny_trainer import arguments, assert_pure_bf16, counting_data, llama, trained
+from tests.support.training.tiny_trainer import (
+    PRECISION_LOGS,
+    arguments,
+    assert_pure_bf16,
+    counting_data,
+    llama,
+    trained,
+)
 
 
 def test_the_callback_alone_trains_bf16_with_any_optimizer(tmp_path, capsys):
@@ -48,6 +55,49 @@ def test_one_report_and_the_lost_updates_in_the_log(tmp_path, capsys):
     # |w| is about 0.02 (initializer_range), where half an ulp is 2^-14 ≈ 6e-5 and the update is at most 1e-6: only
     # the weights below 1e-6 · 2^8 = 2.6e-4, one in a hundred, can take it.
     assert all(0.97 < share <= 1 for share in lost)
+
+
+def test_what_of_a_step_is_logged(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", weight_decay=0.1)
+    for entry in (entry for entry in trainer.state.log_history if "loss" in entry):
+        assert entry.keys() >= PRECISION_LOGS
+        assert entry["norms_never_moved"] == 0
+        assert abs(entry["lost_updates"]) < 0.01
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, hf_lowprec.LowPrecisionCallback)]
+    assert callback.precision is None  # the last log is that of the end of training, which is no step's
+
+
+def test_the_measurement_of_a_log_is_there_for_other_callbacks(tmp_path):
+    seen = []
+
+    class Reader(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            precision = callback.precision
+            seen.append(None if precision is None else (precision.step, precision.by_kind["norms"]["never_moved"]))
+
+    callback = hf_lowprec.LowPrecisionCallback(report=False)
+    trained(tmp_path, optim="adamw_bf16_kahan", callbacks=[Reader(), callback])
+    assert seen == [(4, 0), (8, 0), (12, 0), None]
+
+
+def test_nearest_rounding_is_warned_of_once(tmp_path, caplog):
+    trained(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=nearest", learning_rate=1e-6)
+    (message,) = [record.getMessage() for record in caplog.records if "were lost in rounding" in record.getMessage()]
+    assert "Use rounding='kahan'" in message
+
+
+def test_a_schedule_that_enters_nearest_rounding_is_warned_of_then(tmp_path, caplog):
+    callback = hf_lowprec.LowPrecisionCallback(report=False)
+    settings = {"optim": "adamw_bf16_kahan", "learning_rate": 1e-6, "logging_steps": 1, "max_steps": 6}
+    trained(tmp_path, optim_args="rounding=kahan:0.5|nearest", callbacks=[callback], **settings)
+    (message,) = [record.getMessage() for record in caplog.records if "were lost in rounding" in record.getMessage()]
+    assert "step 4" in message
+
+
+def test_healthy_training_is_not_warned_of(tmp_path, caplog):
+    for name in ("adamw_bf16_kahan", "adamw_bf16_sr", "sgd_bf16_kahan", "muon_bf16_kahan"):
+        trained(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.1)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("hf_lowprec")] == []
 
 
 def test_many_micro_batches_in_16_bits_are_pointed_out(tmp_path, capsys):

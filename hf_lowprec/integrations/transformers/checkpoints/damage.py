@@ -16,8 +16,9 @@ from safetensors import safe_open
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.integrations.transformers.checkpoints.manifest import Manifest, read_json
+from hf_lowprec.metrics_file import METRICS_NAME
 
-_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME)
+_NEVER_LOADED = ("training_args.bin", "generation_config.json", "README.md", PARAMETERS_NAME, METRICS_NAME)
 """Files that no Trainer needs to resume. (Sentence-transformers' needs `config.json` and the tokenizer files.)"""
 _OPTIMIZER = ("optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*")
 _SHARDS = ("optimizer_[0-9]*", "pytorch_model_fsdp_[0-9]*")

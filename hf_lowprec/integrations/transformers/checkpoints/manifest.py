@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
+from hf_lowprec.metrics_file import METRICS_NAME
 
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 1
@@ -33,8 +34,9 @@ _LOADED_IF_PRESENT = (
     TRAINER_STATE_NAME,
     "optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
+    METRICS_NAME,
 )  # fmt: skip
-"""Files and folders that Trainer loads if they exist, even those of an earlier checkpoint in the same folder."""
+"""Files and folders that are loaded if they exist, even those of an earlier checkpoint in the same folder."""
 
 
 class FileRecord(NamedTuple):

@@ -17,6 +17,7 @@ from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, manifest_of, resolve
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
+from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(call: TrainerCall) -> Any:
-    """`Trainer.train`: choose a good checkpoint to resume from, and begin the run's manifests.
+    """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
 
     Raises:
         ValueError: see `resume_from_checkpoint.resolve`.
@@ -33,7 +34,12 @@ def train(call: TrainerCall) -> Any:
     checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
     call.arguments["resume_from_checkpoint"] = checkpoint
     call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
-    with private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext():
+    folder = private_apis.checkpoint_folder(call.trainer, call.arguments.get("trial")).parent
+    call.attachment.metrics.begin(folder, Path(checkpoint) if isinstance(checkpoint, str) else None)
+    with (
+        private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
+        reporting_precision(call.trainer.callback_handler, call.attachment.callback),
+    ):
         return call.proceed()
 
 
@@ -61,6 +67,8 @@ def save_checkpoint(call: TrainerCall) -> None:
         write_parameter_names(folder, trainer.model, [trainer.optimizer])
         if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
             write_model_description(folder, trainer.model, trainer.processing_class)
+        if trainer.is_world_process_zero():
+            call.attachment.metrics.copy_to(folder)
     trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
     with private_apis.after_trainer_state(manifests.complete):
         call.proceed()

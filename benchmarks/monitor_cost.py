@@ -1,0 +1,99 @@
+"""What does a measurement of `PrecisionMonitor` cost, as a share of a training step?
+
+A Llama with many tensors and one with few are trained on the CPU in BF16, with AdamW of this package and with torch's.
+Every other step is measured as `LowPrecisionCallback` does at a log: the measurement, the numbers by kind, and the
+findings. Measured and plain steps alternate, so that the machine's mood is the same for both. Reported are the medians
+of their processor times, which other processes disturb less than the clock, and the difference as a share of a plain
+step. Logged every n-th step, a run pays an n-th of that share.
+
+    python benchmarks/monitor_cost.py [--steps 60] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_lowprec
+
+MODELS = {
+    "many tensors": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 33},
+    "few tensors": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "hf_lowprec.AdamW": hf_lowprec.AdamW,
+    "torch.optim.AdamW": torch.optim.AdamW,
+}
+INTERVALS = (1, 50, 500)
+BATCH, LENGTH, VOCABULARY, WARM_UP = 8, 128, 512, 4
+
+
+def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
+    """Train one model with one optimizer, and compare measured steps with plain ones."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **MODELS[model_name]))
+    if optimizer_name.startswith("hf_lowprec"):
+        hf_lowprec.cast_model(model)
+    else:
+        model.bfloat16()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters(), lr=1e-4, weight_decay=0.1)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, model)
+    ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for k in range(WARM_UP + steps):
+        measured = k % 2 == 1
+        began = time.process_time()
+        model(input_ids=ids, labels=ids).loss.backward()
+        if measured:
+            monitor.measure_next_step()
+        optimizer.step()
+        if measured and monitor.last is not None:
+            assert monitor.last.by_kind
+            monitor.findings()
+        optimizer.zero_grad()
+        if k >= WARM_UP:
+            times[measured].append(time.process_time() - began)
+    plain, with_monitor = (statistics.median(times[which]) for which in (False, True))
+    share = (with_monitor - plain) / plain
+    return {
+        "model": model_name,
+        "optimizer": optimizer_name,
+        "tensors": len(list(model.parameters())),
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "plain step, ms": plain * 1e3,
+        "measured step, ms": with_monitor * 1e3,
+        "share of a step by interval": {interval: share / interval for interval in INTERVALS},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure all combinations and print them; write them to a file if one is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    results = [measure(model, optimizer, options.steps) for model in MODELS for optimizer in OPTIMIZERS]
+    for result in results:
+        shares = ", ".join(f"{share:.2%} at {n}" for n, share in result["share of a step by interval"].items())
+        print(
+            f"{result['model']} ({result['tensors']}), {result['optimizer']}: {result['plain step, ms']:.0f} ms, "
+            f"measured {result['measured step, ms']:.0f} ms; {shares}"
+        )
+    if options.output:
+        machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        content = {"date": date.today().isoformat(), "steps": options.steps, **machine, "results": results}
+        options.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

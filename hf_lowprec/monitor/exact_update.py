@@ -1,0 +1,178 @@
+"""The change that an algorithm makes to sampled weights before any rounding, for the optimizers of this package.
+
+The formula is evaluated once on the samples of a whole fused group, whose per-parameter scalars are columns. What only
+the values of whole tensors give (clip factors, means, orthogonalized matrices) is computed as in the step itself.
+
+`replayed_update.py` does the same for all other optimizers, whose formulas are not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.monitor.parameter_samples import ParameterSamples
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import contiguous_runs
+from hf_lowprec.optim.step.backend_step import BackendStep
+from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step
+from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
+from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
+from hf_lowprec.rounding import step_keys
+
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+"""Names of states that average squared gradients."""
+
+
+@dataclass
+class ExactUpdate:
+    """What a step should do to the sampled elements, all of shape (tensors, sample).
+
+    Attributes:
+        weight: the weights before the step, FP32.
+        stored: what is stored of them before the step: FP64, the compensation included.
+        update: the exact change, FP64.
+        random_weights: whether the weights, or their compensations, are rounded stochastically.
+        random_states: whether the second moments may be.
+        second_moment: name, values before the step and exact values after it (FP64) of the second moments, if any.
+        decay: the part of `update` that is due to weight decay, FP64, if it was asked for and there is one.
+        stored_without_decay: what would be stored after the step without weight decay, rounded by the same random bits.
+    """
+
+    weight: Tensor
+    stored: Tensor
+    update: Tensor
+    random_weights: bool = True
+    random_states: bool = True
+    second_moment: tuple[str, Tensor, Tensor] | None = None
+    decay: Tensor | None = None
+    stored_without_decay: Tensor | None = None
+
+
+class FusedGroupUpdates:
+    """Computes exact updates of the parameters of a fused group.
+
+    Args:
+        optimizer: the optimizer that steps them.
+        backend_step: how the parameters are stepped, with their fused group.
+        samples: the samples of the group's entries.
+    """
+
+    def __init__(self, optimizer: LowPrecisionOptimizer, backend_step: BackendStep, samples: ParameterSamples) -> None:
+        self.optimizer = optimizer
+        self.fused_group = backend_step.fused_group
+        self._backend_step = backend_step
+        self.samples = samples
+        self._index: tuple[Tensor, Tensor] | None = None
+
+    def compute(self, with_decay: bool) -> ExactUpdate:
+        """Compute the changes of the coming step; its plan has gradients, scalars and tensor means.
+
+        Args:
+            with_decay: whether to compute the part of the weight decay.
+        """
+        group, spec = self.fused_group, self.fused_group.spec
+        weight = self.samples.gather(group.weights, "weight").float()
+        grad = self.samples.gather([entry.tensors["grad"] for entry in group.entries]).float()
+        names = [stored.name for stored in spec.states]
+        state = {name: self.samples.gather([e.states[name] for e in group.entries], name).float() for name in names}
+        if spec.orthogonalizes:
+            state[ORTHOGONALIZED] = self._orthogonalized()
+        scalars = self._columns(group.scalars)
+        update, new_state = algorithm_update(spec, weight, grad, state, scalars)
+        stochastic = {stored.name for stored in spec.states if stored.stochastic}
+        exact = ExactUpdate(
+            weight=weight,
+            stored=stored_values(weight, state.get("compensation")),
+            update=update.double(),
+            random_weights=spec.rounding == "stochastic" or "compensation" in stochastic,
+            random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
+        )
+        for name in SECOND_MOMENTS:
+            if name in state:
+                exact.second_moment = name, state[name].double(), new_state[name].double()
+        if with_decay and any(entry.group.get("weight_decay") for entry in group.entries):
+            undecayed = self._columns(_scalars_without_decay(self.optimizer, group))
+            without, _ = algorithm_update(spec, weight, grad, state, undecayed)
+            exact.decay = exact.update - without.double()
+            index, keys = self._random_keys()
+            new_weight, rounded = fused_step(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
+            exact.stored_without_decay = stored_values(new_weight, rounded.get("compensation"))
+        return exact
+
+    def _orthogonalized(self) -> Tensor:
+        """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
+        entries = self.fused_group.entries
+        rows: dict[int, Tensor] = {}
+        for part in parts_to_step(self.optimizer, self._backend_step):
+            rows |= {k: self.samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for k in part}
+        return torch.stack([rows[k] for k in range(len(entries))]).float()
+
+    def stored_state(self, name: str) -> Tensor | None:
+        """Gather a state as it is stored now; None if there is none of that name."""
+        entries = self.fused_group.entries
+        return self.samples.gather([e.states[name] for e in entries], name) if name in entries[0].states else None
+
+    def compensation(self) -> Tensor | None:
+        """Gather the compensation as it is stored now, if there is one."""
+        return self.stored_state("compensation")
+
+    def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
+        """The step's scalars by name, each of shape (entries, 1)."""
+        group = self.fused_group
+        columns = group.all_scalars(scalars.to(group.device))
+        return dict(zip(group.spec.all_scalars, (column[:, None] for column in columns.unbind(1)), strict=True))
+
+    def _random_keys(self) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+        """The low words of the elements' global indices, and the coming step's keys by random word."""
+        group = self.fused_group
+        if self._index is None:
+            self._index = _global_index(group, self.samples)
+        low, high = self._index
+        step = (group.counts.to(group.device)[:, None] + 1).to(torch.int32)
+        streams = _first_segments(group)[:, :, None].to(group.device, torch.int32).unbind(1)
+        pairs = zip(streams[::2], streams[1::2], strict=True)
+        return low, {
+            word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)
+        }
+
+
+def stored_values(weight: Tensor, compensation: Tensor | None) -> Tensor:
+    """What is stored of the weights, FP64."""
+    return weight.double() if compensation is None else weight.double() + compensation.double()
+
+
+def _scalars_without_decay(optimizer: LowPrecisionOptimizer, fused_group: FusedGroup) -> Tensor:
+    """The coming step's scalars as they would be without weight decay, FP32 of shape (entries, scalars)."""
+    rows: dict[tuple[int, int], list[float]] = {}
+    table = []
+    for entry, count in zip(fused_group.entries, fused_group.counts.tolist(), strict=True):
+        key = id(entry.group), count
+        if key not in rows:
+            group = {**entry.group, "weight_decay": 0.0}
+            rows[key] = list(optimizer.scalars(group, float(group["lr"]), count + 1).values())
+        table.append(rows[key])
+    return torch.tensor(table, dtype=torch.float32)
+
+
+def _first_segments(fused_group: FusedGroup) -> Tensor:
+    """The stream keys of each entry, which are the same in all its segments; (entries, 2 × words)."""
+    segments = fused_group.segments
+    streams = torch.zeros(len(fused_group.entries), segments.streams.shape[1], dtype=torch.int64)
+    streams[segments.entry_index] = segments.streams
+    return streams
+
+
+def _global_index(fused_group: FusedGroup, samples: ParameterSamples) -> tuple[Tensor, Tensor]:
+    """The low and the high words of the sampled elements' indices in the full parameters, int32."""
+    index = samples.positions.cpu()
+    for row, entry in enumerate(fused_group.entries):
+        runs = list(contiguous_runs(entry.param))
+        if len(runs) > 1 or any(run.global_start for run in runs):
+            ends = torch.tensor([run.local_start + run.length for run in runs])
+            shifts = torch.tensor([run.global_start - run.local_start for run in runs])
+            index[row] += shifts[torch.searchsorted(ends, index[row], right=True).clamp(max=len(runs) - 1)]
+    return index.to(fused_group.device, torch.int32), (index >> 32).to(fused_group.device, torch.int32)

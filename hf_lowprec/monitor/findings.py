@@ -1,0 +1,253 @@
+"""What measurements give reason to warn of, each as a sentence with its remedy.
+
+A share counts as lost if it is above one half by three standard errors. Rounding that is unbiased loses nothing on
+average, so it would have to be off by 0.5 plus three standard errors of chance. Rounding to nearest that still works
+(updates of a spacing or more) loses a few percent; where updates are below half a spacing it loses nearly all. Few runs
+are between the two, and they lose at least half of what they were meant to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_lowprec.monitor.step_precision import ALL, StepPrecision
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+LOST = 0.5
+"""The share from which on something counts as lost, see above."""
+STANDARD_ERRORS = 3
+FEW = 0.05
+"""The share of changed weights below which updates vanish if nothing else is known of them. Where updates are a spacing
+or more, nearly all weights change, except embeddings of words that are not in the batch."""
+ENOUGH_MEASUREMENTS = 3
+"""Measured steps without a gradient after which a tensor is said to have none. The first is not enough: `lora_A` has a
+gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
+_NAMED = 3
+"""Tensors that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to warn of.
+
+    Attributes:
+        code: what it is about: `updates_vanish`, `second_moment_frozen`, `weight_decay_lost`, `norms_stand_still`,
+            `never_stepped`, `left_in_fp32`.
+        message: a sentence, with the remedy.
+        tensors: the tensors concerned, where they are not all of them.
+    """
+
+    code: str
+    message: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What findings are derived from.
+
+    Attributes:
+        optimizer: the optimizer.
+        precision: the last measurement.
+        dtypes: the dtypes of the optimizer's parameters.
+        measurements: the number of measured steps.
+        without_gradient: names of parameters that had no gradient, or one of zeros, in all of these.
+        not_in_optimizer: see `not_in_optimizer`.
+        uncast_matrices: see `uncast_matrices`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    precision: StepPrecision
+    dtypes: Sequence[torch.dtype]
+    measurements: int
+    without_gradient: Sequence[str]
+    not_in_optimizer: Sequence[str] = ()
+    uncast_matrices: Sequence[str] = ()
+
+
+def not_in_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of trainable parameters that the optimizer does not have, if it has more than half of all.
+
+    An optimizer with fewer was given them on purpose: another one trains the rest, or nothing does.
+    """
+    stepped = {param for group in optimizer.param_groups for param in group["params"]}
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    missing = [name for name, param in trainable.items() if param not in stepped]
+    return missing if 2 * len(missing) < len(trainable) else []
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Apply every rule."""
+    found = (rule(evidence) for rule in RULES)
+    return [finding for finding in found if finding is not None]
+
+
+def is_lost(numbers: dict[str, float], name: str) -> bool:
+    """Whether a share is significantly above `LOST`."""
+    return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > LOST
+
+
+def _updates_vanish(evidence: Evidence) -> Finding | None:
+    by_kind = evidence.precision.by_kind
+    where = [kind for kind, numbers in by_kind.items() if kind != "norms" and is_lost(numbers, "lost_updates")]
+    if not where:
+        return _few_weights_change(evidence)
+    kinds = [ALL] if ALL in where else where
+    share = max(by_kind[kind]["lost_updates"] for kind in kinds)
+    subject = "the weight updates" if ALL in where else f"the updates of {_listed(where)} weights"
+    tensors = () if ALL in where else tuple(_tensors_of(evidence, where))
+    return Finding(
+        "updates_vanish",
+        f"{share:.0%} of {subject} of step {evidence.precision.step} were lost in rounding "
+        f"({_describe(evidence)}): they are too small for 16-bit weights. {_remedy(evidence.optimizer)}",
+        tensors,
+    )
+
+
+def _few_weights_change(evidence: Evidence) -> Finding | None:
+    """For optimizers whose updates are not known, and that are known to round to nearest."""
+    optimizer, by_kind = evidence.optimizer, evidence.precision.by_kind
+    changed = [by_kind[kind].get("changed", 1.0) for kind in ("attention", "mlp", "other") if kind in by_kind]
+    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers") or min(changed, default=1) > FEW:
+        return None
+    return Finding(
+        "updates_vanish",
+        f"only {min(changed):.1%} of the 16-bit weights changed in step {evidence.precision.step} "
+        f"({_describe(evidence)}): the other updates were lost in rounding. {_remedy(optimizer)}",
+    )
+
+
+def _second_moment_frozen(evidence: Evidence) -> Finding | None:
+    numbers = evidence.precision.by_kind[ALL]
+    if not is_lost(numbers, "lost_second_moment"):
+        return None
+    optimizer = evidence.optimizer
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
+    else:
+        remedy = f"Use {_ours(optimizer)}, which rounds states stochastically, or keep its states in FP32"
+    return Finding(
+        "second_moment_frozen",
+        f"{numbers['lost_second_moment']:.0%} of the decay of the second moment is lost in rounding "
+        f"({_describe(evidence)}): 16-bit states rounded to nearest cannot decay by a factor so close to 1, so steps "
+        f"stay too short after large gradients. {remedy}",
+    )
+
+
+def _weight_decay_lost(evidence: Evidence) -> Finding | None:
+    numbers = evidence.precision.by_kind[ALL]
+    if not is_lost(numbers, "lost_weight_decay"):
+        return None
+    optimizer = evidence.optimizer
+    decay = max(float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups)
+    return Finding(
+        "weight_decay_lost",
+        f"{numbers['lost_weight_decay']:.0%} of the weight decay does not arrive in the weights "
+        f"({_describe(evidence)}, weight_decay={decay:g}): a step shrinks a weight by less than its 16-bit dtype can "
+        f"represent. {_remedy(optimizer)}",
+    )
+
+
+def _norms_stand_still(evidence: Evidence) -> Finding | None:
+    precision = evidence.precision
+    narrow = [dtype in LOW_PRECISION_DTYPES for dtype in evidence.dtypes]
+    rows = [row for row, kind in enumerate(precision.kinds) if kind == "norms" and narrow[row]]
+    numbers = precision.values_of(rows) if rows else {}
+    if not is_lost(numbers, "lost_updates") or numbers["never_moved"] <= LOST:
+        return None
+    names = tuple(precision.names[row] for row in rows)
+    return Finding(
+        "norms_stand_still",
+        f"{numbers['never_moved']:.0%} of the 16-bit norm weights are what they were when training began "
+        f"({_named(names)}; {_describe(evidence)}): they are near 1, where a 16-bit weight moves by "
+        "thousandths or not at all. Cast the model with hf_lowprec.cast_model, which keeps norms in FP32",
+        names,
+    )
+
+
+def _never_stepped(evidence: Evidence) -> Finding | None:
+    if evidence.measurements < ENOUGH_MEASUREMENTS:
+        return None
+    names = list(evidence.without_gradient)
+    reason = f"had no gradient, or one of zeros, in all of {evidence.measurements} measured steps"
+    if not names:
+        names = list(evidence.not_in_optimizer)
+        reason = "require gradients but are not among the optimizer's parameters"
+    if not names:
+        return None
+    return Finding(
+        "never_stepped",
+        f"{_named(names)} {reason}, so training does not change them. If they are meant to be trained, look for a "
+        "detached computation or a parameter that was replaced after the optimizer was built; else set "
+        "requires_grad=False",
+        tuple(names),
+    )
+
+
+def _left_in_fp32(evidence: Evidence) -> Finding | None:
+    names = evidence.uncast_matrices
+    if not names:
+        return None
+    return Finding(
+        "left_in_fp32",
+        f"{_named(names)} is FP32 in a 16-bit model, and no rule of hf_lowprec.cast_model keeps it there. It was "
+        "probably added after the cast: cast the model again before the optimizer is built, or name it in keep_fp32",
+        tuple(names),
+    )
+
+
+RULES = (
+    *(_updates_vanish, _second_moment_frozen, _weight_decay_lost),
+    *(_norms_stand_still, _never_stepped, _left_in_fp32),
+)
+
+
+def _describe(evidence: Evidence) -> str:
+    """The optimizer, its rounding, and the largest learning rate of the measured step."""
+    optimizer, rate = evidence.optimizer, evidence.precision.learning_rate
+    library = type(optimizer).__module__.partition(".")[0]
+    text = f"{'torch.optim' if library == 'torch' else library}.{type(optimizer).__name__}"
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        text += f", rounding={_listed(sorted({repr(group['rounding']) for group in optimizer.param_groups}))}"
+    return text if rate is None else f"{text}, learning rate {rate:g}"
+
+
+def _remedy(optimizer: torch.optim.Optimizer) -> str:
+    if not isinstance(optimizer, LowPrecisionOptimizer):
+        return f"Use {_ours(optimizer)}, which stores all of them"
+    if {group["rounding"] for group in optimizer.param_groups} == {"kahan"}:
+        return "Remove state_rounding='nearest', with which the compensation loses them"
+    return "Use rounding='kahan', which stores all of them"
+
+
+def _ours(optimizer: torch.optim.Optimizer) -> str:
+    """The algorithm of this package to use in place of an optimizer."""
+    name = type(optimizer).__name__
+    optim = f"{name.lower()}_bf16_kahan"
+    if optim not in OPTIMIZER_NAMES:
+        name, optim = "AdamW", "adamw_bf16_kahan"
+    return f"optim='{optim}' or hf_lowprec.{name}"
+
+
+def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:
+    precision = evidence.precision
+    return [name for name, kind in zip(precision.names, precision.kinds, strict=True) if kind in set(kinds)]
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

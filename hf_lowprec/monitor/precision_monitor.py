@@ -1,0 +1,555 @@
+"""Watches an optimizer: measures, at chosen steps, what of a step the stored weights and states take in.
+
+Before the step, the exact change of a sample of the weights is computed; after it, the change of what is stored. Hooks
+of the optimizer call both, so what is measured is what really happened, whatever the optimizer is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
+from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
+from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
+from hf_lowprec.monitor.findings import Evidence, Finding, find, not_in_optimizer
+from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
+from hf_lowprec.monitor.replayed_update import (
+    COMPENSATIONS,
+    ReplayedUpdates,
+    ReplayRefused,
+    agreement,
+    is_elementwise,
+    is_refuted,
+    refusal,
+    state_signature,
+)
+from hf_lowprec.monitor.step_precision import StepPrecision
+from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums, spacing
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, sum_over_shards
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+DECAY_EVERY = 8
+"""Steps between measurements of the weight decay, which cost as much as all others."""
+REMEMBERED = 0.97
+"""The factor by which earlier measurements of the weight decay lose weight; some thirty of them count."""
+
+_DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SLOPE_SUMS))
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+logger = logging.getLogger(__name__)
+
+
+class PrecisionMonitor:
+    """Measures how much of an optimizer's steps 16-bit weights and states take in, on a sample of each tensor.
+
+    ```python
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=100)
+    ...  # train
+    print(monitor.last.by_kind["all"]["lost_updates"], *monitor.findings(), sep="\\n")
+    ```
+
+    Any `torch.optim.Optimizer` can be watched. For those of this package, the exact update is computed by their
+    formula; for others, by repeating their step on the sample in FP64. Updates that cannot be computed element by
+    element (Adafactor, Muon, 8-bit states) are not: then only the share of weights that changed is known. A step with a
+    closure, and one that `skip_nonfinite` skips, is not measured.
+
+    With sharded parameters (FSDP2), all ranks must measure the same steps, and get the same numbers.
+
+    Args:
+        optimizer: the optimizer, or Accelerate's wrapper of it.
+        model: the model, for the names and kinds of its parameters. Build the monitor where training begins: "moved"
+            means moved since then.
+        every: measure the first step and then every `every`-th; 0 measures only when `measure_next_step` was called.
+        dtypes: the dtypes of the weights whose updates are measured.
+        across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
+        raise_errors: whether an error in a measurement ends the step; else it is logged at level DEBUG, and nothing
+            more is measured.
+
+    Raises:
+        ValueError: `every` is negative.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module | None = None,
+        *,
+        every: int = 0,
+        dtypes: Collection[torch.dtype] = LOW_PRECISION_DTYPES,
+        across_ranks: bool = True,
+        raise_errors: bool = True,
+    ) -> None:
+        if every < 0:
+            raise ValueError(f"every={every} is negative; use 0 to measure only when measure_next_step() was called")
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.model = model
+        self.every = every
+        self.dtypes = dtypes
+        self.across_ranks = across_ranks
+        self.raise_errors = raise_errors
+        self._failed = False
+        self.steps = 0
+        """Steps that the optimizer has taken since the monitor was built."""
+        self.refusal: str | None = None
+        """Why exact updates cannot be computed for this optimizer, if they cannot."""
+        if not isinstance(self.optimizer, LowPrecisionOptimizer):
+            self.refusal = refusal(self.optimizer)
+        self._number: int | None = None
+        self._due = False
+        self._depth = 0
+        self._last: StepPrecision | None = None
+        self._running: _Measurement | None = None
+        self._finished: _Measurement | None = None
+        self._decay_measured_at: int | None = None
+        self._watch_parameters()
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
+            self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
+        ]
+
+    def measure_next_step(self, number: int | None = None) -> None:
+        """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
+        self._due, self._number, self._depth = True, number, 0
+
+    @property
+    def last(self) -> StepPrecision | None:
+        """The last measurement; None before the first one, or if the step was skipped. Waits for the device."""
+        finished, self._finished = self._finished, None
+        if finished is not None:
+            self._last = self._evaluate(finished)
+        return self._last
+
+    def findings(self) -> list[Finding]:
+        """What the last measurement, and the run up to it, give reason to warn of; empty for a healthy run."""
+        precision = self.last
+        if precision is None:
+            return []
+        return find(
+            Evidence(
+                optimizer=self.optimizer,
+                precision=precision,
+                dtypes=[param.dtype for param in self._params],
+                measurements=self._measurements,
+                without_gradient=[self._names[row] for row, seen in enumerate(self._gradient_seen) if not seen],
+                not_in_optimizer=self._not_in_optimizer,
+                uncast_matrices=self._uncast_matrices,
+            )
+        )
+
+    @cached_property
+    def _not_in_optimizer(self) -> list[str]:
+        return [] if self.model is None else not_in_optimizer(self.model, self.optimizer)
+
+    @cached_property
+    def _uncast_matrices(self) -> list[str]:
+        return [] if self.model is None else uncast_matrices(self.model)
+
+    def close(self) -> None:
+        """Stop watching: remove the hooks and release everything."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._running = self._finished = None
+        self._blocks.clear()
+
+    # What is watched.
+
+    def _watch_parameters(self) -> None:
+        """Take the parameters that the optimizer has now, and their weights as those at the beginning."""
+        self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self._row = {param: row for row, param in enumerate(self._params)}
+        self._names, self._kinds = _names_and_kinds(self.optimizer, self.model)
+        self._size = row_size(len(self._params), sum(param.numel() for param in self._params))
+        self._measurements = 0
+        self._gradient_seen = [False] * len(self._params)
+        self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
+        self._blocks: dict[Any, _Block] = {}
+        self._first_weights: dict[int, Tensor] = {}
+        self._first_compensations: dict[int, Tensor] = {}
+        for rows in self._alike(range(len(self._params))):
+            shards = [local_shard(self._params[row]) for row in rows]
+            matrix = ParameterSamples(shards, self._size).gather(shards)
+            self._first_weights |= zip(rows, matrix.unbind(), strict=True)
+
+    def _alike(self, rows: Any, *keys: Any) -> list[list[int]]:
+        """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for row in rows:
+            param = self._params[row]
+            groups[(param.dtype, param.device, sharding_of(param), *(key[row] for key in keys))].append(row)
+        return list(groups.values())
+
+    def _record_first_compensations(self) -> None:
+        """After the first step: take the compensations as those at the beginning, where there are none yet."""
+        states = {row: self.optimizer.state.get(param, {}) for param, row in self._row.items()}
+        for name in COMPENSATIONS:
+            new = [
+                row
+                for row, state in states.items()
+                if row not in self._first_compensations and is_elementwise(state.get(name), self._params[row])
+            ]
+            for rows in self._alike(new):
+                shards = [local_shard(states[row][name]) for row in rows]
+                matrix = ParameterSamples(shards, self._size).gather(shards)
+                self._first_compensations |= zip(rows, matrix.unbind(), strict=True)
+
+    # The hooks.
+
+    def _run_hook(self, name: str, *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            getattr(self, name)(*arguments)
+        except Exception as error:
+            if self.raise_errors:
+                raise
+            logger.debug("hf_lowprec: nothing more is measured: %r", error)
+            self._failed, self._running, self._finished = True, None, None
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a subclass that calls its parent's `step`, which has the hooks as well
+            return
+        self._running = None
+        due = self._due or (self.every > 0 and (self.steps == 0 or (self.steps + 1) % self.every == 0))
+        self._due = False
+        if not due:
+            return
+        self._finished, self._last = None, None
+        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None) or _is_capturing():
+            return  # a closure computes the gradients only now
+        if len(self._params) != sum(len(group["params"]) for group in optimizer.param_groups):
+            self._watch_parameters()
+        number = self.steps + 1 if self._number is None else self._number
+        with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
+        self._number = None
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        self._running = _Measurement(number, with_decay, rates)
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            self._prepare_own(optimizer, self._running)
+        else:
+            self._prepare_replay(self._running)
+        if with_decay:
+            self._decay_measured_at = self.steps
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
+        self.steps += 1
+        running, self._running = self._running, None
+        if running is not None:
+            if not self._measurements:  # once is enough
+                self._check_replay(running)
+            for block in running.blocks:
+                sums = block.sums(self, running)
+                if self.across_ranks:
+                    sum_over_shards(sums, block.sharding)
+                running.results.append((block.rows, sums))
+                block.exact = block.weight = block.grad_seen = None
+            self._finished = running
+        if self.steps == 1 and not _is_capturing():
+            self._record_first_compensations()
+
+    def _check_replay(self, running: _Measurement) -> None:
+        """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
+        counts = torch.zeros(2, dtype=torch.float64)
+        replayed = [block for block in running.blocks if isinstance(block.updates, ReplayedUpdates) and block.exact]
+        for block in replayed:
+            part = block.agreement()
+            if self.across_ranks:
+                sum_over_shards(part, block.sharding)
+            counts += part.cpu()
+        if is_refuted(counts):
+            self._refuse("its updates of a sample are not those of the weights")
+            for block in replayed:
+                block.forget_update()
+
+    def _prepare_own(self, optimizer: LowPrecisionOptimizer, running: _Measurement) -> None:
+        """Compute the exact updates of an optimizer of this package."""
+        with optimizer.plan_step() as plan:
+            for fused_group in plan.fused_groups:
+                fused_group.compute_scalars(optimizer.scalars)
+            optimizer.clip_step(plan)
+            compute_tensor_means(plan.backend_steps)
+            stepped: set[int] = set()
+            for backend_step in plan.backend_steps:
+                fused_group = backend_step.fused_group
+                rows = [self._row[entry.param] for entry in fused_group.entries]
+                stepped.update(rows)
+                block = self._blocks.get(fused_group)
+                if block is None:
+                    samples = ParameterSamples(fused_group.weights, self._size)
+                    measured = fused_group.spec.param_dtype in self.dtypes
+                    updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
+                    block = _Block(rows, fused_group.weights, samples, fused_group.sharding, updates)
+                if block.updates is not None:
+                    block.exact = block.updates.compute(running.with_decay)
+                block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradient_seen)
+                running.blocks.append(block)
+                if fused_group.enabled is not None:
+                    running.enabled = fused_group.enabled
+            self._blocks = dict(zip(plan.fused_groups, running.blocks, strict=True))
+        self._add_unstepped(stepped, running)
+
+    def _prepare_replay(self, running: _Measurement) -> None:
+        """Compute the exact updates of any other optimizer."""
+        group_of = [group for group in self.optimizer.param_groups for _ in group["params"]]
+        with_grad = [row for row, param in enumerate(self._params) if param.grad is not None]
+        measured = [row for row in with_grad if self._params[row].dtype in self.dtypes]
+        signatures: dict[int, Any] = dict.fromkeys(with_grad)
+        if self.refusal is None:
+            try:
+                for row in measured:
+                    param = self._params[row]
+                    signatures[row] = param.grad.dtype, state_signature(self.optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
+            except ReplayRefused as error:
+                self._refuse(str(error))
+        blocks: dict[Any, _Block] = {}
+        for rows in self._alike(with_grad, list(map(id, group_of)), signatures):
+            params = [self._params[row] for row in rows]
+            is_measured = params[0].dtype in self.dtypes
+            key = (tuple(rows), self.refusal is None and is_measured)
+            block = self._blocks.get(key)
+            if block is None:
+                weights = list(map(local_shard, params))
+                samples = ParameterSamples(weights, self._size)
+                updates = ReplayedUpdates(self.optimizer, params, group_of[rows[0]], samples) if key[1] else None
+                block = _Block(rows, weights, samples, sharding_of(params[0]), updates)
+            blocks[key] = block
+            if block.updates is not None:
+                try:
+                    block.exact = block.updates.compute(running.with_decay)
+                except ReplayRefused as error:
+                    self._refuse(str(error))
+            if is_measured and block.exact is None:
+                block.weight = block.samples.gather(block.weights, "weight")
+            block.look_for_gradients([local_shard(param.grad) for param in params], self._gradient_seen)  # type: ignore[arg-type]
+        running.blocks += blocks.values()
+        self._blocks = blocks
+        self._add_unstepped(set(with_grad), running)
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        logger.debug("hf_lowprec: the updates of %s are not measured: %s", type(self.optimizer).__name__, reason)
+
+    def _add_unstepped(self, stepped: set[int], running: _Measurement) -> None:
+        """Add blocks of the parameters that have no gradient in this step."""
+        for rows in self._alike(row for row in range(len(self._params)) if row not in stepped):
+            key = ("unstepped", *rows)
+            if key not in self._blocks:
+                weights = [local_shard(self._params[row]) for row in rows]
+                samples = ParameterSamples(weights, self._size)
+                self._blocks[key] = _Block(rows, weights, samples, sharding_of(self._params[rows[0]]), None)
+            running.blocks.append(self._blocks[key])
+
+    # The result.
+
+    def _evaluate(self, finished: _Measurement) -> StepPrecision | None:
+        """Turn sums into numbers; None if the step was skipped."""
+        if finished.enabled is not None and not bool(finished.enabled):
+            return None
+        table = torch.zeros(len(self._params), len(SUMS), dtype=torch.float64)
+        for rows, sums in finished.results:
+            table[rows] = sums.cpu()
+        if finished.with_decay:
+            forget = torch.tensor([REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2], dtype=torch.float64)
+            self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
+        table[:, _DECAY] = self._decay
+        table[:, COLUMN["has_gradient"]] = table[:, COLUMN["has_gradient"]].clamp(
+            max=1
+        )  # the number of shards with one
+        seen = (table[:, COLUMN["has_gradient"]] > 0).tolist()
+        self._gradient_seen = [before or now for before, now in zip(self._gradient_seen, seen, strict=True)]
+        self._measurements += 1
+        rate = max(map(float, finished.learning_rates), default=None)
+        return StepPrecision(finished.number, table, self._names, self._kinds, rate)
+
+
+class _Measurement:
+    """One measured step.
+
+    Attributes:
+        number: of the step.
+        with_decay: whether the weight decay is measured.
+        learning_rates: those of the parameter groups.
+        blocks: what is measured together.
+        results: the rows of each block with their sums, after the step.
+        enabled: whether the step is taken, a bool scalar on its device; None is yes.
+    """
+
+    def __init__(self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor]) -> None:
+        self.number = number
+        self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
+        self.with_decay = with_decay
+        self.blocks: list[_Block] = []
+        self.results: list[tuple[list[int], Tensor]] = []
+        self.enabled: Tensor | None = None
+
+
+class _Block:
+    """Parameters that are measured together: of one dtype, device and sharding, stepped by one formula.
+
+    Attributes:
+        exact: the exact update of the running step, if it is known.
+        weight: the sampled weights before the step, if it is not.
+        grad_seen: for each parameter, whether it has a gradient that is not zero.
+
+    Args:
+        rows: their rows in the monitor's tables.
+        weights: this rank's shards.
+        samples: their samples.
+        sharding: over which ranks they are sharded.
+        updates: computes exact updates; None if they are FP32, have no gradient, or it is not known how.
+    """
+
+    def __init__(
+        self,
+        rows: list[int],
+        weights: Sequence[Tensor],
+        samples: ParameterSamples,
+        sharding: Sharding | None,
+        updates: FusedGroupUpdates | ReplayedUpdates | None,
+    ) -> None:
+        self.rows = rows
+        self.weights = list(weights)
+        self.samples = samples
+        self.sharding = sharding
+        self.updates = updates
+        self.exact: ExactUpdate | None = None
+        self.weight: Tensor | None = None
+        self.grad_seen: Tensor | None = None
+        self._first: tuple[Tensor, Tensor | None] | None = None
+
+    def look_for_gradients(self, grads: Sequence[Tensor | None], seen: Sequence[bool]) -> None:
+        """Find out which parameters have a gradient, until each of them has had one."""
+        if all(seen[row] for row in self.rows):
+            return
+        present = [grad for grad in grads if grad is not None]
+        nonzero = self.samples.gather(present).any(dim=1)
+        for k in (~nonzero).nonzero().flatten().tolist():
+            if not seen[self.rows[k]]:  # a gradient may be zero wherever it is sampled, such as an embedding's
+                nonzero[k] = present[k].any()
+        self.grad_seen = nonzero.double()
+
+    def agreement(self) -> Tensor:
+        """How many updates can be compared with what the weights did, and how many agree."""
+        assert self.exact is not None and self.updates is not None
+        weight = self.samples.gather(self.weights, "weight")
+        stored = stored_values(weight, self.updates.compensation())
+        return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
+
+    def forget_update(self) -> None:
+        """Keep only the weights of the running measurement."""
+        assert self.exact is not None
+        self.weight, self.exact = self.exact.weight, None
+
+    def sums(self, monitor: PrecisionMonitor, running: _Measurement) -> Tensor:
+        """The sums of the step that was taken, FP64 of shape (parameters, len(SUMS))."""
+        samples = self.samples
+        weights = samples.element_weights
+        table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=weights.device)
+        stored_weight = samples.gather(self.weights, "weight")
+        compensation = None if self.updates is None else self.updates.compensation()
+        table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64)
+        table[:, COLUMN["never_moved"]] = self._never_moved(monitor, stored_weight, compensation) * weights
+        if self.grad_seen is not None:
+            table[:, COLUMN["has_gradient"]] = self.grad_seen
+        before = self.weight if self.exact is None else self.exact.weight
+        if before is not None:
+            table[:, COLUMN["stepped"]] = table[:, COLUMN["elements"]]
+            table[:, COLUMN["changed"]] = (before != stored_weight).sum(1) * weights
+        if self.exact is not None:
+            self._add_slopes(monitor, running, table, self.exact, stored_weight, compensation)
+        return table
+
+    def _never_moved(self, monitor: PrecisionMonitor, weight: Tensor, compensation: Tensor | None) -> Tensor:
+        """How many sampled elements of each parameter are as they were when training began."""
+        if self._first is None or (self._first[1] is None) != (compensation is None):
+            first = torch.stack([monitor._first_weights[row] for row in self.rows])
+            known = monitor._first_compensations
+            if compensation is None or not all(row in known for row in self.rows):
+                self._first = first, compensation
+            else:
+                self._first = first, torch.stack([known[row] for row in self.rows])
+        same = self._first[0] == weight
+        if compensation is not None and self._first[1] is not None:
+            same &= self._first[1] == compensation
+        return (same & self.samples.valid).sum(1) if self.samples.is_padded else same.sum(1)
+
+    def _add_slopes(
+        self,
+        monitor: PrecisionMonitor,
+        running: _Measurement,
+        table: Tensor,
+        exact: ExactUpdate,
+        stored_weight: Tensor,
+        compensation: Tensor | None,
+    ) -> None:
+        """Compare what is stored with the exact update."""
+        samples = self.samples
+        weights, size = samples.element_weights, len(SLOPE_SUMS)
+
+        def valid(matrix: Tensor) -> Tensor:
+            return torch.where(samples.valid, matrix, 0.0) if samples.is_padded else matrix
+
+        def put(prefix: str, sums: Tensor) -> None:
+            first = COLUMN[f"{prefix}_square"]
+            table[:, first : first + size] = sums
+
+        update = valid(exact.update)
+        stored = stored_values(stored_weight, compensation)
+        ulp = spacing(exact.weight, stored_weight.dtype)
+        grid = ulp if compensation is None else spacing(compensation, compensation.dtype)
+        random_grid = grid if exact.random_weights else None
+        put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
+        wide = exact.weight.double()
+        table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
+        if compensation is not None:
+            ulps = compensation.double() / ulp
+            table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
+            table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
+        if exact.second_moment is not None and self.updates is not None:
+            name, before, after = exact.second_moment
+            stored_moment = self.updates.stored_state(name)
+            if stored_moment is not None and stored_moment.dtype in LOW_PRECISION_DTYPES:
+                moment_grid = spacing(before, stored_moment.dtype) if exact.random_states else None
+                put("second_moment", second_moment_sums(before, after, stored_moment.double(), moment_grid, weights))
+        if exact.decay is not None and exact.stored_without_decay is not None:
+            # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.
+            arrived = valid(stored - exact.stored_without_decay)
+            put("weight_decay", slope_sums(valid(exact.decay), arrived, grid, weights))
+
+
+def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], list[str]]:
+    """The name and the kind of each parameter, in the optimizer's order."""
+    named = {} if model is None else {param: _plain_name(name) for name, param in model.named_parameters()}
+    names = [
+        named.get(param, f"param_groups[{g}]['params'][{k}]")
+        for g, group in enumerate(optimizer.param_groups)
+        for k, param in enumerate(group["params"])
+    ]
+    kinds = parameter_kinds({name: param.shape for param, name in named.items()})
+    return names, [kinds.get(name, "other") for name in names]
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without the wrappers of DDP, torch.compile and activation checkpointing."""
+    for wrapper in _WRAPPERS:
+        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
+    return name
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

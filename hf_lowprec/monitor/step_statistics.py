@@ -1,0 +1,140 @@
+"""The numbers of one optimizer step, as sums over the sampled elements of each tensor.
+
+With `u` the change of a weight that the algorithm computed, and `Δ` the change of what is stored of it (the weight,
+plus the compensation if it has one), `Σ u·Δ / Σ u²` is the share of the changes that is stored. It is the slope of a
+regression of `Δ` on `u` without intercept. A lost share has two standard errors, of which the larger one is reported:
+
+- The one seen: that of the slope, whose residuals `e = Δ - u` have no common variance: `√Σ u²e² / Σ u²`.
+- The one that unbiased rounding would have: it rounds `u` to a neighbour at a distance of up to one spacing `s`, with
+  variance `s²·f·(1-f)` where `f` is the fractional part of `u/s`. If all updates are far below the spacing, a sample
+  may contain no weight that moves, and what is seen has no variance at all although rounding is random. Where rounding
+  is known not to be random, this error is left out.
+
+Sums are FP64. A sampled element stands for `W` elements of its tensor, so that sums over the tensors of a model, and
+over the shards of a tensor, are estimates for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+_SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
+
+SLOPE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")
+"""The sums of `slope_sums`, in its order."""
+SUMS = (
+    *("elements", "never_moved", "has_gradient"),
+    *("stepped", "changed", "weight_square"),
+    *(f"update_{name}" for name in SLOPE_SUMS),
+    *(f"second_moment_{name}" for name in SLOPE_SUMS),
+    *(f"weight_decay_{name}" for name in SLOPE_SUMS),
+    *("compensated", "compensation_square"),
+)
+"""The columns of a table of sums, which has one row for each tensor.
+
+- elements: the number of elements; never_moved: of those that are as they were when training began;
+- has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
+- stepped: elements whose step was measured; changed: of those whose stored weight changed;
+- weight_square: of the weights with a measured update;
+- update, second_moment, weight_decay: see `slope_sums`;
+- compensated: elements with a compensation; compensation_square: in units of the weights' spacing.
+"""
+COLUMN = {name: k for k, name in enumerate(SUMS)}
+
+LOST_SHARES = {"lost_updates": "update", "lost_second_moment": "second_moment", "lost_weight_decay": "weight_decay"}
+"""The shares computed from slopes, with the prefix of their sums. Each has an error, named like it plus `_error`."""
+
+
+def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from `value` to its neighbour of the same binade in `dtype`; FP64, of its shape."""
+    power = (value.float().view(torch.int32) & 0x7F800000).view(torch.float32)
+    return power.clamp(min=2.0 ** _SMALLEST_EXPONENT[dtype]).double() * 2.0 ** -_MANTISSA_BITS[dtype]
+
+
+def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
+    """The sums from which a lost share and its errors follow.
+
+    Args:
+        exact: the exact changes `u`, FP64 of shape (tensors, sample).
+        stored: the stored changes `Δ`.
+        grid: the spacing of what is stored; None if rounding is not random.
+        weights: how many elements each sampled one stands for, FP64 of shape (tensors).
+
+    Returns:
+        FP64 of shape (tensors, 4), in the order of `SLOPE_SUMS`.
+    """
+    square = exact * exact
+    sums = (
+        square.sum(1) * weights,
+        torch.linalg.vecdot(exact, stored) * weights,
+        torch.linalg.vecdot(square, (stored - exact).square_()) * weights**2,
+        torch.zeros_like(weights)
+        if grid is None
+        else torch.linalg.vecdot(square, unbiased_variance(exact, grid)) * weights**2,
+    )
+    return torch.stack(sums, dim=1)
+
+
+def unbiased_variance(change: Tensor, grid: Tensor) -> Tensor:
+    """The variance of a change of a stored value that is rounded to one of its two neighbours, without bias."""
+    steps = change.abs() / grid
+    fraction = steps - steps.floor()
+    return grid * grid * (fraction * (1 - fraction))
+
+
+def second_moment_sums(before: Tensor, exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:
+    """`slope_sums` of the relative changes of second moments that decay, whose slope is the mean of `Δv/v` over `dv/v`.
+
+    Args:
+        before: the second moments before the step, FP64 of shape (tensors, sample).
+        exact: those that the algorithm computed.
+        stored: those stored after the step.
+        grid: their spacing; None if rounding is not random.
+        weights: as for `slope_sums`.
+
+    Returns:
+        FP64 of shape (tensors, 4). Every element counts the same, so `square` holds the sum of `dv/v` and `product`
+        that of `Δv/v`.
+    """
+    decays = (exact < before) & (before > 0)
+    scale = torch.where(decays, before, torch.inf).reciprocal()
+    change, kept = (exact - before) * scale, (stored - before) * scale
+    sums = (
+        change.sum(1) * weights,
+        kept.sum(1) * weights,
+        (kept - change).square_().sum(1) * weights**2,
+        torch.zeros_like(weights)
+        if grid is None
+        else (unbiased_variance(torch.where(decays, exact - before, 0.0), grid) * scale.square()).sum(1) * weights**2,
+    )
+    return torch.stack(sums, dim=1)
+
+
+def precision_values(sums: Tensor) -> list[dict[str, float]]:
+    """The numbers that a table of sums amounts to.
+
+    Args:
+        sums: FP64 of shape (rows, len(SUMS)), on the CPU.
+
+    Returns:
+        The numbers of each row by name, without those that are not finite or do not apply.
+    """
+    column = {name: sums[:, k] for name, k in COLUMN.items()}
+    values: dict[str, Tensor] = {}
+    for name, prefix in LOST_SHARES.items():
+        square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
+        values[name] = 1 - product / square
+        values[f"{name}_error"] = torch.maximum(seen, unbiased).sqrt() / square.abs()
+    values["update_to_weight"] = (column["update_square"] / column["weight_square"]).sqrt()
+    values["never_moved"] = column["never_moved"] / column["elements"]
+    values["compensation_ulps"] = (column["compensation_square"] / column["compensated"]).sqrt()
+    # The lost share says more, but is not known for every optimizer.
+    changed = column["changed"] / column["stepped"]
+    values["changed"] = torch.where(column["update_square"] > 0, torch.nan, changed)
+    finite = torch.stack(list(values.values()), dim=1)
+    rows: list[Mapping[str, float]] = [dict(zip(values, row, strict=True)) for row in finite.tolist()]
+    return [{name: value for name, value in row.items() if abs(value) < float("inf")} for row in rows]

@@ -1,0 +1,1 @@
+"""`hf-lowprec plot`: what training runs have logged, as a picture and as a page. Nothing here imports torch."""

@@ -1,0 +1,84 @@
+"""A Trainer without anything of this package: one warning if its updates vanish, and nothing else changes."""
+
+import logging
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_lowprec  # noqa: F401  # wraps Trainer's methods
+from hf_lowprec.integrations.transformers import stock_run_monitor
+from hf_lowprec.integrations.transformers.stock_run_monitor import StockRunMonitor
+from tests.support.training.tiny_trainer import PRECISION_LOGS, llama, optimizer_of, trained
+
+SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}
+
+
+def warnings(caplog) -> list[str]:
+    """What this package has warned of."""
+    records = (record for record in caplog.records if record.name.startswith("hf_lowprec"))
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+def hooks(trainer) -> int:
+    optimizer = optimizer_of(trainer)
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_vanishing_updates_are_warned_of_once(tmp_path, caplog):
+    trainer = trained(tmp_path, model=llama().bfloat16(), logging_steps=1, **SETTINGS)
+    (message,) = warnings(caplog)
+    assert "of the weight updates of step 1 were lost in rounding (torch.optim.AdamW, learning rate 1e-06)" in message
+    assert "optim='adamw_bf16_kahan'" in message
+    assert all(PRECISION_LOGS.isdisjoint(entry) for entry in trainer.state.log_history)
+    assert hooks(trainer) == 0  # after the warning it no longer watches
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd", "adamw_torch_fused"])
+def test_other_stock_optimizers(tmp_path, caplog, optim):
+    trained(tmp_path, model=llama().bfloat16(), **{**SETTINGS, "optim": optim})
+    (message,) = warnings(caplog)
+    assert "lost in rounding" in message
+
+
+def test_later_logs_are_looked_at_as_well(tmp_path, caplog):
+    """With a decaying rate, updates vanish towards the end."""
+    settings = {"learning_rate": 5e-2, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 12.0}}
+    trained(tmp_path, model=llama().bfloat16(), optim="adamw_torch", logging_steps=1, max_steps=17, **settings)
+    (message,) = warnings(caplog)
+    assert "step 16" in message or "step 8" in message
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_healthy_runs_are_not_warned_of(tmp_path, caplog, dtype, rate):
+    trainer = trained(tmp_path, model=llama().to(dtype), optim="adamw_torch", learning_rate=rate, logging_steps=1)
+    assert warnings(caplog) == []
+    assert hooks(trainer) == 0
+
+
+def test_our_own_runs_have_no_second_monitor(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
+    assert not [one for one in trainer.callback_handler.callbacks if isinstance(one, StockRunMonitor)]
+
+
+def test_training_is_not_changed_by_a_bit(tmp_path, monkeypatch):
+    def final() -> torch.Tensor:
+        trainer = trained(tmp_path, model=llama().bfloat16(), logging_steps=1, **SETTINGS)
+        return torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+
+    watched = final()
+    monkeypatch.setattr(stock_run_monitor.StockRunMonitor, "on_train_begin", TrainerCallback.on_train_begin)
+    assert torch.equal(final(), watched)
+
+
+@pytest.mark.parametrize("method", ["__init__", "findings", "measure_next_step", "_before_step", "_after_step"])
+def test_no_error_reaches_training(tmp_path, monkeypatch, caplog, method):
+    def fail(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(stock_run_monitor.PrecisionMonitor, method, fail)
+    with caplog.at_level(logging.DEBUG, logger="hf_lowprec"):
+        trainer = trained(tmp_path, model=llama().bfloat16(), logging_steps=1, **SETTINGS)
+    assert trainer.state.global_step == 12
+    assert "planted" in caplog.text
+    assert warnings(caplog) == []

@@ -1,0 +1,234 @@
+"""`PrecisionMonitor`: what a measurement contains, on tensors whose answer is known."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.monitor.step_precision import sum_over_steps
+
+
+def weights(value: float = 1.0, count: int = 4096) -> nn.Parameter:
+    return nn.Parameter(torch.full((count // 64, 64), value, dtype=torch.bfloat16))
+
+
+def step(optimizer, grad: float | torch.Tensor = 1.0) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param) * torch.as_tensor(grad, dtype=param.dtype)
+    optimizer.step()
+
+
+def measured(optimizer, grad: float | torch.Tensor = 1.0, monitor=None):
+    monitor = monitor or hf_lowprec.PrecisionMonitor(optimizer)
+    monitor.measure_next_step()
+    step(optimizer, grad)
+    return monitor.last
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, lambda p, lr: hf_lowprec.SGD(p, lr=lr, rounding="nearest")])
+def test_updates_of_a_tenth_of_a_spacing_are_lost(make):
+    precision = measured(make([weights()], lr=2.0**-7 / 10))
+    numbers = precision.by_kind["all"]
+    assert numbers["lost_updates"] == 1
+    assert numbers["lost_updates_error"] < 0.05
+    assert numbers["never_moved"] == 1
+    assert numbers["update_to_weight"] == pytest.approx(2.0**-7 / 10, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, lambda p, lr: hf_lowprec.SGD(p, lr=lr, rounding="nearest")])
+def test_updates_of_a_spacing_are_stored(make):
+    numbers = measured(make([weights()], lr=2.0**-8)).by_kind["all"]  # below 1 the spacing is 2^-8
+    assert numbers["lost_updates"] == pytest.approx(0, abs=1e-6)
+    assert numbers["never_moved"] == 0
+
+
+def test_kahan_loses_nothing_where_no_weight_moves():
+    optimizer = hf_lowprec.SGD([weights()], lr=1e-5, initial_compensation="zero")
+    numbers = measured(optimizer).by_kind["all"]
+    assert abs(numbers["lost_updates"]) < 3 * numbers["lost_updates_error"] + 1e-3
+    # The compensation is the update, 1e-5, at a spacing of 2^-7.
+    assert numbers["compensation_ulps"] == pytest.approx(1e-5 / 2**-7, rel=0.01)
+    assert (optimizer.param_groups[0]["params"][0] == 1).all()
+
+
+def test_what_has_moved_in_its_compensation_has_moved():
+    optimizer = hf_lowprec.SGD([weights()], lr=1e-4)  # of spacings of the compensation, which is below 2^-8, of 2^-16
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    for _ in range(3):
+        step(optimizer)
+    assert measured(optimizer, monitor=monitor).by_kind["all"]["never_moved"] == 0
+
+
+def test_weight_decay_that_arrives_and_one_that_does_not():
+    torch.manual_seed(0)
+    lost = {}
+    for name, make in {
+        "ours": lambda p: hf_lowprec.AdamW(p, lr=0.05, weight_decay=0.002),
+        "torch": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.002),
+        "torch in one rounding": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.002, fused=True),
+        "none": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0),
+    }.items():
+        optimizer = make([nn.Parameter(torch.randn(1000, 100).bfloat16())])
+        monitor = hf_lowprec.PrecisionMonitor(optimizer)
+        for k in range(40):
+            if k % 8 == 0:
+                monitor.measure_next_step()
+            step(optimizer, torch.randn(1000, 100))
+        lost[name] = monitor.last
+    numbers = {name: precision.by_kind["all"] for name, precision in lost.items()}
+    # The decay is 1e-4 of a weight, a fiftieth of its spacing: multiplied in BF16 by 0.9999, no weight changes. In one
+    # rounding with the rest of an update of several spacings, every fiftieth weight gets one spacing of it.
+    assert numbers["torch"]["lost_weight_decay"] == 1
+    for name in ("ours", "torch in one rounding"):
+        share, error = (numbers[name][key] for key in ("lost_weight_decay", "lost_weight_decay_error"))
+        assert abs(share) < 4 * error < 1, name
+    assert "lost_weight_decay" not in numbers["none"]
+
+
+def test_error_bars_of_the_weight_decay_shrink_with_measurements():
+    torch.manual_seed(0)
+    optimizer = hf_lowprec.AdamW([nn.Parameter(torch.randn(64, 64).bfloat16())], rounding="stochastic")
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    errors = []
+    for k in range(65):
+        if k % 8 == 0:
+            errors.append(measured(optimizer, monitor=monitor).by_kind["all"]["lost_weight_decay_error"])
+        else:
+            step(optimizer)
+    assert errors[-1] == pytest.approx(errors[0] / len(errors) ** 0.5, rel=0.2)
+
+
+def test_second_moments_frozen_by_rounding_to_nearest():
+    torch.manual_seed(0)
+    lost = {}
+    for rounding in ("nearest", "stochastic"):
+        optimizer = hf_lowprec.AdamW([weights(count=2**16)], lr=1e-3, state_rounding=rounding)
+        step(optimizer, torch.randn(1024, 64))
+        monitor = hf_lowprec.PrecisionMonitor(optimizer)
+        lost[rounding] = measured(optimizer, 1e-3, monitor).by_kind["all"]
+    assert lost["nearest"]["lost_second_moment"] > 0.99
+    share, error = (lost["stochastic"][name] for name in ("lost_second_moment", "lost_second_moment_error"))
+    assert abs(share) < 4 * error < 0.3
+
+
+def test_numbers_by_kind_and_tensor():
+    model = nn.ModuleDict({"lm_head": nn.Linear(64, 64, bias=False), "norm": nn.LayerNorm(64)}).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    precision = measured(optimizer, monitor=hf_lowprec.PrecisionMonitor(optimizer, model))
+    assert list(precision.by_kind) == ["all", "norms", "head"]
+    assert list(precision.by_tensor) == ["lm_head.weight", "norm.weight", "norm.bias"]
+    assert precision.by_kind["head"] == precision.by_tensor["lm_head.weight"]
+    ((worst, share),) = precision.worst("lost_updates", 1)
+    assert (worst, share) == ("norm.weight", 1)
+    # `norm.bias` is zero, where any update can be stored.
+    assert precision.by_tensor["norm.bias"]["lost_updates"] == pytest.approx(0, abs=0.01)
+
+
+def test_large_tensors_count_more():
+    small, large = weights(1.0, count=4096), weights(0.0, count=64 * 4096)
+    optimizer = torch.optim.SGD([small, large], lr=2.0**-11)
+    numbers = measured(optimizer).by_kind["all"]
+    assert numbers["lost_updates"] == pytest.approx(4096 / (65 * 4096), rel=1e-6)
+
+
+def test_measurements_happen_when_they_are_asked_for():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, every=4)
+    steps = []
+    for _ in range(9):
+        step(optimizer)
+        steps.append(monitor.last.step)
+    assert steps == [1, 1, 1, 4, 4, 4, 4, 8, 8]
+    monitor.measure_next_step(number=100)
+    step(optimizer)
+    assert monitor.last.step == 100
+    with pytest.raises(ValueError, match="every=-1 is negative"):
+        hf_lowprec.PrecisionMonitor(optimizer, every=-1)
+
+
+def test_accelerates_wrapper_is_taken_off():
+    from accelerate import Accelerator
+
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(Accelerator(cpu=True).prepare(optimizer))
+    assert monitor.optimizer is optimizer
+
+
+def test_a_skipped_step_is_no_measurement():
+    optimizer = hf_lowprec.SGD([weights()], lr=1e-3, skip_nonfinite=True)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    assert measured(optimizer, monitor=monitor) is not None
+    assert measured(optimizer, float("nan"), monitor) is None
+    assert monitor.findings() == []
+
+
+def test_a_step_with_a_closure_is_no_measurement():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    monitor.measure_next_step()
+    optimizer.step(lambda: torch.zeros(()))
+    assert monitor.last is None
+
+
+def test_nan_is_no_number():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    assert "lost_updates" not in measured(optimizer, float("nan")).by_kind["all"]
+
+
+def test_parameters_without_gradients_and_groups_that_change():
+    first, second = weights(), weights()
+    optimizer = hf_lowprec.SGD([first, second], lr=1e-2)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    for grads in ((1.0, None), (1.0, 1.0), (None, 1.0)):
+        for param, grad in zip((first, second), grads, strict=True):
+            param.grad = None if grad is None else torch.full_like(param, grad)
+        monitor.measure_next_step()
+        optimizer.step()
+        moved = [numbers["never_moved"] for numbers in monitor.last.by_tensor.values()]
+        assert moved == [0, 0 if second.grad is not None or grads[0] is None else 1]
+    optimizer.add_param_group({"params": [weights()]})
+    assert len(measured(optimizer, monitor=monitor).by_tensor) == 3
+
+
+def test_fp32_weights_are_measured_only_on_request():
+    for dtypes, there in (((torch.bfloat16,), False), ((torch.float32,), True)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=1e-3)
+        precision = measured(optimizer, monitor=hf_lowprec.PrecisionMonitor(optimizer, dtypes=dtypes))
+        assert ("lost_updates" in precision.by_kind["all"]) is there
+
+
+def test_steps_add_up():
+    optimizer = torch.optim.SGD([weights()], lr=2.0**-7 / 10)
+    lost, stored = measured(optimizer), measured(optimizer, 10.0)
+    both = sum_over_steps([lost, stored]).by_kind["all"]["lost_updates"]
+    assert both == pytest.approx(1 / (1 + 100), rel=0.05)
+    with pytest.raises(ValueError, match="no step"):
+        sum_over_steps([])
+
+
+def test_a_closed_monitor_is_gone():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, every=1)
+    step(optimizer)
+    monitor.close()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    gone = weakref.ref(monitor)
+    del monitor
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_subclass_that_calls_its_parents_step_is_measured_once():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    optimizer = Twice([weights()], lr=2.0**-7 / 10)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    assert measured(optimizer, monitor=monitor).by_kind["all"]["lost_updates"] == 1
+    assert monitor.steps == 1
