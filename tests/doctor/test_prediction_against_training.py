@@ -19,8 +19,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from hf_lowprec import PrecisionMonitor
 from hf_lowprec.cli import app
-from hf_lowprec.demo.lost_updates import LostUpdates
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
 LENGTH, STEPS, INTERVAL = 32, 120, 6
@@ -73,20 +73,21 @@ NEAREST = ("--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest")
 
 
 class Measured(TrainerCallback):
-    """The lost updates of each `INTERVAL`th step, of any AdamW."""
+    """The lost updates of each `INTERVAL`th step, of any optimizer."""
 
     def __init__(self) -> None:
         self.lost: dict[int, float] = {}
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        if (state.global_step + 1) % INTERVAL == 0:
-            self.measured = LostUpdates(sample=10**6)
-            self.measured.before_step(getattr(optimizer, "optimizer", optimizer))
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.monitor = PrecisionMonitor(optimizer, model, every=0)
 
-    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if (state.global_step + 1) % INTERVAL == 0:
-            self.measured.after_step(getattr(optimizer, "optimizer", optimizer))
-            self.lost[state.global_step + 1] = self.measured.share
+            self.monitor.measure_next_step()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % INTERVAL == 0:
+            self.lost[state.global_step] = self.monitor.last.by_kind["all"]["lost_updates"]
 
 
 def train(tmp_path, kind, model, callbacks=(), **settings) -> Trainer:
