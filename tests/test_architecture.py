@@ -7,7 +7,7 @@
 optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
-| L3 | plotting | itself, diagnostics and user_inputs |
+| L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
 | L4 | cli, `__main__` | everything below; public transformers |
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
-    "plotting": {"plotting", "diagnostics", "user_inputs"},
+    "plotting": {"plotting", "diagnostics", "metrics_file", "user_inputs"},
     "cli": {"cli", "demo", "doctor", "plotting", "user_inputs", "metrics_file", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
