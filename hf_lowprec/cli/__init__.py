@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hf_lowprec.cli import demo, doctor, env, estimate, export, run
+from hf_lowprec.cli import demo, doctor, env, estimate, export, inspect, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -17,6 +17,7 @@ app.command("doctor")(doctor.doctor)
 app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
+app.command("inspect")(inspect.inspect)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 

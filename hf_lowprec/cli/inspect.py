@@ -1,0 +1,84 @@
+"""`hf-lowprec inspect MODEL [OTHER]`: what is in a checkpoint, and what moved between two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hf_lowprec.inspection.inspect_checkpoints import Inspection
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A model folder, a checkpoint, or a name on the Hub.")],
+    other: Annotated[
+        str | None, typer.Argument(help="A later one of the same model, to show what moved.", show_default=False)
+    ] = None,
+    update: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Size of an update; shows how many weights rounding to nearest would keep from following it. "
+            "Default: the learning rate in the checkpoint, else 2e-5.",
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate, if the checkpoint does not have it.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(min=0, help="Weight decay, if it does not have that.")] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="Steps between the two, if they do not tell.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look for lost precision in a checkpoint, or between two.
+
+    One checkpoint: dtypes and bytes by part of the model, weights at exactly
+    1.0 or 0.0, norms that still have their initial value, weights too coarse
+    for an update, FP32 matrices among 16-bit ones, optimizer state. Two: what
+    moved and what did not, weight decay and second moments that stood still.
+
+    Exits with 1 if something is wrong. Tensors are read one by one.
+    """
+    from rich.console import Console
+
+    from hf_lowprec.inspection.hyperparameters import Hyperparameters
+    from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
+    from hf_lowprec.inspection.json_output import to_json
+    from hf_lowprec.user_inputs.input_errors import InputError
+
+    try:
+        with Console(stderr=True).status("reading") as status:
+            inspection = inspect_checkpoints(
+                model, other, update=update, given=Hyperparameters(lr, weight_decay, steps), progress=status.update
+            )
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(to_json(*inspection))
+    else:
+        _print(inspection, Console())
+    raise typer.Exit(int(bool(inspection.findings)))
+
+
+def _print(inspection: Inspection, console: Console) -> None:
+    """Print tables, facts, and at the end the findings."""
+    from hf_lowprec.inspection import tables
+
+    def sentence(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    for facts in inspection.checkpoints:
+        sentence(tables.heading(facts))
+    if inspection.comparison:
+        console.print(tables.changes_table(inspection.comparison))
+        lines = tables.lines_on_two(inspection.comparison)
+    else:
+        console.print(tables.weights_table(inspection.checkpoints[0]))
+        lines = tables.lines_on_one(inspection.checkpoints[0])
+    for line in lines:
+        sentence(f"- {line}")
+    console.print()
+    if not inspection.findings:
+        sentence("Nothing wrong was found.")
+    for number, finding in enumerate(inspection.findings, 1):
+        sentence(f"Finding {number}: {finding.message[0].upper()}{finding.message[1:]}")

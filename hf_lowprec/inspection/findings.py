@@ -1,0 +1,49 @@
+"""Findings: what is wrong in checkpoints, in sentences for users, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+NAMES_IN_MESSAGE = 4
+
+
+class Finding(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        code: names the kind of finding; stable, for programs.
+        message: what is wrong, why it is wrong, and what to do.
+        tensors: all tensors concerned, by name.
+    """
+
+    code: str
+    message: str
+    tensors: list[str]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(names[:NAMES_IN_MESSAGE])
+    more = len(names) - NAMES_IN_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, as in "1 tensor", "2 tensors"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def finding(code: str, tensors: Iterable[str], message: str, noun: str = "tensor") -> list[Finding]:
+    """One finding about some tensors, none if there are no tensors.
+
+    Args:
+        code: see `Finding`.
+        tensors: see `Finding`.
+        message: with `{names}` for the first few names, and `{count}` for "3 tensors".
+        noun: what to count instead of tensors.
+    """
+    names = list(dict.fromkeys(tensors))
+    if not names:
+        return []
+    return [Finding(code, message.format(names=listed(names), count=counted(len(names), noun)), names)]

@@ -1,0 +1,197 @@
+"""What is wrong between two checkpoints of a model: weights, decay and second moments that did not follow training."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from hf_lowprec.inspection.findings import Finding, finding
+from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped, role
+from hf_lowprec.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.inspection.one_checkpoint import StateFacts
+from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
+from hf_lowprec.inspection.tensor_change import TensorChange
+from hf_lowprec.inspection.two_checkpoints import Comparison, SecondMomentChange
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+_FEWEST_MOVERS = 20.0
+"""Elements that should have moved before it is reported that none did: by chance that happens once in e^20 tensors."""
+_SMALL_UPDATE = 0.1
+"""An update of Adam relative to the learning rate, estimated low."""
+_MOST = 0.9
+
+
+def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Finding]:
+    """Everything that is wrong between two checkpoints; what is wrong in each alone is not repeated.
+
+    Args:
+        comparison: the two checkpoints.
+        given: the hyperparameters that the user has named.
+    """
+    moved = {name: comparison.has_moved(name) for name in comparison.changes}
+    if not any(moved.values()):
+        return _nothing_moved(comparison)
+    trained = _trained_but_unmoved(comparison, given, moved)
+    unmoved = dict.fromkeys([*trained, *_odd_ones_out(comparison, moved), *_all_norms(comparison, moved)])
+    kinds = comparison.later.kinds
+    norms = [name for name in unmoved if kinds[name] == "norms"]
+    return [
+        *finding(
+            "norms_never_moved",
+            norms,
+            "{count} did not move while other weights did: {names}. Check that they have requires_grad=True and are in "
+            f"the optimizer. If they were trained in 16 bits, their updates were lost in rounding. {KEEP_NORMS}.",
+            noun="norm",
+        ),
+        *finding(
+            "never_moved",
+            (name for name in unmoved if kinds[name] != "norms"),
+            "nothing moved {count}, while the weights around moved: {names}. Check that they have requires_grad=True, "
+            "are in the optimizer and take part in the loss. If they were trained in 16 bits with rounding to nearest, "
+            f"{USE_KAHAN}.",
+        ),
+        *_weight_decay_lost(comparison),
+        *_second_moment_frozen(comparison),
+    ]
+
+
+def _nothing_moved(comparison: Comparison) -> list[Finding]:
+    """No tensor differs at all."""
+    if comparison.steps == 0:
+        return []
+    return finding(
+        "nothing_moved",
+        comparison.changes,
+        "the two checkpoints are the same bit for bit in all of {count} that both have ({names}). Check that the "
+        f"second one was saved after training. If it was trained in 16 bits with rounding to nearest, {USE_KAHAN}.",
+    )
+
+
+def _trained_but_unmoved(comparison: Comparison, given: Hyperparameters, moved: Mapping[str, bool]) -> list[str]:
+    """Tensors that did not move although an optimizer has applied gradients that should have moved some elements."""
+    later, steps = comparison.later, comparison.steps
+    found = []
+    for name, state in later.state_of().items():
+        if not steps or moved.get(name, True) or not has_been_stepped(later, state, given):
+            continue
+        last = later.step or steps
+        rates = given.rate_sum(state.group, later.record, last - steps, last)
+        distance = _SMALL_UPDATE * (rates or 0.0) / math.sqrt(steps)  # of a random walk
+        if later.tensors[name].movers(distance, _dtype_of_steps(comparison.changes[name], state)) >= _FEWEST_MOVERS:
+            found.append(name)
+    return found
+
+
+def _dtype_of_steps(change: TensorChange, state: StateFacts) -> torch.dtype:
+    """The dtype whose spacing decides whether an element should have moved: FP32 if rounding to nearest is to blame."""
+    return torch.float32 if state.group.rounding == "nearest" and not change.rounded else change.dtype
+
+
+def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str]:
+    """Tensors that did not move, although their layer and the same tensors of other layers did.
+
+    Frozen layers, frozen embeddings and merged adapters have a pattern that these do not have.
+    """
+    kinds = comparison.later.kinds
+    roles, layers, of_kind = defaultdict(list), defaultdict(list), defaultdict(list)
+    for name in moved:
+        if comparison.changes[name].dtype.is_floating_point:
+            roles[role(name)].append(name)
+            layers[_layer(name)].append(name)
+            of_kind[kinds[name]].append(name)
+    everything = [*moved]
+    found = []
+    for name in moved:
+        change = comparison.changes[name]
+        if moved[name] or kinds[name] == "embeddings" or not change.dtype.is_floating_point:
+            continue
+        peers = [other for other in roles[role(name)] if other != name]
+        peers = peers or [other for other in of_kind[kinds[name]] if other != name] or everything
+        around = layers[_layer(name)] if _layer(name) else everything
+        expected = change.parameters * _median_share(comparison, around)
+        if _share(peers, moved) > 0.5 and _share(around, moved) > 0.5 and expected >= _FEWEST_MOVERS:
+            found.append(name)
+    return found
+
+
+def _all_norms(comparison: Comparison, moved: Mapping[str, bool]) -> list[str]:
+    """All norms, if nearly none moved, but nearly all matrices did, in layers as well as in embeddings or the head.
+
+    Adapters that were merged into the weights do not move embeddings and heads.
+    """
+    kinds = comparison.later.kinds
+    by_kind = defaultdict(list)
+    for name in moved:
+        if len(comparison.later.tensors[name].shape) > 1 or kinds[name] == "norms":
+            by_kind[kinds[name]].append(name)
+    norms, matrices = by_kind["norms"], by_kind["attention"] + by_kind["mlp"] + by_kind["other"]
+    ends = by_kind["embeddings"] + by_kind["head"]
+    if not norms or _share(norms, moved) > 1 - _MOST or _share(matrices, moved) < _MOST:
+        return []
+    return [name for name in norms if not moved[name]] if any(moved[name] for name in ends) or not ends else []
+
+
+def _layer(name: str) -> str:
+    """The name of the layer that a tensor belongs to; empty outside of layers."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found.group(1) if found else ""
+
+
+def _share(names: list[str], moved: Mapping[str, bool]) -> float:
+    return sum(moved[name] for name in names) / len(names) if names else 0.0
+
+
+def _median_share(comparison: Comparison, names: list[str]) -> float:
+    """The median share of elements that changed."""
+    shares = sorted(
+        change.moved / change.parameters for name in names if (change := comparison.changes[name]).parameters
+    )
+    return shares[len(shares) // 2] if shares else 0.0
+
+
+def _weight_decay_lost(comparison: Comparison) -> list[Finding]:
+    """Tensors in which most elements that the decay alone should have changed are as they were."""
+    lost = {
+        name: change
+        for name, change in comparison.changes.items()
+        if change.shrunk >= 2 * _FEWEST_MOVERS and change.shrunk_not_moved > change.shrunk / 2
+    }
+    elements = sum(change.shrunk_not_moved for change in lost.values())
+    low = all(change.dtype in LOW_PRECISION_DTYPES for change in lost.values())
+    remedy = f"{USE_KAHAN[0].upper()}{USE_KAHAN[1:]}" if low else "Check that nothing resets the weights"
+    return finding(
+        "weight_decay_lost",
+        lost,
+        f"weight decay did not arrive in {{count}}: {{names}}. It should have taken {elements:,} elements two spacings "
+        f"further by itself, and they are the same bit for bit. {remedy}.",
+    )
+
+
+def _second_moment_frozen(comparison: Comparison) -> list[Finding]:
+    states = {state.name: state for state in comparison.later.states}
+    names = [name for name, change in comparison.second_moments.items() if _is_frozen(change, states[name])]
+    return finding(
+        "second_moment_frozen",
+        names,
+        "the second moment of {count} did not decay anywhere between the two checkpoints: {names}. Elements with small "
+        "gradients are the same bit for bit, so their steps become too short. Use "
+        'state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
+    )
+
+
+def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
+    """Whether no element decreased, many are unchanged, and some should have decreased.
+
+    An element whose gradients are smaller than before decays by up to `steps * (1 - beta2)` of itself. Stochastic
+    rounding takes it a spacing further with that chance over the spacing, half of a dtype's epsilon or more.
+    """
+    if state.group.beta2 is None:
+        return False
+    eps = max(torch.finfo(dtype).eps for name, dtype in state.dtypes.items() if name == SECOND_MOMENT)
+    chance = min(1.0, change.steps * (1 - state.group.beta2) / eps)
+    many = change.unchanged * 10 >= change.elements and change.unchanged * chance >= _FEWEST_MOVERS
+    return many and change.decreased == 0
