@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,9 +64,13 @@ def inspect(
 def _print(inspection: Inspection, console: Console) -> None:
     """Print tables, facts, and at the end the findings."""
     from hf_lowprec.inspection import tables
+    from hf_lowprec.inspection.findings import counted
 
-    def sentence(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+    def sentence(text: str, indent: str = "") -> None:
+        lines = textwrap.fill(
+            text, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     for facts in inspection.checkpoints:
         sentence(tables.heading(facts))
@@ -76,9 +81,11 @@ def _print(inspection: Inspection, console: Console) -> None:
         console.print(tables.weights_table(inspection.checkpoints[0]))
         lines = tables.lines_on_one(inspection.checkpoints[0])
     for line in lines:
-        sentence(f"- {line}")
+        sentence(f"- {line}", indent="  ")
     console.print()
     if not inspection.findings:
         sentence("Nothing wrong was found.")
+    else:
+        sentence(f"{counted(len(inspection.findings), 'finding')}:")
     for number, finding in enumerate(inspection.findings, 1):
-        sentence(f"Finding {number}: {finding.message[0].upper()}{finding.message[1:]}")
+        sentence(f"{number}. {finding.message[0].upper()}{finding.message[1:]}", indent="   ")

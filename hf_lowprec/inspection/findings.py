@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NAMES_IN_MESSAGE = 4
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Finding(NamedTuple):
@@ -22,11 +24,33 @@ class Finding(NamedTuple):
     tensors: list[str]
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    shown = ", ".join(names[:NAMES_IN_MESSAGE])
-    more = len(names) - NAMES_IN_MESSAGE
-    return f"{shown} and {more} more" if more > 0 else shown
+def listed(names: Iterable[str]) -> str:
+    """The first few names, those of several layers as one (`layers.0-3.mlp.weight`), and how many more there are."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        found = _LAYER.search(name)
+        numbers = layers.setdefault(role(name), [])
+        numbers += [int(found[0])] if found else []
+    patterns = [pattern.replace("*", _ranges(numbers), 1) for pattern, numbers in layers.items()]
+    counts = [max(1, len(numbers)) for numbers in layers.values()]
+    more = sum(counts[NAMES_IN_MESSAGE:])
+    return ", ".join(patterns[:NAMES_IN_MESSAGE]) + (f" and {more} more" if more else "")
+
+
+def role(name: str) -> str:
+    """The name of a tensor with a star for the number of its layer, so that tensors of other layers share it."""
+    return _LAYER.sub("*", name, count=1)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers as ranges: "0-2,5"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def counted(count: int, noun: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
 from hf_lowprec.inspection.expected_dtypes import cast_to_16_bits
-from hf_lowprec.inspection.findings import Finding, finding
+from hf_lowprec.inspection.findings import Finding, finding, role
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
@@ -53,16 +52,15 @@ def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
 
 def norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
     """Norms that still have their initial value in a model that was trained."""
-    norms = facts.norms()
+    norms, states = facts.norms(), facts.state_of()
     at_start = [name for name, norm in norms.items() if at_initial_value(norm)]
-    states = facts.state_of()
-    if facts.states:
-        names = [name for name in at_start if name in states and has_been_stepped(facts, states[name], given)]
+    stepped = [name for name in at_start if name in states and has_been_stepped(facts, states[name], given)]
+    if stepped:
         return finding(
             "norms_at_initial_value",
-            names,
-            "{count} stayed at the initial value although gradients have reached it: {names}. In 16 bits, a norm at 1.0 does "
-            f"not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). {KEEP_NORMS}.",
+            stepped,
+            "{count} stayed at the initial value although gradients reached it: {names}. In 16 bits, a norm at 1.0 "
+            f"does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). {KEEP_NORMS}.",
             noun="norm",
         )
     weights = [name for name in norms if not name.endswith("bias")]
@@ -122,11 +120,6 @@ def looks_untrained(facts: CheckpointFacts) -> bool:
         if len(tensor.shape) > 1 and tensor.is_floating and tensor.rms:
             sizes[role(name)].append(tensor)
     return not any(_sizes_differ(of_role) for of_role in sizes.values())
-
-
-def role(name: str) -> str:
-    """The name of a tensor without the number of its layer, which tensors of other layers share."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1)
 
 
 def _sizes_differ(tensors: list[TensorFacts]) -> bool:
@@ -198,8 +191,8 @@ def _second_moment_cannot_decay(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "second_moment_cannot_decay",
         (state.name for state in frozen),
-        f"the second moment of {{count}} is stored in {dtype} and rounded to nearest, where a factor of "
-        f"beta2={beta2:g} changes nothing: it grows and never decays, so steps become too short. Concerned: {{names}}. "
+        f"the second moment of {{count}} ({{names}}) is stored in {dtype} and rounded to nearest, where a factor of "
+        f"beta2={beta2:g} changes nothing: it grows and never decays, so steps become too short. "
         'Use state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
     )
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hf_lowprec.inspection.findings import Finding, finding
-from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped, role
+from hf_lowprec.inspection.findings import Finding, finding, role
+from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import StateFacts
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
@@ -23,6 +23,12 @@ _FEWEST_MOVERS = 20.0
 _SMALL_UPDATE = 0.1
 """An update of Adam relative to the learning rate, estimated low."""
 _MOST = 0.9
+_NEARLY_ALL, _NEARLY_NONE = 0.8, 0.02
+"""Shares of weights that moved, of a magnitude and of four times that. If weights move by normally distributed amounts
+before they are rounded, and 0.8 of a magnitude move, 0.3 of four times the magnitude do."""
+_FEWEST_IN_BIN = 100
+_FEWEST_LOST = 0.05
+"""A share of weights that did not follow updates, below which it is not reported."""
 
 
 def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Finding]:
@@ -54,6 +60,7 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
             "are in the optimizer and take part in the loss. If they were trained in 16 bits with rounding to nearest, "
             f"{USE_KAHAN}.",
         ),
+        *_updates_lost(comparison),
         *_weight_decay_lost(comparison),
         *_second_moment_frozen(comparison),
     ]
@@ -151,6 +158,38 @@ def _median_share(comparison: Comparison, names: list[str]) -> float:
         change.moved / change.parameters for name in names if (change := comparison.changes[name]).parameters
     )
     return shares[len(shares) // 2] if shares else 0.0
+
+
+def _updates_lost(comparison: Comparison) -> list[Finding]:
+    """16-bit weights that moved if they are small, and did not if they are four times as large.
+
+    The spacing of a number is proportional to it. Rounding to nearest loses every update that is smaller than half the
+    spacing, so above some magnitude nothing moves. Stochastic rounding moves a weight of twice the spacing half as
+    often, and Kahan summation half as far; FP32 weights that were rounded afterwards moved by amounts that differ much
+    more from one another.
+    """
+    changes = {
+        name: change
+        for name, change in comparison.changes.items()
+        if change.moved and change.dtype in LOW_PRECISION_DTYPES
+    }
+    if not changes:
+        return []
+    counts = torch.stack([change.exponents for change in changes.values()]).sum(0)
+    shares = torch.stack([change.moved_exponents for change in changes.values()]).sum(0) / counts.clamp(min=1)
+    sharp = (shares[:-2] > _NEARLY_ALL) & (shares[2:] < _NEARLY_NONE)
+    sharp &= (counts[:-2] >= _FEWEST_IN_BIN) & (counts[2:] >= _FEWEST_IN_BIN)
+    if not bool(sharp.any()):
+        return []
+    first_lost = int(sharp.nonzero()[-1]) + 2
+    share = float(counts[first_lost:].sum() / counts.sum())
+    return finding(
+        "updates_lost",
+        changes if share > _FEWEST_LOST else (),
+        f"in 16-bit weights of {{count}} ({{names}}), nearly all small weights moved and none of those above "
+        f"{2.0 ** (first_lost - 127):.2g}, {share:.1%} of all: their updates are smaller than half their spacing and "
+        f"were lost in rounding to nearest. {USE_KAHAN[0].upper()}{USE_KAHAN[1:]}.",
+    )
 
 
 def _weight_decay_lost(comparison: Comparison) -> list[Finding]:

@@ -70,7 +70,11 @@ _SAME = {
     "nothing_moved": ("norms_at_initial_value", "at_initial_value"),
 }
 """Findings between checkpoints, and those in one that say less of the same tensors."""
-_EXPLAINED = {"second_moment_frozen": "second_moment_cannot_decay", "weight_decay_lost": "weight_decay_lost"}
+_EXPLAINED = {
+    "second_moment_frozen": "second_moment_cannot_decay",
+    "weight_decay_lost": "weight_decay_lost",
+    "updates_lost": "updates_lost",
+}
 """Findings between checkpoints, and those in one that also say why."""
 
 

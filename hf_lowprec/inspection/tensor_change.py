@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.inspection.tensor_facts import CHUNK, exponents, spacings
+from hf_lowprec.inspection.tensor_facts import CHUNK, EXPONENTS, exponents, spacings
 
 SPACINGS_OF_DECAY = 2.0
 """An element should have changed if weight decay alone takes it this many spacings further. One would not do: under
@@ -29,6 +29,8 @@ class TensorChange(NamedTuple):
         shrunk_not_moved: how many of these are the same bit for bit.
         dtype: the dtype in which they were compared.
         rounded: whether one of them was rounded for that.
+        exponents: number of elements for each exponent field of FP32, as in `TensorFacts`, before they moved.
+        moved_exponents: how many of these moved.
     """
 
     parameters: int
@@ -39,6 +41,8 @@ class TensorChange(NamedTuple):
     shrunk_not_moved: int
     dtype: torch.dtype
     rounded: bool
+    exponents: Tensor
+    moved_exponents: Tensor
 
     @property
     def relative_distance(self) -> float | None:
@@ -57,6 +61,7 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
     dtype = _narrower(earlier.dtype, later.dtype)
     moved = shrunk = shrunk_not_moved = 0
     distance = norm = 0.0
+    counts, moved_counts = torch.zeros(2, EXPONENTS, dtype=torch.int64)
     for before, after in zip(earlier.reshape(-1).split(CHUNK), later.reshape(-1).split(CHUNK), strict=True):
         before, after = before.to(dtype), after.to(dtype)
         changed = _bits(before) != _bits(after)
@@ -64,17 +69,28 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
         if not dtype.is_floating_point:
             continue
         values = before.float()
+        exponent = exponents(values)
+        counts += torch.bincount(exponent, minlength=EXPONENTS)
+        moved_counts += torch.bincount(exponent[changed], minlength=EXPONENTS)
         difference = after.float() - values
         distance += float(torch.dot(difference, difference))
         norm += float(torch.dot(values, values))
         if decay:
-            spacing = spacings(dtype).float()[exponents(values)]
+            spacing = spacings(dtype).float()[exponent]
             decays = values.abs() * decay >= SPACINGS_OF_DECAY * spacing
             shrunk += int(decays.sum())
             shrunk_not_moved += int((decays & ~changed).sum())
-    rounded = earlier.dtype != later.dtype
     return TensorChange(
-        earlier.numel(), moved, math.sqrt(distance), math.sqrt(norm), shrunk, shrunk_not_moved, dtype, rounded
+        earlier.numel(),
+        moved,
+        math.sqrt(distance),
+        math.sqrt(norm),
+        shrunk,
+        shrunk_not_moved,
+        dtype,
+        earlier.dtype != later.dtype,
+        counts,
+        moved_counts,
     )
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 CHUNK = 1 << 22
 """Elements that are converted to FP32 at a time."""
-_EXPONENTS = 256
+EXPONENTS = 256
+"""Number of values of the exponent field of FP32."""
 _NOT_FINITE = 255
 """The exponent field of infinities and NaNs in FP32."""
 
@@ -83,7 +84,7 @@ def tensor_facts(tensor: Tensor) -> TensorFacts:
         return TensorFacts(tensor.shape, tensor.dtype, 0, 0, None, 0.0, torch.zeros(0, dtype=torch.int64))
     ones = zeros = 0
     square_sum, smallest, largest = 0.0, math.inf, -math.inf
-    counts = torch.zeros(_EXPONENTS, dtype=torch.int64)
+    counts = torch.zeros(EXPONENTS, dtype=torch.int64)
     for chunk in tensor.detach().reshape(-1).split(CHUNK):
         values = chunk.float()
         if not values.numel():
@@ -93,7 +94,7 @@ def tensor_facts(tensor: Tensor) -> TensorFacts:
         square_sum += float(torch.dot(values, values))
         low, high = torch.aminmax(values)
         smallest, largest = min(smallest, float(low)), max(largest, float(high))
-        counts += torch.bincount(exponents(values), minlength=_EXPONENTS)
+        counts += torch.bincount(exponents(values), minlength=EXPONENTS)
     constant = smallest if smallest == largest and not counts[_NOT_FINITE] else None
     return TensorFacts(tensor.shape, tensor.dtype, ones, zeros, constant, square_sum, counts)
 
@@ -106,5 +107,5 @@ def exponents(values: Tensor) -> Tensor:
 def spacings(dtype: torch.dtype) -> Tensor:
     """The distance between neighbouring numbers of `dtype`, for each exponent field of FP32 (FP64, 256 elements)."""
     info = torch.finfo(dtype)
-    magnitudes = torch.exp2(torch.arange(_EXPONENTS, dtype=torch.float64) - 127)
+    magnitudes = torch.exp2(torch.arange(EXPONENTS, dtype=torch.float64) - 127)
     return magnitudes.clamp(min=info.smallest_normal) * info.eps
