@@ -42,6 +42,12 @@ def role(name: str) -> str:
     return _LAYER.sub("*", name, count=1)
 
 
+def layer(name: str) -> str:
+    """The name of the layer that a tensor belongs to; empty outside of layers."""
+    found = _LAYER.search(name)
+    return name[: found.end()] if found else ""
+
+
 def _ranges(numbers: list[int]) -> str:
     """Numbers as ranges: "0-2,5"."""
     ranges: list[list[int]] = []

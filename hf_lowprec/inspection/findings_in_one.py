@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
 from hf_lowprec.inspection.expected_dtypes import cast_to_16_bits
-from hf_lowprec.inspection.findings import Finding, finding, role
+from hf_lowprec.inspection.findings import Finding, finding, layer, role
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
@@ -21,16 +21,17 @@ _COARSE_SHARE = 0.5
 """The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
 
 
-def findings_in_one(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str] = ()) -> list[Finding]:
     """Everything that is wrong in a checkpoint.
 
     Args:
         facts: the checkpoint.
         given: the hyperparameters that the user has named.
+        compared: tensors of which an earlier checkpoint tells whether they moved.
     """
     return [
         *_nonfinite(facts),
-        *norms_at_initial_value(facts, given),
+        *_norms_at_initial_value(facts, given, compared),
         *_trained_but_constant(facts, given),
         *_fp32_among_16_bits(facts),
         *_norms_of_16_bits(facts),
@@ -50,7 +51,7 @@ def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
     )
 
 
-def norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str]) -> list[Finding]:
     """Norms that still have their initial value in a model that was trained."""
     norms, states = facts.norms(), facts.state_of()
     at_start = [name for name, norm in norms.items() if at_initial_value(norm)]
@@ -63,8 +64,10 @@ def norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters) -> li
             f"does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). {KEEP_NORMS}.",
             noun="norm",
         )
+    if {*at_start} <= {*compared}:
+        return []
     weights = [name for name in norms if not name.endswith("bias")]
-    still = [name for name in weights if name in at_start]
+    still = [name for name in weights if name in at_start and _layer_was_trained(facts, name)]
     if len(still) < len(weights):
         return finding(
             "norms_at_initial_value",
@@ -83,6 +86,12 @@ def norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters) -> li
             noun="norm",
         )
     return []
+
+
+def _layer_was_trained(facts: CheckpointFacts, name: str) -> bool:
+    """Whether the optimizer holds tensors of the layer that `name` is in, as far as the checkpoint tells."""
+    states = facts.state_of()
+    return not states or any(layer(other) == layer(name) for other, state in states.items() if state.has_gradients)
 
 
 def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
-from hf_lowprec.inspection.findings import Finding, finding, role
+from hf_lowprec.inspection.findings import Finding, finding, layer, role
 from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import StateFacts
@@ -108,7 +107,7 @@ def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str
     for name in moved:
         if comparison.changes[name].dtype.is_floating_point:
             roles[role(name)].append(name)
-            layers[_layer(name)].append(name)
+            layers[layer(name)].append(name)
             of_kind[kinds[name]].append(name)
     everything = [*moved]
     found = []
@@ -118,7 +117,7 @@ def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str
             continue
         peers = [other for other in roles[role(name)] if other != name]
         peers = peers or [other for other in of_kind[kinds[name]] if other != name] or everything
-        around = layers[_layer(name)] if _layer(name) else everything
+        around = layers[layer(name)] if layer(name) else everything
         expected = change.parameters * _median_share(comparison, around)
         if _share(peers, moved) > 0.5 and _share(around, moved) > 0.5 and expected >= _FEWEST_MOVERS:
             found.append(name)
@@ -140,12 +139,6 @@ def _all_norms(comparison: Comparison, moved: Mapping[str, bool]) -> list[str]:
     if not norms or _share(norms, moved) > 1 - _MOST or _share(matrices, moved) < _MOST:
         return []
     return [name for name in norms if not moved[name]] if any(moved[name] for name in ends) or not ends else []
-
-
-def _layer(name: str) -> str:
-    """The name of the layer that a tensor belongs to; empty outside of layers."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found.group(1) if found else ""
 
 
 def _share(names: list[str], moved: Mapping[str, bool]) -> float:
@@ -217,20 +210,20 @@ def _second_moment_frozen(comparison: Comparison) -> list[Finding]:
         "second_moment_frozen",
         names,
         "the second moment of {count} did not decay anywhere between the two checkpoints: {names}. Elements with small "
-        "gradients are the same bit for bit, so their steps become too short. Use "
+        "gradients are the same bit for bit, so steps become too short. Use "
         'state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
     )
 
 
 def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
-    """Whether no element decreased, many are unchanged, and some should have decreased.
+    """Whether no element decreased, although as many as are unchanged could have.
 
-    An element whose gradients are smaller than before decays by up to `steps * (1 - beta2)` of itself. Stochastic
-    rounding takes it a spacing further with that chance over the spacing, half of a dtype's epsilon or more.
+    Where gradients become smaller, about as many elements decrease as stay the same by chance in 16 bits, if there are
+    enough steps for a decay by one spacing: `steps * (1 - beta2)` of an element is its largest decay, and stochastic
+    rounding takes an element a spacing further with the chance of the decay over the spacing.
     """
     if state.group.beta2 is None:
         return False
     eps = max(torch.finfo(dtype).eps for name, dtype in state.dtypes.items() if name == SECOND_MOMENT)
     chance = min(1.0, change.steps * (1 - state.group.beta2) / eps)
-    many = change.unchanged * 10 >= change.elements and change.unchanged * chance >= _FEWEST_MOVERS
-    return many and change.decreased == 0
+    return change.decreased == 0 and change.unchanged * chance >= _FEWEST_MOVERS

@@ -54,14 +54,13 @@ def inspect_checkpoints(
         inspect_checkpoint(checkpoint, update, lambda name, of=checkpoint.name: progress(f"{of}: {name}"))  # type: ignore[misc]
         for checkpoint in opened
     ]
-    found = findings_in_one(facts[-1], given)
     if len(opened) == 1:
-        return Inspection(facts, None, found)
+        return Inspection(facts, None, findings_in_one(facts[0], given))
     comparison = compare_checkpoints(
         (opened[0], facts[0]), (opened[1], facts[1]), given, lambda name: progress(f"comparing {name}")
     )
-    between = findings_in_two(comparison, given)
-    return Inspection(facts, comparison, _without_repetitions(found, between))
+    in_later = findings_in_one(facts[1], given, compared=comparison.changes)
+    return Inspection(facts, comparison, _without_repetitions(in_later, findings_in_two(comparison, given)))
 
 
 _SAME = {
