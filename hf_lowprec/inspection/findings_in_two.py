@@ -116,7 +116,8 @@ def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str
         if moved[name] or kinds[name] == "embeddings" or not change.dtype.is_floating_point:
             continue
         peers = [other for other in roles[role(name)] if other != name]
-        peers = peers or [other for other in of_kind[kinds[name]] if other != name] or everything
+        peers = peers or [other for other in of_kind[kinds[name]] if other != name]
+        peers = peers or of_kind["embeddings"] or everything  # a head that is frozen with the embeddings is ordinary
         around = layers[layer(name)] if layer(name) else everything
         expected = change.parameters * _median_share(comparison, around)
         if _share(peers, moved) > 0.5 and _share(around, moved) > 0.5 and expected >= _FEWEST_MOVERS:
