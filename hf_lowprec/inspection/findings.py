@@ -29,7 +29,7 @@ def listed(names: Iterable[str]) -> str:
     layers: dict[str, list[int]] = {}
     for name in names:
         found = _LAYER.search(name)
-        numbers = layers.setdefault(role(name), [])
+        numbers = layers.setdefault(name_pattern(name), [])
         numbers += [int(found[0])] if found else []
     patterns = [pattern.replace("*", _ranges(numbers), 1) for pattern, numbers in layers.items()]
     counts = [max(1, len(numbers)) for numbers in layers.values()]
@@ -37,7 +37,7 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(patterns[:NAMES_IN_MESSAGE]) + (f" and {more} more" if more else "")
 
 
-def role(name: str) -> str:
+def name_pattern(name: str) -> str:
     """The name of a tensor with a star for the number of its layer, so that tensors of other layers share it."""
     return _LAYER.sub("*", name, count=1)
 

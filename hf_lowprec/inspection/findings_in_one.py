@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from hf_lowprec.inspection.expected_dtypes import cast_to_16_bits
-from hf_lowprec.inspection.findings import Finding, finding, layer, role
+from hf_lowprec.inspection.findings import Finding, finding, layer, name_pattern
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
@@ -123,12 +123,12 @@ def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperpara
 
 
 def looks_untrained(facts: CheckpointFacts) -> bool:
-    """Whether all matrices of the same role are equally large, as after initialization; training makes them differ."""
+    """Whether matrices are equally large in all layers, as after initialization; training makes them differ."""
     sizes: dict[str, list[TensorFacts]] = defaultdict(list)
     for name, tensor in facts.tensors.items():
         if len(tensor.shape) > 1 and tensor.is_floating and tensor.rms:
-            sizes[role(name)].append(tensor)
-    return not any(_sizes_differ(of_role) for of_role in sizes.values())
+            sizes[name_pattern(name)].append(tensor)
+    return not any(_sizes_differ(of_name) for of_name in sizes.values())
 
 
 def _sizes_differ(tensors: list[TensorFacts]) -> bool:

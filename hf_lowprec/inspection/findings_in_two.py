@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hf_lowprec.inspection.findings import Finding, finding, layer, role
+from hf_lowprec.inspection.findings import Finding, finding, layer, name_pattern
 from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import StateFacts
@@ -103,10 +103,10 @@ def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str
     Frozen layers, frozen embeddings and merged adapters have a pattern that these do not have.
     """
     kinds = comparison.later.kinds
-    roles, layers, of_kind = defaultdict(list), defaultdict(list), defaultdict(list)
+    patterns, layers, of_kind = defaultdict(list), defaultdict(list), defaultdict(list)
     for name in moved:
         if comparison.changes[name].dtype.is_floating_point:
-            roles[role(name)].append(name)
+            patterns[name_pattern(name)].append(name)
             layers[layer(name)].append(name)
             of_kind[kinds[name]].append(name)
     everything = [*moved]
@@ -115,7 +115,7 @@ def _odd_ones_out(comparison: Comparison, moved: Mapping[str, bool]) -> list[str
         change = comparison.changes[name]
         if moved[name] or kinds[name] == "embeddings" or not change.dtype.is_floating_point:
             continue
-        peers = [other for other in roles[role(name)] if other != name]
+        peers = [other for other in patterns[name_pattern(name)] if other != name]
         peers = peers or [other for other in of_kind[kinds[name]] if other != name]
         peers = peers or of_kind["embeddings"] or everything  # a head that is frozen with the embeddings is ordinary
         around = layers[layer(name)] if layer(name) else everything

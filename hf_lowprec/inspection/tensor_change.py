@@ -61,7 +61,7 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
     dtype = _narrower(earlier.dtype, later.dtype)
     moved = shrunk = shrunk_not_moved = 0
     distance = norm = 0.0
-    counts, moved_counts = torch.zeros(2, EXPONENTS, dtype=torch.int64)
+    counts = torch.zeros(2, EXPONENTS, dtype=torch.int64)  # of elements that stayed, of elements that moved
     for before, after in zip(earlier.reshape(-1).split(CHUNK), later.reshape(-1).split(CHUNK), strict=True):
         before, after = before.to(dtype), after.to(dtype)
         changed = _bits(before) != _bits(after)
@@ -70,8 +70,7 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
             continue
         values = before.float()
         exponent = exponents(values)
-        counts += torch.bincount(exponent, minlength=EXPONENTS)
-        moved_counts += torch.bincount(exponent[changed], minlength=EXPONENTS)
+        counts += torch.bincount(exponent + EXPONENTS * changed.int(), minlength=2 * EXPONENTS).view(2, EXPONENTS)
         difference = after.float() - values
         distance += float(torch.dot(difference, difference))
         norm += float(torch.dot(values, values))
@@ -89,8 +88,8 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
         shrunk_not_moved,
         dtype,
         earlier.dtype != later.dtype,
-        counts,
-        moved_counts,
+        counts.sum(0),
+        counts[1],
     )
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22
-"""Elements that are converted to FP32 at a time."""
+CHUNK = 1 << 16
+"""Elements that are converted to FP32 at a time, so few that they stay in the cache."""
 EXPONENTS = 256
 """Number of values of the exponent field of FP32."""
 _NOT_FINITE = 255
