@@ -123,11 +123,11 @@ def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperpara
 
 
 def looks_untrained(facts: CheckpointFacts) -> bool:
-    """Whether matrices are equally large in all layers, as after initialization; training makes them differ."""
-    sizes: dict[str, list[TensorFacts]] = defaultdict(list)
+    """Whether matrices of one shape are equally large in all layers, as before training, which makes them differ."""
+    sizes: dict[tuple[str, torch.Size], list[TensorFacts]] = defaultdict(list)
     for name, tensor in facts.tensors.items():
         if len(tensor.shape) > 1 and tensor.is_floating and tensor.rms:
-            sizes[name_pattern(name)].append(tensor)
+            sizes[name_pattern(name), tensor.shape].append(tensor)
     return not any(_sizes_differ(of_name) for of_name in sizes.values())
 
 
