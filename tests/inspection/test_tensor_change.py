@@ -33,6 +33,7 @@ def test_moved_elements(dtype):
 
 def test_the_sign_of_zero_and_nan_count_bit_for_bit():
     before = torch.tensor([0.0, float("nan"), 1.0])
+    assert tensor_change(before, before.clone()).moved == 0
     assert tensor_change(before, torch.tensor([-0.0, float("nan"), 1.0])).moved == 1
 
 
