@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +32,9 @@ def inspect(
     weight_decay: Annotated[float | None, typer.Option(min=0, help="Weight decay, if it does not have that.")] = None,
     steps: Annotated[int | None, typer.Option(min=0, help="Steps between the two, if they do not tell.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw weights by magnitude, and which of them moved, to this file (.png, .svg).")
+    ] = None,
 ) -> None:
     """Look for lost precision in a checkpoint, or between two.
 
@@ -45,13 +50,22 @@ def inspect(
     from hf_lowprec.inspection.hyperparameters import Hyperparameters
     from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
     from hf_lowprec.inspection.json_output import to_json
-    from hf_lowprec.user_inputs.input_errors import InputError
+    from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            "matplotlib, which draws, is not installed: pip install 'hf-lowprec[demo]'", param_hint="--plot"
+        )
     try:
         with Console(stderr=True).status("reading") as status:
             inspection = inspect_checkpoints(
                 model, other, update=update, given=Hyperparameters(lr, weight_decay, steps), progress=status.update
             )
+        if plot is not None:
+            from hf_lowprec.inspection.plot import plot as draw
+
+            with explain_input_errors(f"--plot: {str(plot)!r} cannot be written"):
+                draw(plot, inspection.checkpoints[-1], inspection.comparison)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:

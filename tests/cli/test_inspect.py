@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -83,6 +84,26 @@ def test_json_has_no_nan(tmp_path):
     assert content["checkpoints"][0]["tensors"]["lm_head.weight"]["nonfinite"] == 32
     assert "rms" not in content["checkpoints"][0]["tensors"]["lm_head.weight"]
     assert [finding["code"] for finding in content["findings"]] == ["nonfinite"] and result.exit_code == 1
+
+
+def test_plot(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    start, end = runs / "adamw_bf16_kahan/start", runs / "adamw_bf16_kahan/checkpoint-6"
+    assert run(end, "--plot", tmp_path / "one.png", "--update", 1e30).exit_code == 0
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert run(start, end, "--plot", tmp_path / "two.svg").exit_code == 0
+    drawn = (tmp_path / "two.svg").read_text()
+    for text in ("attention", "norms", "share of these that moved", str(start), str(end), "updates of 1e-06"):
+        assert f"<!-- {text}" in drawn or text in drawn, text
+    result = run(start, "--plot", tmp_path / "one.xyz")
+    assert result.exit_code == 2 and "cannot be written" in result.output and "Traceback" not in result.output
+
+
+def test_without_matplotlib(runs, monkeypatch):
+    monkeypatch.setattr(sys.modules["hf_lowprec.cli.inspect"], "find_spec", lambda name: None)
+    result = run(runs / "adamw_bf16_kahan/start", "--plot", "out.png")
+    text = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "pip install 'hf-lowprec[demo]'" in text
 
 
 def test_errors_are_messages(tmp_path):
