@@ -44,25 +44,32 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
     unmoved = dict.fromkeys([*trained, *_odd_ones_out(comparison, moved), *_all_norms(comparison, moved)])
     kinds = comparison.later.kinds
     norms = [name for name in unmoved if kinds[name] == "norms"]
+    others = [name for name in unmoved if kinds[name] != "norms"]
     return [
         *finding(
             "norms_never_moved",
             norms,
-            "{count} did not move while other weights did: {names}. Check that they have requires_grad=True and are in "
-            f"the optimizer. If they were trained in 16 bits, their updates were lost in rounding. {KEEP_NORMS}.",
+            "{count} did not move while other weights did: {names}. Check requires_grad and the param groups."
+            + _if_in_16_bits(comparison, norms, f"Norms in 16 bits lose their updates in rounding. {KEEP_NORMS}"),
             noun="norm",
         ),
         *finding(
             "never_moved",
-            (name for name in unmoved if kinds[name] != "norms"),
-            "nothing moved {count}, while the weights around moved: {names}. Check that they have requires_grad=True, "
-            "are in the optimizer and take part in the loss. If they were trained in 16 bits with rounding to nearest, "
-            f"{USE_KAHAN}.",
+            others,
+            "nothing moved {count}, while the weights around moved: {names}. Check requires_grad, the param groups, "
+            "and that the loss depends on them."
+            + _if_in_16_bits(comparison, others, f"If the optimizer rounds to nearest, {USE_KAHAN}"),
         ),
         *_updates_lost(comparison),
         *_weight_decay_lost(comparison),
         *_second_moment_frozen(comparison),
     ]
+
+
+def _if_in_16_bits(comparison: Comparison, names: list[str], advice: str) -> str:
+    """The advice as a sentence, if one of the tensors is in 16 bits."""
+    low = any(comparison.later.tensors[name].dtype in LOW_PRECISION_DTYPES for name in names)
+    return f" {advice}." if low else ""
 
 
 def _nothing_moved(comparison: Comparison) -> list[Finding]:

@@ -57,8 +57,8 @@ def lines_on_one(facts: CheckpointFacts) -> Iterator[str]:
     norms = facts.norms()
     still = [name for name, norm in norms.items() if at_initial_value(norm)]
     if norms:
-        names = f": {listed(still)}" if still else ""
-        yield f"{len(still)} of {counted(len(norms), 'norm tensor')} at the initial value (all 1.0 or all 0.0){names}."
+        names = f" ({listed(still)})" if still else ""
+        yield f"Norms at the initial value (all 1.0 or all 0.0): {len(still)} of {len(norms)}{names}."
     constant = [name for name, tensor in facts.tensors.items() if tensor.constant is not None and name not in norms]
     if constant:
         yield f"{counted(len(constant), 'other tensor')} with one value everywhere: {listed(constant)}."
@@ -74,9 +74,10 @@ def lines_on_one(facts: CheckpointFacts) -> Iterator[str]:
 
 
 def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
+    low = any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in facts.tensors.values())
     for group in {id(state.group): state.group for state in facts.states}.values():
         settings = [f"{key} {value:.3g}" for key, value in group.describe().items() if isinstance(value, float)]
-        rounding = f"; 16-bit weights: rounding {group.rounding}" if group.rounding else ""
+        rounding = f"; 16-bit weights: rounding {group.rounding}" if group.rounding and low else ""
         yield f"Param group of {group.optimizer}: {', '.join(settings)}{rounding}."
     nbytes: dict[tuple[str, str], int] = defaultdict(int)
     for state in facts.states:
@@ -110,9 +111,8 @@ def lines_on_two(comparison: Comparison) -> Iterator[str]:
     if comparison.steps is not None:
         yield f"{counted(comparison.steps, 'step')} between the two."
     unmoved = [name for name, change in comparison.changes.items() if not change.moved]
-    yield f"{len(unmoved)} of {counted(len(comparison.changes), 'tensor')} are the same bit for bit" + (
-        f": {listed(unmoved)}." if unmoved else "."
-    )
+    which = f" ({listed(unmoved)})" if unmoved else ""
+    yield f"The same bit for bit: {len(unmoved)} of {counted(len(comparison.changes), 'tensor')}{which}."
     for what, names in (("Only in the first", comparison.missing), ("Only in the second", comparison.added)):
         if names:
             yield f"{what}: {counted(len(names), 'tensor')} ({listed(names)})."

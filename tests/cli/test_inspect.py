@@ -38,7 +38,7 @@ def test_one_checkpoint(runs, width):
     (norms,) = (line.split() for line in lines if line.split()[:1] == ["norms"])
     assert norms[2:] == ["5", "160", "0.00", "160", "0", "100.0%"]
     text = " ".join(result.output.split())
-    assert "5 of 5 norm tensors at the initial value" in text and "no compensation" in text
+    assert "Norms at the initial value (all 1.0 or all 0.0): 5 of 5" in text and "no compensation" in text
     assert "4 findings: 1. 5 norms stayed at the initial value" in text
     for remedy in ("Keep norms in FP32", 'state_rounding="stochastic"', 'optim="adamw_bf16_kahan"'):
         assert remedy in text

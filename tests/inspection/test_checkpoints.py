@@ -2,6 +2,7 @@
 
 import re
 
+import huggingface_hub
 import pytest
 import torch
 from accelerate import Accelerator
@@ -185,6 +186,18 @@ def test_fp32_by_design(tmp_path):
     (tmp_path / "config.json").unlink()
     (finding,) = inspect(tmp_path).findings
     assert finding.code == "fp32_among_16_bits" and all("wo" in name for name in finding.tensors)
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    folder = tmp_path / "models--someone--model"
+    llama().save_pretrained(folder / "snapshots" / ("0" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (facts,), *_ = inspect("someone/model")
+    assert len(facts.tensors) == 21 and facts.name == "someone/model"
+    assert "cannot be fetched from the Hub" in refused("someone/other")
 
 
 def test_messages(tmp_path):

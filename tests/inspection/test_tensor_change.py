@@ -47,6 +47,14 @@ def test_other_dtypes_are_compared_after_rounding():
     assert tensor_change(before, after).moved == tensor_change(after, before).moved == 1
 
 
+def test_8_bit_floats():
+    before = weights(torch.float8_e4m3fn)
+    after = before.clone()
+    after[3] = 1.0
+    assert tensor_change(before, after).moved == 1
+    assert tensor_change(before.float(), after).moved == 1
+
+
 def test_integers():
     change = tensor_change(torch.arange(500), torch.arange(500) // 499 * 499)
     assert change.moved == 498 and change.distance == 0
