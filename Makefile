@@ -5,7 +5,7 @@ ARGS    ?=
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
-CODE  := hf_lowprec tests $(wildcard examples benchmarks tools docs)
+CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
 # One thread per worker, so that WORKERS processes use WORKERS cores; and nothing asks a hub for anything.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

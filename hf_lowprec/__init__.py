@@ -6,18 +6,19 @@ other names are imported on first use.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.casting import CastReport, cast_model, return_float32
     from hf_lowprec.integrations.accelerate.accelerator import prepare_accelerator
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.export.checkpoint_export import export_checkpoint
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-    from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW  # noqa: F401
+    from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
@@ -44,9 +45,17 @@ _DEFINED_IN = {
 
 __all__ = [
     "OPTIMIZER_NAMES",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adan",
     "AveragedModel",
     "CastReport",
+    "Lion",
     "LowPrecisionCallback",
+    "Muon",
+    "RAdam",
+    "StableAdamW",
     "cast_model",
     "export_checkpoint",
     "fp32_state_dict",
@@ -58,13 +67,14 @@ __all__ = [
     "save_pretrained",
 ]
 
+if not TYPE_CHECKING:  # type checkers would accept any name
 
-def __getattr__(name: str) -> Any:
-    if name in _DEFINED_IN:
-        return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
-    if name in _algorithms():
-        return _algorithms()[name]
-    raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _DEFINED_IN:
+            return getattr(import_module(f"hf_lowprec.{_DEFINED_IN[name]}"), name)
+        if name in _algorithms():
+            return _algorithms()[name]
+        raise AttributeError(f"module 'hf_lowprec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -102,9 +112,23 @@ def unpickle_optimizer_name(name: str) -> Any:
         ) from None
 
 
-try:
-    register()
-except RuntimeError as error:  # the optimizers and cast_model work without the names
-    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+def register_or_warn() -> None:
+    """`register`, with a warning if this version of transformers cannot have the names: everything else works."""
+    try:
+        register()
+    except RuntimeError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
-__all__.extend(_algorithms())
+
+def _runs_command_line() -> bool:
+    """Whether this import is part of starting `hf-lowprec` or `python -m hf_lowprec`, whose commands register later."""
+    if getattr(sys.modules.get("hf_lowprec_cli"), "running", False):
+        return True
+    # While Python looks for the module to run, `sys.argv` is `["-m", *arguments]`, and the module's name precedes the
+    # arguments in `sys.orig_argv`.
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "hf_lowprec"
+
+
+if not _runs_command_line():
+    register_or_warn()
+    __all__.extend(name for name in _algorithms() if name not in __all__)  # those of added files

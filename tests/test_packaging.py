@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ else:
     import tomli as tomllib
 
 import hf_lowprec
+from hf_lowprec.cli.demo import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -172,6 +175,22 @@ def test_the_version_is_one_version() -> None:
 def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "hf_lowprec" / "py.typed").is_file()
     assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hf_lowprec"]
+
+
+def test_git_ignores_the_folder_that_the_demo_writes() -> None:
+    folder = inspect.signature(demo).parameters["output_dir"].default
+    assert f"/{folder}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def test_nobody_is_told_to_install_from_a_registry_before_there_is_a_release() -> None:
+    """`pip install hf-lowprec` and `'hf-lowprec[recipes]'` find nothing yet; `'.[recipes]'` works in a clone."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    texts = [*pages, *(ROOT / "hf_lowprec").rglob("*.py")]
+    command = re.compile(r"""pip install (?:-\S+ )*['"]?hf[-_]lowprec\b""")
+    found = [path for path in texts if path.is_file() and command.search(path.read_text(errors="ignore"))]
+    assert found == []
+    assert command.search("pip install 'hf-lowprec[recipes]'")
+    assert command.search("run pip install hf-lowprec")
 
 
 def test_ci_can_be_run() -> None:

@@ -1,8 +1,15 @@
-"""The command line, one file per command."""
+"""The command line, one file per command.
+
+At their top, these files import only typer, rich and the standard library, so that help and wrong arguments take no
+seconds. What a command needs is imported when it runs.
+"""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperCommand
 
 from hf_lowprec.cli import demo, doctor, env, estimate, export, inspect, run
 
@@ -21,6 +28,42 @@ app.command("inspect")(inspect.inspect)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        import hf_lowprec
+
+        typer.echo(f"hf-lowprec {hf_lowprec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The options that are not those of a command."""
+
+
+_WITHOUT_NAMES = ("env", "run")
+"""Commands that need no optimizer names, or, like `run`, register them themselves once they know that they can run."""
+
+
+class _RegisteringCommand(TyperCommand):
+    """Registers the optimizer names when the command runs, which is after its arguments were parsed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        import hf_lowprec
+
+        hf_lowprec.register_or_warn()
+        return super().invoke(ctx)
+
+
+for _command in app.registered_commands:
+    if _command.name not in _WITHOUT_NAMES:
+        _command.cls = _RegisteringCommand
+
+
 def main() -> None:
-    """Entry point of `hf-lowprec`."""
+    """Entry point of `python -m hf_lowprec`, and of `hf-lowprec` through `hf_lowprec_cli.py`."""
     app(prog_name="hf-lowprec")

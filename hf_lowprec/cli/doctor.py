@@ -1,8 +1,11 @@
-"""`hf-lowprec doctor`: check that training works on this machine by running each part of it on a small scale."""
+"""`hf-lowprec doctor`: check that training works on this machine, or predict what rounding will do in a planned run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -11,15 +14,83 @@ if TYPE_CHECKING:
 
     from hf_lowprec.doctor.checks import Finding
 
+_RUN = "Planned run"
+WIDTH = 120
+"""Terminal width that fits any table."""
 
-def doctor() -> None:
-    """Check this machine: packages, names, backends, reduction, a short training run.
 
-    Exits with 1 if something is broken. Missing parts that have a slower
-    substitute are reported but are not errors. To check the reduction between
-    processes, launch it like a training script:
-    accelerate launch -m hf_lowprec doctor
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model or checkpoint to train: a folder, or a name on the Hub that is in the cache. Without it, "
+            "this machine is checked."
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="The peak learning rate.", rich_help_panel=_RUN)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="The number of steps.", rich_help_panel=_RUN)] = None,
+    scheduler: Annotated[str, typer.Option(help="lr_scheduler_type.", rich_help_panel=_RUN)] = "linear",
+    scheduler_kwargs: Annotated[
+        str | None, typer.Option(help="lr_scheduler_kwargs as JSON.", rich_help_panel=_RUN)
+    ] = None,
+    warmup_steps: Annotated[
+        float, typer.Option(min=0, help="Steps, or below 1 a share of them.", rich_help_panel=_RUN)
+    ] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="As in TrainingArguments.", rich_help_panel=_RUN)] = 0.0,
+    beta1: Annotated[float | None, typer.Option(help="adam_beta1.", rich_help_panel=_RUN)] = None,
+    beta2: Annotated[float | None, typer.Option(help="adam_beta2.", rich_help_panel=_RUN)] = None,
+    optim: Annotated[
+        str,
+        typer.Option(
+            help="As in TrainingArguments. adamw_torch stands for BF16 weights as stock.", rich_help_panel=_RUN
+        ),
+    ] = "adamw_torch",
+    optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments.", rich_help_panel=_RUN)] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the prediction as JSON.", rich_help_panel=_RUN)
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a PNG: lost updates over the steps.", rich_help_panel=_RUN)
+    ] = None,
+) -> None:
+    """Check this machine, or with MODEL, predict what rounding will do in a planned run.
+
+    The check runs each part of training on a small scale: packages, names,
+    backends, reduction, a short training run. It exits with 1 if something is
+    broken. Missing parts that have a slower substitute are reported but are
+    not errors. To check the reduction between processes, launch it like a
+    training script: accelerate launch -m hf_lowprec doctor
+
+    The prediction reads the model's weights and builds the learning rates of
+    the run. For each part of the model it tells from which step on rounding to
+    nearest loses updates, and how much noise stochastic rounding and Kahan
+    summation add; then it recommends an optimizer. It exits with 1 if --optim
+    will lose updates or blur weights.
     """
+    if model is None:
+        given = {"--lr": lr, "--steps": steps, "--optim-args": optim_args, "--json": as_json or None, "--plot": plot}
+        for option, value in given.items():
+            if value is not None:
+                raise typer.BadParameter("it is for predictions, which need a MODEL", param_hint=option)
+        _check_machine()
+    if lr is None or steps is None:
+        raise typer.BadParameter(f"with MODEL, {'--lr' if lr is None else '--steps'} must be given", param_hint="MODEL")
+    settings = {
+        "optim": optim,
+        "optim_args": optim_args,
+        "learning_rate": lr,
+        "scheduler": scheduler,
+        "scheduler_kwargs": scheduler_kwargs,
+        "warmup_steps": warmup_steps,
+        "steps": steps,
+        "weight_decay": weight_decay,
+        "betas": (beta1, beta2),
+    }
+    _predict(model, settings, as_json, plot)
+
+
+def _check_machine() -> NoReturn:
+    """Run all checks, print the findings, and exit."""
     from hf_lowprec.doctor import checks, ranks
     from hf_lowprec.reduction.object_gather import gather_objects
 
@@ -36,6 +107,50 @@ def doctor() -> None:
                 for line in lines(name, findings):
                     typer.echo(line)
     raise typer.Exit(int(broken))
+
+
+def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | None) -> NoReturn:
+    """Print what rounding will do when `model` is trained with these arguments of `plan_run`, and exit."""
+    from rich.console import Console
+
+    from hf_lowprec.doctor import prediction_report
+    from hf_lowprec.doctor.advice import find_problems, recommend
+    from hf_lowprec.doctor.planned_run import plan_run
+    from hf_lowprec.doctor.prediction import count_weights, predict_rounding
+    from hf_lowprec.doctor.saved_directions import saved_directions
+    from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+    from hf_lowprec.user_inputs.model_files import find_model_folder
+
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("it needs matplotlib; run pip install matplotlib", param_hint="--plot")
+    try:
+        run = plan_run(**settings)
+        folder = find_model_folder(model)
+        weights = open_weights(folder)
+        prediction = predict_rounding(count_weights(weights), run, saved_directions(folder, weights))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    problems, advice = find_problems(prediction), recommend(prediction, settings["optim_args"])
+    if plot is not None:
+        prediction_report.plot_prediction(prediction, plot)
+    if as_json:
+        numbers = prediction_report.prediction_numbers(prediction, model, settings["optim_args"])
+        typer.echo(json.dumps(numbers, indent=1))
+    else:
+        console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
+        console.print(prediction_report.prediction_table(prediction))
+        sizes = "as in the checkpoint's moments" if prediction.measured else "as if gradients were noise"
+        typer.echo(
+            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of"
+        )
+        typer.echo(
+            "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come."
+        )
+        typer.echo(f"\noptim={run.optim!r}: {'' if problems else 'no problem found.'}")
+        for problem in problems:
+            typer.echo(f"- {problem}")
+        typer.echo(f"\n{advice}")
+    raise typer.Exit(int(bool(problems)))
 
 
 def lines(name: str, findings: Sequence[Finding]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -11,7 +11,9 @@ import typer
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of Trainer, or a folder of Accelerator.save_state.")],
     out: Annotated[Path, typer.Argument(help="The model folder to write: new, or empty.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights in the folder.")
+    ] = "float32",
     model_folder: Annotated[
         Path | None,
         typer.Option(help="A folder with config.json and tokenizer, for a checkpoint that has none."),

@@ -16,8 +16,6 @@ from typing import Annotated
 
 import typer
 
-import hf_lowprec
-
 # Everything after the script's name, options included, is passed to the script.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
@@ -53,9 +51,11 @@ def run(
             err=True,
         )
         raise typer.Exit(2)
-    hf_lowprec.register()
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"there is no file {script!r} (to run a module by name, use -m)", param_hint="SCRIPT")
+    import hf_lowprec
+
+    hf_lowprec.register()
     sys.argv = [script, *(arguments or [])]
     if not module:
         sys.path.insert(0, str(Path(script).resolve().parent))

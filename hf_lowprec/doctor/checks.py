@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,22 +114,22 @@ def _check_device_steps(device: torch.device) -> str:
     backend = "native" if device.type == "cpu" else "triton"
     for mode in MODES:
         try:
-            compiled = _bits_after_steps(device, mode, backend)
+            compiled = _bits_after_steps(device, rounding=mode, backend=backend)
         except (CompilerError, TritonError) as error:
             raise Missing(f"{device} uses the slower 'eager' backend, with the same results: {error}") from None
-        if not all(map(torch.equal, compiled, _bits_after_steps(device, mode, "eager"))):
+        if not all(map(torch.equal, compiled, _bits_after_steps(device, rounding=mode, backend="eager"))):
             raise Broken(f"{device}: backend {backend!r} with rounding={mode!r} gives other bits than 'eager'")
     return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)})"
 
 
-def _bits_after_steps(device: torch.device, mode: str, backend: str) -> list[Tensor]:
+def _bits_after_steps(device: torch.device, **options: Any) -> list[Tensor]:
     """The bytes of weights and states after three steps on a matrix and an FP32 norm."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(257, 33, generator=generator).bfloat16(), torch.ones(33)]
     params = [torch.nn.Parameter(weight.to(device)) for weight in weights]
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator).to(param)
-    optimizer = AdamW(params, rounding=mode, backend=backend)
+    optimizer = AdamW(params, **options)
     for _ in range(3):
         optimizer.step()
     tensors = [*params, *(value for state in optimizer.state.values() for value in state.values())]

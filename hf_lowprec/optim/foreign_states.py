@@ -22,7 +22,10 @@ from hf_lowprec.optim.validation import state_dtype
 OptimizerState = dict[str, Any]
 """A parameter's entry in `state_dict["state"]`."""
 
-START_AGAIN = "start with fresh state from the weights alone (under Trainer: without resume_from_checkpoint)"
+START_AGAIN = (
+    "start with fresh state: load only the model's weights, and leave out optimizer.load_state_dict (under Trainer: "
+    "model = from_pretrained(checkpoint, dtype='float32'), then train() without resume_from_checkpoint)"
+)
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Keys with which torch's optimizers choose an implementation."""

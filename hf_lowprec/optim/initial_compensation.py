@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
-from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding import MODES, mode_name
 from hf_lowprec.rounding.dither import as_compensation, dither
 from hf_lowprec.rounding.low_bits import chunk_size, low_bits
 from hf_lowprec.rounding.random_bits import random_bits
@@ -85,7 +85,7 @@ def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
     """Whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
-    mode = MODES[settings.get("rounding", "kahan")]
+    mode = MODES[mode_name(settings.get("rounding", "kahan"))]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_per_tensor
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 
 SAMPLE = 1 << 12
 """Elements per parameter."""
@@ -39,16 +39,19 @@ def lost_updates(optimizer: LowPrecisionOptimizer, sample: int = SAMPLE) -> floa
         for fused_group in plan.fused_groups:
             fused_group.compute_scalars(optimizer.scalars)
         optimizer.clip_step(plan)
-        compute_per_tensor(optimizer, plan.backend_steps)
-        for fused_group in plan.fused_groups:
+        compute_tensor_means(plan.backend_steps)
+        for backend_step in plan.backend_steps:
+            fused_group = backend_step.fused_group
             if fused_group.spec.param_dtype == torch.float32:
                 continue
             firsts = fused_group.segments.first.tolist()
-            for segment, keys in enumerate(fused_group.segment_keys()):
-                if firsts[segment] == 0:  # one segment of each parameter is a sufficient sample
-                    update, stored = _changes(fused_group, segment, keys, sample)
-                    update_square += float(update.square().sum())
-                    stored_product += float((update * stored).sum())
+            for entries in parts_to_step(optimizer, backend_step):
+                part = fused_group.segments.of_entries(entries)
+                for segment, keys in enumerate(fused_group.segment_keys(part), part.start):
+                    if firsts[segment] == 0:  # one segment of each parameter is a sufficient sample
+                        update, stored = _changes(fused_group, segment, keys, sample)
+                        update_square += float(update.square().sum())
+                        stored_product += float((update * stored).sum())
     return 1 - stored_product / update_square if update_square else float("nan")
 
 

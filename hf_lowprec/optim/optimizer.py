@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.shared_keywords import full_signature
+from hf_lowprec.optim.shared_keywords import Backend, InitialCompensation, full_signature
 from hf_lowprec.optim.state_dict import (
     Prepared,
     prepare_for_loading,
@@ -30,7 +30,8 @@ from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_per_tensor
+from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
+from hf_lowprec.rounding import Rounding, StateRounding, mode_name
 
 
 class LowPrecisionOptimizer(Algorithm):
@@ -42,9 +43,9 @@ class LowPrecisionOptimizer(Algorithm):
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
-        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` (unbiased, no
-            extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be set per
-            parameter group.
+        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` or `"sr"`
+            (unbiased, no extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be
+            set per parameter group. Groups hold the long name.
         state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
             state name to dtype; None means BF16.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
@@ -69,8 +70,8 @@ class LowPrecisionOptimizer(Algorithm):
             `skipped_steps` counts them.
 
     Raises:
-        TypeError: a keyword is unknown. This includes torch's `foreach`, `fused` and `differentiable`, which are not
-            supported.
+        TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
+            libraries, the message says why it is not needed and what to use instead.
         ValueError: a hyperparameter, mode, dtype or parameter is not supported.
         RuntimeError: `backend` cannot run here.
     """
@@ -89,13 +90,13 @@ class LowPrecisionOptimizer(Algorithm):
         params: Any,
         defaults: ParamGroup,
         *,
-        rounding: str = "kahan",
+        rounding: Rounding = "kahan",
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-        state_rounding: str = "stochastic",
+        state_rounding: StateRounding = "stochastic",
         seed: int = 0,
         first_parameter: int | None = None,
-        initial_compensation: str = "low_bits",
-        backend: str = "auto",
+        initial_compensation: InitialCompensation = "low_bits",
+        backend: Backend = "auto",
         capturable: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
@@ -117,7 +118,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._reset()
         defaults = {
             **defaults,
-            "rounding": rounding,
+            "rounding": mode_name(rounding),
             "state_dtype": dict(state_dtype) if isinstance(state_dtype, Mapping) else state_dtype,
             "state_rounding": state_rounding,
             "seed": seed,
@@ -125,7 +126,8 @@ class LowPrecisionOptimizer(Algorithm):
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
         if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
             execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite)
-            kind = (type(self), rounding, str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
+            given = (defaults["rounding"], str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
+            kind = (type(self), *given)
             if number := parameter_numbers.next_number((*kind, *execution)):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
 
@@ -147,6 +149,9 @@ class LowPrecisionOptimizer(Algorithm):
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
                 `clip_grad_norm_`; or the memory of a tensor was freed. Weights and states are left unchanged.
             ValueError: a group was given an unsupported mode or dtype. Weights and states are left unchanged.
+            torch.OutOfMemoryError: weights and states are left unchanged unless memory runs out after the first matrix
+                of `Muon`. The largest matrix is the first, so this happens only if others take memory at the same time.
+                Then some matrices have been stepped, others have not, and training has to resume from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -158,10 +163,11 @@ class LowPrecisionOptimizer(Algorithm):
             for fused_group in plan.fused_groups:
                 fused_group.compute_scalars(self.scalars)
             norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
-            compute_per_tensor(self, plan.backend_steps)
+            compute_tensor_means(plan.backend_steps)
             with interrupts.deferred():
                 for backend_step in plan.backend_steps:
-                    backend_step.run()
+                    for entries in parts_to_step(self, backend_step):
+                        backend_step.run(entries)
                 for fused_group in plan.fused_groups:
                     fused_group.count_step()
                 plan.copy_back()
@@ -187,8 +193,14 @@ class LowPrecisionOptimizer(Algorithm):
         return self._plan_with_gradients(self.limit)
 
     def _check_groups(self) -> None:
+        self._spell_out_modes()
         for k, group in enumerate(self.param_groups):
             validation.check_group(self, group, f"param group {k}")
+
+    def _spell_out_modes(self) -> None:
+        """Replace short names of rounding modes in the param groups by the long ones."""
+        for group in self.param_groups:
+            group["rounding"] = mode_name(group["rounding"])
 
     def _plan_with_gradients(self, limit: float | None) -> StepPlan:
         """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed."""
@@ -297,6 +309,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         super().add_param_group(param_group)
         try:
+            self._spell_out_modes()
             where = f"param group {len(self.param_groups) - 1}"
             validation.check_new_group(self, self.param_groups[-1], where)
         except Exception:
@@ -310,6 +323,7 @@ class LowPrecisionOptimizer(Algorithm):
         name of the `optimizer` and the `format`. Low bits of weights that have not been stepped yet are saved under the
         key `low_bits`.
         """
+        self._spell_out_modes()
         return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -325,6 +339,7 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
+        self._spell_out_modes()
         final: list[Prepared] = []
 
         def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:

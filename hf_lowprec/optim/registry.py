@@ -8,10 +8,11 @@ from typing import Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.validation import keywords
+from hf_lowprec.optim.validation import FOREIGN_ARGUMENTS, keywords
+from hf_lowprec.rounding.modes import SHORT_NAMES
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
-SUFFIXES = {"kahan": "kahan", "sr": "stochastic"}
+SUFFIXES = {"kahan": "kahan", **SHORT_NAMES}
 """Rounding modes by the suffix of the registered name."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)
@@ -21,8 +22,8 @@ OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algori
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:
     """Return the optimizer class and keyword arguments that an `optim=` string stands for.
 
-    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no arguments of its own, so pass `lr`
-    here.
+    Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no keyword arguments of its own, so pass
+    `lr` here. But it gives every param group the `weight_decay` of `TrainingArguments`, so set that one there.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.
@@ -43,10 +44,12 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
 
 
 def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> None:
-    """Raise ValueError, with the closest valid name, for the first of `names` that is not in `valid`."""
+    """Raise ValueError for the first of `names` that is not in `valid`, with the closest valid name or the way out."""
     valid = list(valid)
     for name in names:
         if name not in valid:
+            if name in FOREIGN_ARGUMENTS:
+                raise ValueError(f"{name!r} is not an argument of {where}: {FOREIGN_ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, valid, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(f"{name!r} is not an argument of {where}{hint}; valid are {', '.join(valid)}")

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
+
+from hf_lowprec.rounding import Rounding, StateRounding
+
+InitialCompensation = Literal["low_bits", "dither", "zero"]
+"""The values of the argument `initial_compensation`."""
+Backend = Literal["auto", "triton", "native", "eager"]
+"""The values of the argument `backend`."""
 
 
 class Shared(TypedDict, total=False):
     """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
 
-    rounding: str
+    rounding: Rounding
     state_dtype: torch.dtype | Mapping[str, torch.dtype] | None
-    state_rounding: str
+    state_rounding: StateRounding
     seed: int
     first_parameter: int | None
-    initial_compensation: str
-    backend: str
+    initial_compensation: InitialCompensation
+    backend: Backend
     capturable: bool
     max_grad_norm: float | None
     skip_nonfinite: bool

@@ -318,7 +318,7 @@ def _check_state(
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
             f"dict (distributed checkpoints: with an optimizer built with rounding={saved_group['rounding']!r}; then "
-            "change the groups' 'rounding'), or start this optimizer with fresh state"
+            f"change the groups' 'rounding'), or {START_AGAIN}"
         )
     # A compensation means that the weight was in 16 bits.
     if param.dtype == torch.float32 and (foreign := sorted(_states_of_any_mode() & state.keys())):

@@ -12,26 +12,31 @@ import inspect
 import numbers
 import operator
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import check_placements, is_sharded
-from hf_lowprec.rounding import MODES
+from hf_lowprec.optim.shared_keywords import InitialCompensation
+from hf_lowprec.rounding import MODES, Rounding, StateRounding
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.bfloat16, torch.float32)
-STATE_ROUNDINGS = ("stochastic", "nearest")
-INITIAL_COMPENSATIONS = ("low_bits", "dither", "zero")
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
-IMPLEMENTATION_ARGUMENTS = {"foreach", "fused", "differentiable"}
-"""Arguments with which torch's optimizers choose an implementation of the step."""
-_NOT_NEEDED = "every backend is fused, and steps are not differentiable"
+FOREIGN_ARGUMENTS = {
+    "foreach": "a step handles all parameters together in any case; remove it",
+    "fused": "every backend is fused, so there is nothing to choose; remove it",
+    "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
+    "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
+    "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
+    "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
+}
+"""Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
 EXECUTION_ARGUMENTS = {"initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite"}
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
@@ -89,8 +94,8 @@ def check_execution_arguments(
     initial_compensation: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
 ) -> None:
     """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
-    if initial_compensation not in INITIAL_COMPENSATIONS:
-        valid = ", ".join(map(repr, INITIAL_COMPENSATIONS))
+    if initial_compensation not in get_args(InitialCompensation):
+        valid = ", ".join(map(repr, get_args(InitialCompensation)))
         raise ValueError(f"initial_compensation={initial_compensation!r} is unknown; valid are {valid}")
     for name, value in (("capturable", capturable), ("skip_nonfinite", skip_nonfinite)):
         if not is_boolean(value):
@@ -133,8 +138,8 @@ def group_keys(optimizer: Algorithm) -> set[str]:
 def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:
     """Raise TypeError for the first of `unexpected`, the keywords that `cls` does not take, if there are any."""
     for name in unexpected:
-        if name in IMPLEMENTATION_ARGUMENTS:
-            raise TypeError(f"{cls.__name__} takes no {name}=: {_NOT_NEEDED}; remove it")
+        if name in FOREIGN_ARGUMENTS:
+            raise TypeError(f"{cls.__name__} takes no {name}=: {FOREIGN_ARGUMENTS[name]}")
         near = difflib.get_close_matches(name, keywords(cls), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")
@@ -176,8 +181,8 @@ def check_keys(optimizer: Algorithm, group: ParamGroup, where: str) -> None:
     name = type(optimizer).__name__
     unknown = group.keys() - optimizer.defaults.keys() - arguments
     for key in sorted(map(str, unknown - {"params"})):
-        if key in IMPLEMENTATION_ARGUMENTS:
-            raise ValueError(f"{key!r} in {where} is not an option of {name}: {_NOT_NEEDED}; remove it")
+        if key in FOREIGN_ARGUMENTS:
+            raise ValueError(f"{key!r} in {where} is not an option of {name}: {FOREIGN_ARGUMENTS[key]}")
         if key in EXECUTION_ARGUMENTS:
             raise ValueError(f"{key!r} in {where} cannot be set per group; pass it to {name}(...)")
         if near := difflib.get_close_matches(key, arguments, n=1, cutoff=0.85):
@@ -190,13 +195,13 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     Called before every step, since schedulers and users change groups. As in torch, a scheduler may set a negative
     learning rate; for a new group, pass `least_lr=0.0`.
     """
-    check_one_of("rounding", group["rounding"], tuple(MODES), where)
+    check_one_of("rounding", group["rounding"], get_args(Rounding), where)
     if isinstance(group["state_rounding"], str) and group["state_rounding"].startswith("{"):
         raise ValueError(
             f"state_rounding={group['state_rounding']!r} in {where} comes from a group of state_dict(), which "
             "cannot be put into param_groups; use load_state_dict"
         )
-    check_one_of("state_rounding", group["state_rounding"], STATE_ROUNDINGS, where)
+    check_one_of("state_rounding", group["state_rounding"], get_args(StateRounding), where)
     check_integer("seed", group["seed"], where)
     first = first_parameter(group)
     check_integer("first_parameter", first, where)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
-GRAD_ACCUMULATION_MODES = ("nearest", "kahan", "fp32")
+GradAccumulation = Literal["nearest", "kahan", "fp32"]
 """Values of the option `grad_accumulation`; `"nearest"` is torch's own accumulation."""
 
 
-def check_grad_accumulation(grad_accumulation: str) -> str:
-    """Return `grad_accumulation` if it is one of `GRAD_ACCUMULATION_MODES`.
+def check_grad_accumulation(grad_accumulation: str) -> GradAccumulation:
+    """Return `grad_accumulation` if it is a `GradAccumulation`.
 
     Raises:
         ValueError: it is not.
     """
-    if grad_accumulation not in GRAD_ACCUMULATION_MODES:
-        modes = ", ".join(map(repr, GRAD_ACCUMULATION_MODES))
+    if grad_accumulation not in get_args(GradAccumulation):
+        modes = ", ".join(map(repr, get_args(GradAccumulation)))
         raise ValueError(f"grad_accumulation={grad_accumulation!r} is unknown; valid are {modes}")
-    return grad_accumulation
+    return cast(GradAccumulation, grad_accumulation)
 
 
 def accumulator_bytes(params: Iterable[Tensor], mode: str) -> int:

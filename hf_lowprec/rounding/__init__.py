@@ -8,7 +8,7 @@ Triton (`optim/codegen`).
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.fp32_math import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.kahan import kahan_add
-from hf_lowprec.rounding.modes import MODES, Mode, State
+from hf_lowprec.rounding.modes import MODES, Mode, Rounding, State, StateRounding, mode_name
 from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
 from hf_lowprec.rounding.stochastic import round_stochastic
@@ -17,9 +17,12 @@ __all__ = [
     "LOW_PRECISION_DTYPES",
     "MODES",
     "Mode",
+    "Rounding",
     "State",
+    "StateRounding",
     "dtype_name",
     "kahan_add",
+    "mode_name",
     "quiet_nan",
     "random_word",
     "round_nearest",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ RandomBits = Callable[[int], Tensor]
 
 Auxiliary = Mapping[str, Tensor]
 """A mode's auxiliary states by name, FP32."""
+
+Rounding = Literal["kahan", "stochastic", "nearest", "sr"]
+"""The values of the argument `rounding`: the names of `MODES`, and the short ones."""
+StateRounding = Literal["stochastic", "nearest"]
+"""The values of the argument `state_rounding`."""
+SHORT_NAMES = {"sr": "stochastic"}
+"""Short names of modes, as in `optim="adamw_bf16_sr"`."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +99,8 @@ MODES: dict[str, Mode] = {
     )
 }
 """Every mode by its name."""
+
+
+def mode_name(rounding: str) -> str:
+    """The name of a mode that may be given by its short name. Other values are returned as they are."""
+    return SHORT_NAMES.get(rounding, rounding) if isinstance(rounding, str) else rounding

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRIBUTING = ROOT / "docs" / "contributing"
-SOURCES = sorted((ROOT / "hf_lowprec").rglob("*.py"))
+SOURCES = sorted([*(ROOT / "hf_lowprec").rglob("*.py"), *ROOT.glob("*.py")])
 FILE = re.compile(r"(?:[\w-]+/)*\w+\.py\b")
 CLASS = re.compile(r"`([A-Z]\w+)`")
 

@@ -14,9 +14,9 @@ from tests.support.processes import forkserver
 SCRIPT = Path(__file__).parents[1] / "scripts" / "interrupted_steps.py"
 
 
-@pytest.mark.parametrize("backend", ["eager", "native"])
-def test_a_step_that_is_interrupted_anywhere_is_taken_as_a_whole_or_not_at_all(backend):
-    done = forkserver.run(SCRIPT, [backend], timeout=300)
+@pytest.mark.parametrize(("backend", "algorithm"), [("eager", "adamw"), ("native", "adamw"), ("native", "muon")])
+def test_a_step_that_is_interrupted_anywhere_is_taken_as_a_whole_or_not_at_all(backend, algorithm):
+    done = forkserver.run(SCRIPT, [backend, algorithm], timeout=300)
     assert done.returncode == 0 and "interruptions" in done.stdout, done.stderr
 
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec.optim.lost_updates import lost_updates
+from hf_lowprec.optim.step import whole_tensor_quantities
+from tests.support.training.peak_allocation import peak_allocation
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SHAPES = [(32, 64), (64, 32), (48, 48), (1, 16), (16, 1)]
@@ -265,6 +268,95 @@ def test_a_refused_group_leaves_no_trace():
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": parameters([(3,)]), "use_muon": False})
     assert optimizer.param_groups[1]["use_muon"] is False
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Matrices are orthogonalized and stepped in parts of at most 100 elements, or one at a time."""
+    monkeypatch.setattr(whole_tensor_quantities, "CHUNK", 100)
+
+
+MANY_SHAPES = [(4, 6), (6, 4), (3, 3), (24, 32), (2, 5, 4), (8, 8), (0, 3), (5,), (8, 16), (4, 4)]
+
+
+def trained(backend: str, dtype: torch.dtype = BF16, steps: int = 3, **options) -> tuple[Muon, list]:
+    params = parameters(MANY_SHAPES, dtype)
+    optimizer = Muon(params, lr=0.02, backend=backend, matrices=[p for p in params if p.ndim > 1], **options)
+    for step in range(steps):
+        give_gradients(params, step)
+        optimizer.step()
+    return optimizer, params
+
+
+def give_gradients(params, step: int) -> None:
+    for k, param in enumerate(params):
+        param.grad = normal(param.shape, 1000 * step + k, param.dtype)
+
+
+def tensors(optimizer: Muon, params) -> list[torch.Tensor]:
+    return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_parts_step_as_all_matrices_at_once(backend, options, request):
+    at_once = tensors(*trained(backend, **options))
+    request.getfixturevalue("small_parts")
+    assert all(map(torch.equal, at_once, tensors(*trained(backend, **options))))
+
+
+def test_lost_updates_of_parts_are_those_of_all_matrices_at_once(request):
+    optimizer, params = trained("native", rounding="nearest")
+    give_gradients(params, 3)
+    at_once = lost_updates(optimizer)
+    request.getfixturevalue("small_parts")
+    before = [tensor.clone() for tensor in tensors(optimizer, params)]
+    assert lost_updates(optimizer) == pytest.approx(at_once, abs=1e-12) and at_once != 0  # another order of addition
+    assert all(map(torch.equal, before, tensors(optimizer, params)))
+
+
+def test_a_step_holds_one_orthogonalized_matrix(small_parts):
+    """Eleven more matrices of 32 KiB each take no more memory than their tables."""
+    peaks = []
+    for count in (1, 12):
+        params = parameters([(128, 128)] * count, BF16)
+        optimizer = Muon(params, backend="native")
+        give_gradients(params, 0)
+        optimizer.step()
+        give_gradients(params, 1)
+        peaks.append(peak_allocation(optimizer.step))
+    assert 8 * 128 * 128 <= peaks[0] <= peaks[1] <= peaks[0] + 1024 * 12
+
+
+def test_running_out_of_memory_at_the_largest_matrix_leaves_everything_unchanged(small_parts, monkeypatch):
+    """It is the first, whichever group it is in."""
+    optimizer, params = trained("native", dtype=BF16)
+    other = torch.nn.Parameter(normal((40, 40), 1, FP32))
+    optimizer.add_param_group({"params": [other], "use_muon": True})
+    params.append(other)
+    give_gradients(params, 3)
+    optimizer.step()
+    give_gradients(params, 4)
+    before = [tensor.clone() for tensor in tensors(optimizer, params)]
+    orthogonalize, sizes = optimizer.orthogonalize, []
+
+    def fails_when_large(group, matrix):
+        sizes.append(matrix.numel())
+        if matrix.numel() > limit:
+            raise torch.OutOfMemoryError
+        return orthogonalize(group, matrix)
+
+    monkeypatch.setattr(optimizer, "orthogonalize", fails_when_large)
+    limit = 40 * 40 - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert sizes == [40 * 40]
+    assert all(map(torch.equal, before, tensors(optimizer, params)))
+    limit = 40 * 40
+    optimizer.step()
+    assert sizes[1] == 40 * 40 and len(sizes) == 1 + 1 + sum(p.ndim > 1 for p in params[:-1])
+    assert not torch.equal(before[0], params[0])
+    assert all(entry.orthogonalized is None for group in optimizer._plan.fused_groups for entry in group.entries)
 
 
 def one_cycle(optimizer):

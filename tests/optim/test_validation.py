@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+import hf_lowprec
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
 from hf_lowprec.optim.backends import native
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
+from hf_lowprec.optim.initial_compensation import starts_with_low_bits
 from hf_lowprec.optim.validation import check_scalars
 
 
@@ -101,15 +103,50 @@ def test_a_learning_rate_that_outgrows_fp32_stops_the_step_before_it_changes_any
 
 
 @pytest.mark.parametrize("cls", [AdamW, Muon, Lion])
-@pytest.mark.parametrize("name", ["foreach", "fused", "differentiable"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("foreach", "a step handles all parameters together in any case; remove it"),
+        ("fused", "every backend is fused, so there is nothing to choose; remove it"),
+        ("differentiable", "rounding has no useful gradient, so steps are not differentiable; remove it"),
+        ("kahan_sum", "the rounding mode is an argument of its own; use rounding='kahan'"),
+        ("bf16_stochastic_round", "the rounding mode is an argument of its own; use rounding='stochastic'"),
+        ("decouple_lr", "weight decay is multiplied by the learning rate; use weight_decay=d / lr"),
+    ],
+)
 @pytest.mark.parametrize("value", [True, False, None])
-def test_torchs_choice_of_an_implementation_is_not_needed(cls, name, value):
+def test_arguments_of_other_libraries_are_answered(cls, name, why, value):
     params = [nn.Parameter(torch.ones(3, 3))]
-    why = "every backend is fused, and steps are not differentiable; remove it"
     with pytest.raises(TypeError, match=f"{cls.__name__} takes no {name}=: {why}"):
         cls(params, **{name: value})
     with pytest.raises(ValueError, match=f"'{name}' in param group 0 is not an option of {cls.__name__}: {why}"):
         cls([{"params": params, name: value}])
+
+
+def test_sr_is_the_short_name_of_stochastic_rounding():
+    optimizer = AdamW([{"params": bf16()}, {"params": bf16(), "rounding": "kahan"}], rounding="sr")
+    assert [group["rounding"] for group in optimizer.param_groups] == ["stochastic", "kahan"]
+    assert optimizer.defaults["rounding"] == "stochastic"
+    optimizer.add_param_group({"params": bf16(), "rounding": "sr"})
+    assert optimizer.param_groups[2]["rounding"] == "stochastic"
+    long = AdamW(bf16(), rounding="stochastic", first_parameter=0)
+    short = AdamW(bf16(), rounding="sr", first_parameter=0)
+    later = AdamW(bf16(), rounding="nearest", first_parameter=0)
+    later.param_groups[0]["rounding"] = "sr"
+    assert later.state_dict()["param_groups"][0]["rounding"] == "stochastic"
+    for one in (long, short, later):
+        for param in one.param_groups[0]["params"]:
+            param.grad = torch.linspace(-1, 1, param.numel()).view_as(param).to(param)
+        one.step()
+    assert torch.equal(params_of(long), params_of(short))
+    assert torch.equal(params_of(long), params_of(later))
+    cls, kwargs = hf_lowprec.optimizer_factory("adamw_bf16_kahan", rounding="sr")
+    assert cls(bf16(), **kwargs).param_groups[0]["rounding"] == "stochastic"
+    assert not starts_with_low_bits(kwargs)
+
+
+def params_of(optimizer):
+    return torch.cat([param.detach().view(-1) for group in optimizer.param_groups for param in group["params"]])
 
 
 def test_an_unknown_keyword_is_named_with_the_class():

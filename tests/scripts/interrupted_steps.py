@@ -1,6 +1,6 @@
 """A process that sends itself real signals at every line of a step, in turn: steps are taken as a whole or not at all.
 
-python interrupted_steps.py eager|native
+python interrupted_steps.py eager|native adamw|muon
 """
 
 import copy
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
 from hf_lowprec.optim import optimizer as base
+from hf_lowprec.optim.step import whole_tensor_quantities
 
 PACKAGE = os.path.dirname(os.path.dirname(base.__file__))
 
@@ -28,8 +29,8 @@ def terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def built(backend: str) -> AdamW:
-    """Three kernels a step, one of them on a contiguous copy."""
+def built(backend: str, algorithm: str) -> LowPrecisionOptimizer:
+    """Three kernels a step, one of them on a contiguous copy; with Muon, its matrices one after the other."""
     torch.manual_seed(0)
     params = [
         nn.Parameter(torch.randn(6, 5).bfloat16()),
@@ -37,21 +38,27 @@ def built(backend: str) -> AdamW:
         nn.Parameter(torch.randn(4).half()),
     ]
     params.append(nn.Parameter(torch.randn(5, 6).bfloat16().t()))
-    return AdamW(params, lr=0.1, backend=backend, max_grad_norm=1.0)
+    options = {"lr": 0.1, "backend": backend, "max_grad_norm": 1.0}
+    if algorithm == "muon":
+        return Muon(params, matrices=[param for param in params if param.ndim == 2], **options)
+    return AdamW(params, **options)
 
 
-def give_gradients(optimizer: AdamW, step: int) -> None:
+def parameters(optimizer: LowPrecisionOptimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def give_gradients(optimizer: LowPrecisionOptimizer, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
-    for param in optimizer.param_groups[0]["params"]:
+    for param in parameters(optimizer):
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def tensors(optimizer: AdamW) -> list[torch.Tensor]:
-    params = optimizer.param_groups[0]["params"]
-    return [value.detach() for param in params for value in (param, *optimizer.state[param].values())]
+def tensors(optimizer: LowPrecisionOptimizer) -> list[torch.Tensor]:
+    return [value.detach() for param in parameters(optimizer) for value in (param, *optimizer.state[param].values())]
 
 
-def contents(optimizer: AdamW) -> list[torch.Tensor]:
+def contents(optimizer: LowPrecisionOptimizer) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors(optimizer)]
 
 
@@ -80,9 +87,10 @@ def interrupt_at(line: int, number: int, step: Any) -> tuple[type[BaseException]
     return None, lines
 
 
-def main(backend: str) -> None:
+def main(backend: str, algorithm: str) -> None:
     signal.signal(signal.SIGTERM, terminate)
-    optimizer = built(backend)
+    whole_tensor_quantities.CHUNK = 20  # one matrix at a time
+    optimizer = built(backend, algorithm)
     for step in range(2):
         give_gradients(optimizer, step)
         optimizer.step()
@@ -127,4 +135,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -33,7 +33,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
-from hf_lowprec.reduction.grad_accumulation import GradientAccumulator, check_grad_accumulation
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAccumulator, check_grad_accumulation
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
@@ -46,7 +46,7 @@ AUTOCAST_OFF = "mixed precision: 'bf16' was requested but is off, because the mo
 logger = logging.getLogger(__name__)
 
 
-def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "nearest") -> ReductionStatus:
+def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumulation = "nearest") -> ReductionStatus:
     """Make `accelerator` sum gradients in FP32 under DDP, FSDP2 and HSDP. Call it before `accelerator.prepare`.
 
     - Gradients are sent in the parameters' dtype. Their mean over ranks is summed in FP32, in rank order, and rounded
@@ -94,7 +94,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: str = "near
         _forbid_later_cast(model)
     reduction = ReductionStatus(grad_accumulation)
     if private_apis.switch_autocast_off(accelerator):
-        note_autocast_is_off(reduction)
+        logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
     _warn_of_separate_processes(accelerator, reduction)
     setattr(accelerator, _REDUCTION, reduction)
     prepared_models = PreparedModels()
@@ -136,12 +136,6 @@ def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> N
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
     """Whether these arguments of `Accelerator.prepare_model` (those after the model) mean that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
-
-
-def note_autocast_is_off(reduction: ReductionStatus) -> None:
-    """Note and log that mixed precision was requested but is off."""
-    reduction.notes.append(AUTOCAST_OFF)
-    logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
 
 
 def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionStatus) -> None:

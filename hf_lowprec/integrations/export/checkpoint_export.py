@@ -23,6 +23,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensor
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
+    ExportDtype,
     PendingTensor,
     parse_dtype,
     saved_dtype,
@@ -81,7 +82,7 @@ def export_checkpoint(
     checkpoint: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],
     *,
-    dtype: str | torch.dtype = "float32",
+    dtype: ExportDtype | torch.dtype = "float32",
     model_folder: str | os.PathLike[str] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> ExportReport:

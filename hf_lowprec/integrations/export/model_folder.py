@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.rounding import dtype_name
 
-EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ExportDtype = Literal["float32", "bfloat16"]
+"""The dtypes of an exported folder, by name."""
 MAX_SHARD_SIZE = "5GB"
 """The size of a file by default. It bounds the memory that saving takes, and is the Hub's recommendation."""
 
@@ -50,10 +51,10 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: it is neither FP32 nor BF16.
     """
-    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in EXPORT_DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not supported; use {' or '.join(map(repr, EXPORT_DTYPES))}")
-    return EXPORT_DTYPES[name]
+    for name in get_args(ExportDtype):
+        if dtype in (name, getattr(torch, name)):
+            return getattr(torch, name)
+    raise ValueError(f"dtype={dtype!r} is not supported; use {' or '.join(map(repr, get_args(ExportDtype)))}")
 
 
 def saved_dtype(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:

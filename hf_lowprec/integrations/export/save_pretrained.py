@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_lowprec.integrations.export.gathered_tensors import write_on_first_rank
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
+    ExportDtype,
     PendingTensor,
     is_peft,
     parse_dtype,
@@ -33,7 +34,7 @@ def save_pretrained(
     optimizer: Any,
     save_directory: str | os.PathLike[str],
     *,
-    dtype: str | torch.dtype = "float32",
+    dtype: ExportDtype | torch.dtype = "float32",
     processing_class: Any = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.precision_report import precision_report
-from hf_lowprec.integrations.accelerate.accelerator import is_evaluation, note_autocast_is_off, prepare_accelerator
+from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
@@ -27,7 +27,7 @@ from hf_lowprec.optim.lost_updates import lost_updates
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
-from hf_lowprec.reduction.grad_accumulation import check_grad_accumulation
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
@@ -75,7 +75,7 @@ class LowPrecisionCallback(TrainerCallback):
         keep_fp32: Sequence[str | type[nn.Module]] = (),
         report: bool = True,
         log_lost_updates: bool = True,
-        grad_accumulation: str = "nearest",
+        grad_accumulation: GradAccumulation = "nearest",
         check_replicas_every: int = 0,
     ) -> None:
         self.dtype = dtype
@@ -136,8 +136,10 @@ class LowPrecisionCallback(TrainerCallback):
             autocast_off: whether the user requested mixed precision, which the Trainer has disabled.
         """
         self.reduction = prepare_accelerator(accelerator, self._accumulation)
-        if autocast_off:
-            note_autocast_is_off(self.reduction)
+        if autocast_off and self.report:
+            self.reduction.notes.append(AUTOCAST_OFF)
+        elif autocast_off:
+            logger.warning("hf_lowprec: %s", AUTOCAST_OFF)
         wrap_method(accelerator, "prepare_model", self._prepare_model)
 
     def _prepare_model(self, original: Callable, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,13 @@ def _option_strings(text: str) -> dict[str, str]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, separator, value = (field.strip() for field in part.partition("="))
         if not (key and separator and value) or "=" in value:
-            raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
+            *_, (before, first) = [("", ""), *options.items()]
+            several = (
+                f"; several values of one key by |, as in {before}={first}|{part}" if before and not separator else ""
+            )
+            raise ValueError(
+                f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas{several})"
+            )
         if key in options:
             raise ValueError(f"optim_args names {key!r} twice")
         options[key] = value

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding import MODES, mode_name
 
 EXPECTED = (
     f"use one of {', '.join(map(repr, MODES))}, or a schedule such as stochastic:0.8|kahan: modes separated by |, each "
@@ -49,7 +49,7 @@ class RoundingSchedule:
             raise ValueError(text)
         shares = [float(share) for _, share in first]
         ends = [*itertools.accumulate(shares), 1.0]
-        modes = [mode for mode, *_ in (*first, last)]
+        modes = [mode_name(mode) for mode, *_ in (*first, last)]
         if not all(mode in MODES for mode in modes) or not all(share > 0 for share in shares):
             raise ValueError(text)
         if shares and not ends[-2] < 1:

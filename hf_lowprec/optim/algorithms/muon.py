@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
     from typing_extensions import Unpack
 
-_LR_SCALES = {
+AdjustLr = Literal["original", "match_rms_adamw"]
+"""The values of the argument `adjust_lr_fn`."""
+_LR_SCALES: dict[AdjustLr, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / max(columns, 1))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
@@ -44,8 +46,9 @@ class Muon(TwoMoments):
     States: `momentum_buffer` for matrices, the states of `AdamW` for other parameters; of the parameter's shape, BF16
     by default. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
-    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes, plus 2 during the
-    step for the orthogonalized matrix.
+    Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes. A step
+    orthogonalizes one matrix at a time. In addition it holds up to 8 bytes per element of the largest matrix, or 142 MB
+    if that is more (`hf-lowprec estimate` prints the peak); matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
@@ -87,7 +90,7 @@ class Muon(TwoMoments):
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         ns_steps: int = 5,
         ns_eps: float = 1e-7,
-        adjust_lr_fn: str = "match_rms_adamw",
+        adjust_lr_fn: AdjustLr = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         *,
@@ -134,7 +137,7 @@ class Muon(TwoMoments):
             operator.index(group["ns_steps"])
         except TypeError:
             raise ValueError(f"ns_steps={group['ns_steps']!r} is invalid; it must be an integer") from None
-        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], tuple(_LR_SCALES), "Muon")
+        check_one_of("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLr), "Muon")
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The momentum of matrices, or AdamW's moments."""
@@ -174,7 +177,8 @@ class Muon(TwoMoments):
         add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
-            x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            gram = add_product(gram, gram, gram, beta=b, alpha=c)  # drops the first before x is computed: less memory
+            x = add_product(x, gram, x, beta=a)
         return x.mT if tall else x
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:

@@ -14,14 +14,16 @@ from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 class EagerStep(BackendStep):
     """Steps a fused group segment by segment with torch's own operations. It keeps nothing between steps."""
 
-    def run(self) -> None:
-        """Step every parameter of the group in place."""
+    def run(self, entries: range) -> None:
+        """Step some consecutive entries of the group in place."""
         group = self.fused_group
         if group.skipped:
             return
         segments = group.segments
-        columns = (column.tolist() for column in (segments.entry_index, segments.first, segments.end, segments.shift))
-        for entry_index, first, end, shift, keys in zip(*columns, group.segment_keys(), strict=True):
+        part = segments.of_entries(entries)
+        columns = (segments.entry_index, segments.first, segments.end, segments.shift)
+        rows = (column[part].tolist() for column in columns)
+        for entry_index, first, end, shift, keys in zip(*rows, group.segment_keys(part), strict=True):
             entry = group.entries[entry_index]
             for start in range(first, end, CHUNK):
                 chunk = slice(start, min(start + CHUNK, end))

@@ -45,14 +45,15 @@ class NativeStep(BackendStep):
         self._kernel = kernel(fused_group.spec)
         self._chunks = fused_group.segments.chunks(CHUNK)
 
-    def run(self) -> None:
-        """Step every parameter of the group in place, in one call."""
+    def run(self, entries: range) -> None:
+        """Step some consecutive entries of the group in place, in one call."""
         if self.fused_group.skipped:
             return
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         # This is done before the step, because the step evicts everything else from the CPU's caches.
-        increment_version(self.fused_group.weights)
-        self._call(self._kernel.step, self.fused_group.counts)
+        increment_version(self.fused_group.weights[entries.start : entries.stop])
+        chunks = self._chunks[self._chunk_bounds[entries.start] : self._chunk_bounds[entries.stop]]
+        self._call(self._kernel.step, chunks, self.fused_group.counts)
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on the CPU."""
@@ -61,14 +62,24 @@ class NativeStep(BackendStep):
     def tensor_sums(self) -> Tensor:
         """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the CPU."""
         sums = torch.empty(len(self._chunks), dtype=torch.float64, device="cpu")
-        self._call(self._kernel.tensor_sum, sums)
+        self._call(self._kernel.tensor_sum, self._chunks, sums)
         return sum_by_entry(sums, self._chunks_per_entry)
 
-    def _call(self, function: Callable[..., None], last: Tensor) -> None:
-        """Call a compiled function with the tables of this step; `last` is its last table, the counts or the sums."""
+    def _call(self, function: Callable[..., None], chunks: Tensor, last: Tensor) -> None:
+        """Call a compiled function with the tables of this step.
+
+        Args:
+            function: the function.
+            chunks: the rows of the chunk table that it goes through.
+            last: its last table, the counts or the sums.
+        """
         group = self.fused_group
-        tables = (self._chunks, group.segments.table, group.pointers(), group.all_scalars(group.scalars), last)
-        function(len(self._chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
+        tables = (chunks, group.segments.table, group.pointers(), group.all_scalars(group.scalars), last)
+        function(len(chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
+
+    @cached_property
+    def _chunk_bounds(self) -> list[int]:
+        return self.fused_group.segments.chunk_bounds(self._chunks, len(self.fused_group.entries))
 
     @cached_property
     def _chunks_per_entry(self) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 
 from hf_lowprec.optim.backends import eager, native, triton_launch
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
+from hf_lowprec.optim.shared_keywords import Backend
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 
-BACKENDS = ("auto", "triton", "native", "eager")
 _warned: set[str] = set()
 
 
@@ -23,8 +24,8 @@ def check_backend(backend: str) -> None:
         ValueError: there is no such backend.
         RuntimeError: the backend cannot run on this machine.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, BACKENDS))}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, get_args(Backend)))}")
     if backend == "triton":
         triton_launch.check_available()
     if backend == "native":

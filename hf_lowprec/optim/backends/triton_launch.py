@@ -112,21 +112,22 @@ class TritonStep(BackendStep):
         self._pinned_reserve: list[Tensor] = []
         self._has_run = False
 
-    def run(self) -> None:
-        """Step every parameter of the group in place: one launch, without synchronizing with the device."""
-        if len(self._chunks) == 0:
+    def run(self, entries: range) -> None:
+        """Step some consecutive entries in place: one launch, without synchronizing with the device."""
+        chunks = self._chunks[self._chunk_bounds[entries.start] : self._chunk_bounds[entries.stop]]
+        if len(chunks) == 0:
             return
         group, tables = self.fused_group, self._step_tables()
         enabled = self._always if group.enabled is None else group.enabled.to(torch.int32)
         scalars = group.all_scalars(tables.scalars)
         with _on(group.device):
-            self.step_kernel[(len(self._chunks),)](
-                *(self._chunks, self._segments, tables.pointers, scalars, tables.counts, enabled),
+            self.step_kernel[(len(chunks),)](
+                *(chunks, self._segments, tables.pointers, scalars, tables.counts, enabled),
                 **_constants(group.device),
             )
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
-        increment_version(group.weights)
+        increment_version(group.weights[entries.start : entries.stop])
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""
@@ -160,6 +161,10 @@ class TritonStep(BackendStep):
                     **_constants(group.device),
                 )
         return sum_by_entry(sums, self._chunks_per_entry)
+
+    @cached_property
+    def _chunk_bounds(self) -> list[int]:
+        return self.fused_group.segments.chunk_bounds(self._host_chunks, len(self.fused_group.entries))
 
     @cached_property
     def _chunks_per_entry(self) -> Tensor:

@@ -6,8 +6,10 @@
    `graph_capture.py`: if a CUDA graph is being captured, check that it can hold the step.
 3. `scalars.py`: learning rates, bias corrections and step counts of all entries, on the host or on the device.
 4. `clipping.py`: the gradients' norm, if it is needed; the clip factor; whether the step is skipped.
-5. `whole_tensor_quantities.py`: what an algorithm needs from whole tensors: a mean or an orthogonalized matrix.
-6. `backends/*.py`: `BackendStep.run` takes the pointers of `fused_group.py` and the tables of `segments.py`, and runs
-   `fused_step` (`fused_step.py`) or a kernel generated from it. `interrupts.py` makes signals wait from here on.
+5. `whole_tensor_quantities.py`: the means over whole tensors that an algorithm needs.
+6. `interrupts.py` makes signals wait from here on. `backends/*.py`: `BackendStep.run` takes the pointers of
+   `fused_group.py` and the tables of `segments.py`, and runs `fused_step` (`fused_step.py`) or a kernel generated from
+   it. For matrices that an algorithm orthogonalizes, `whole_tensor_quantities.py` does that right before it, for one
+   matrix or a few small ones at a time.
 7. Step counts are incremented, contiguous copies are copied back, and `StepPlan.release` releases the gradients.
 """

@@ -27,8 +27,8 @@ class BackendStep(ABC):
         self.fused_group = fused_group
 
     @abstractmethod
-    def run(self) -> None:
-        """Step every parameter of the group in place, unless `fused_group.enabled` is false."""
+    def run(self, entries: range) -> None:
+        """Step some consecutive entries of the group in place, unless `fused_group.enabled` is false."""
 
     @abstractmethod
     def square_sum(self) -> Tensor:

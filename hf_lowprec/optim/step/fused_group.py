@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -58,9 +57,11 @@ class FusedGroup:
             asking.
         clip_factor: the step's clip factor, an FP32 scalar on `device`, if the spec is clipped. Only during a step.
         enabled: whether the step is to be taken, a bool scalar on `device`; None is yes. Only during a step.
-        per_param_scalars: the scalar that `per_tensor` computes, FP32 of shape (entries, 1) on `device`, if the spec
+        per_param_scalars: tensor means or LR scales of the entries, FP32 of shape (entries, 1) on `device`, if the spec
             has one. Only during a step.
-        lr_scales: what `per_tensor` computed last for algorithms that orthogonalize.
+        lr_scales: what was computed last for algorithms that orthogonalize.
+        matrix_slots: where the orthogonalized matrix of each entry is written, of the shape of its `weight`. Entries
+            that are not stepped at the same time share memory. None except while matrices are stepped.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FusedGroup:
         self.enabled: Tensor | None = None
         self.per_param_scalars: Tensor | None = None
         self.lr_scales: LrScales | None = None
+        self.matrix_slots: list[Tensor] | None = None
 
         not_yet = [0] * len(spec.input_tensors)
         addresses = (
@@ -123,14 +125,9 @@ class FusedGroup:
         counts = [max(math.prod(entry.param.shape), 1) for entry in self.entries]
         return torch.tensor(counts, dtype=torch.float64, device=self.device)
 
-    def set_orthogonalized(self, matrices: Sequence[Tensor]) -> None:
-        """Give each entry its orthogonalized matrix, which has the shape of its `weight`."""
-        for entry, matrix in zip(self.entries, matrices, strict=True):
-            entry.orthogonalized = matrix
-
     def release(self) -> None:
         """Release what belongs to a single step, above all the gradients."""
-        self.clip_factor = self.enabled = self.per_param_scalars = None
+        self.clip_factor = self.enabled = self.per_param_scalars = self.matrix_slots = None
         for entry in self.entries:
             entry.grad = entry.orthogonalized = None
 
@@ -159,21 +156,20 @@ class FusedGroup:
         """
         width = len(self.spec.tensors)
         self._addresses[1::width] = array("q", [entry.grad_address for entry in self.entries])
-        if self.spec.orthogonalizes and self.entries[0].orthogonalized is not None:
-            matrices = [entry.orthogonalized for entry in self.entries if entry.orthogonalized is not None]
-            self._addresses[2::width] = array("q", map(Tensor.data_ptr, matrices))
+        if self.matrix_slots is not None:
+            self._addresses[2::width] = array("q", map(Tensor.data_ptr, self.matrix_slots))
         return self._pointers
 
-    def segment_keys(self) -> list[dict[int, tuple[int, int]]]:
-        """The coming step's keys as numbers, by random word, for every segment.
+    def segment_keys(self, part: slice = slice(None)) -> list[dict[int, tuple[int, int]]]:
+        """The coming step's keys as numbers, by random word, for every segment, or for a part of them.
 
         Kernels compute the same keys themselves. Waits for the device if `scalars_on_device`.
         """
-        step = self.counts.to("cpu", torch.int32)[self.segments.entry_index] + 1
-        streams = self.segments.streams.to(torch.int32).unbind(1)
+        step = self.counts.to("cpu", torch.int32)[self.segments.entry_index[part]] + 1
+        streams = self.segments.streams[part].to(torch.int32).unbind(1)
         keys_of_segments: list[dict[int, tuple[int, int]]] = [{} for _ in step]
         for word, stream in zip(self.spec.random_words, zip(streams[::2], streams[1::2], strict=True), strict=True):
-            key0, key1 = step_keys(*stream, step, self.segments.index_high.to(torch.int32))
+            key0, key1 = step_keys(*stream, step, self.segments.index_high[part].to(torch.int32))
             for keys, *pair in zip(keys_of_segments, key0.tolist(), key1.tolist(), strict=True):
                 keys[word] = tuple(pair)
         return keys_of_segments

@@ -79,7 +79,7 @@ class StepSpec:
 
     @cached_property
     def per_param_scalars(self) -> tuple[str, ...]:
-        """Names of the scalars that `per_tensor` computes for every parameter; at most one."""
+        """Names of the scalars that depend on the values or the shape of each parameter; at most one."""
         return (TENSOR_MEAN,) if self.tensor_mean is not None else (LR_SCALE,) if self.orthogonalizes else ()
 
     @cached_property

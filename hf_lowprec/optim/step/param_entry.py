@@ -25,8 +25,8 @@ class ParamEntry:
         states: this rank's part of each state, contiguous, by name and in the order of the spec.
         grad: this rank's part of the gradient, contiguous; None outside of a step, so that it is not kept alive.
         grad_address: address of `grad`.
-        orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None outside
-            of a step and for other algorithms.
+        orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None except
+            from when it is computed until the entry is stepped, and for other algorithms.
     """
 
     number: int

@@ -59,7 +59,9 @@ class StepPlan:
     As a context manager, it releases what belongs to a single step at the end of the block.
 
     Attributes:
-        fused_groups: the parameters, in groups that are stepped together.
+        fused_groups: the parameters, in groups that are stepped together. Groups of orthogonalized matrices come first,
+            those with the largest matrix before the others: their temporaries are the largest, and if memory runs out,
+            nothing has been changed yet.
         backend_steps: how each of them is stepped, in the same order; set by the optimizer.
         contiguous_copies: parameters and states that are not contiguous.
         param_dtypes: the dtypes of the parameters that are stepped, by parameter.
@@ -93,7 +95,8 @@ class StepPlan:
             with interrupts.deferred():
                 fold_compensation(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
-        self.fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
+        groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
+        self.fused_groups = sorted(groups, key=_largest_matrix, reverse=True)
 
         self.param_dtypes = {entry.param: entry.param.dtype for entry in self._entries}
         self._sharded = any(map(is_sharded, self._tensors))
@@ -227,6 +230,11 @@ class StepPlan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _largest_matrix(fused_group: FusedGroup) -> int:
+    """Elements of the group's largest orthogonalized matrix, the same on all ranks; 0 if there is none."""
+    return max(entry.param.numel() for entry in fused_group.entries) if fused_group.spec.orthogonalizes else 0
 
 
 class _Fingerprint(NamedTuple):

@@ -2,11 +2,13 @@
 
 A sharded tensor counts as one: sums are taken over all its shards, and every rank orthogonalizes the full matrix, which
 takes no further communication and gives all of them the same bits.
+
+Matrices are orthogonalized and stepped one after the other, so that a step never holds those of a whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -17,6 +19,9 @@ from hf_lowprec.optim.sharding import full_tensor, shard_like, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
 from hf_lowprec.optim.step.fused_step import evaluate
+
+_SLOT_ALIGNMENT = 128
+"""Elements; 256 bytes, as torch's allocators align memory."""
 
 
 class MatrixAlgorithm(Protocol):
@@ -35,8 +40,8 @@ class MatrixAlgorithm(Protocol):
         """The factor of the learning rate for a parameter of `shape`."""
 
 
-def compute_per_tensor(optimizer: Algorithm, backend_steps: Iterable[BackendStep]) -> None:
-    """Give every fused group the means or orthogonalized matrices that its formula needs, for the coming step.
+def compute_tensor_means(backend_steps: Iterable[BackendStep]) -> None:
+    """Give every fused group the means that its formula needs, for the coming step.
 
     Called after gradients, scalars and the clip factor of the step are set, since the formulas use them.
     """
@@ -45,12 +50,66 @@ def compute_per_tensor(optimizer: Algorithm, backend_steps: Iterable[BackendStep
         if fused_group.spec.tensor_mean is not None:
             sums = sum_over_shards(backend_step.tensor_sums(), fused_group.sharding)
             fused_group.per_param_scalars = (sums / fused_group.full_sizes).float()[:, None]
-        if fused_group.spec.orthogonalizes:
-            algorithm = cast(MatrixAlgorithm, optimizer)
-            fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
-            entries = range(len(fused_group.entries))
-            fused_group.set_orthogonalized([_orthogonalized(algorithm, fused_group, k) for k in entries])
-            backend_step.release_tables()  # they may hold no addresses of these matrices yet
+
+
+def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[range]:
+    """Yield the entries of a fused group in parts, each of which must be stepped before the next one is asked for.
+
+    A group that orthogonalizes yields one matrix at a time, or several small ones with at most `CHUNK` elements, after
+    it has computed the orthogonalized matrices of these entries; the next part overwrites them. Other groups yield all
+    entries at once. Called after `compute_tensor_means`.
+    """
+    fused_group = backend_step.fused_group
+    if not fused_group.spec.orthogonalizes:
+        yield range(len(fused_group.entries))
+        return
+    algorithm = cast(MatrixAlgorithm, optimizer)
+    parts = _parts(fused_group)
+    fused_group.per_param_scalars = _lr_scales(algorithm, fused_group)
+    fused_group.matrix_slots = slots = _matrix_slots(fused_group, parts)
+    backend_step.release_tables()  # they may hold no addresses of these slots yet
+    for part in parts:
+        for k in part:
+            _orthogonalize_into(slots[k], algorithm, fused_group, k)
+            fused_group.entries[k].orthogonalized = slots[k]
+        yield part
+        for k in part:
+            fused_group.entries[k].orthogonalized = None
+    fused_group.matrix_slots = None
+
+
+def _parts(fused_group: FusedGroup) -> list[range]:
+    """Consecutive entries with at most `CHUNK` elements together, or single ones with more; the same on all ranks.
+
+    The part with the largest matrix comes first: if its temporaries fit into memory, those of the others do as well, so
+    running out of memory leaves all weights of the group unchanged.
+    """
+    sizes = [entry.param.numel() for entry in fused_group.entries]
+    parts, first, total = [], 0, 0
+    for k, size in enumerate(sizes):
+        if k > first and total + size > CHUNK:
+            parts.append(range(first, k))
+            first, total = k, 0
+        total += size
+    parts.append(range(first, len(sizes)))
+    return sorted(parts, key=lambda part: max(sizes[k] for k in part), reverse=True)
+
+
+def _matrix_slots(fused_group: FusedGroup, parts: Sequence[range]) -> list[Tensor]:
+    """Uninitialized BF16 tensors of the shapes of the entries' weights; different parts share their memory."""
+    weights = fused_group.weights
+    offsets, ends = [0] * len(weights), [0]
+    for part in parts:
+        end = 0
+        for k in part:
+            offsets[k] = end
+            end += -(-weights[k].numel() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        ends.append(end)
+    memory = torch.empty(max(ends), dtype=torch.bfloat16, device=fused_group.device)
+    return [
+        memory[offset : offset + weight.numel()].view(weight.shape)
+        for offset, weight in zip(offsets, weights, strict=True)
+    ]
 
 
 def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
@@ -62,11 +121,10 @@ def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
     return fused_group.lr_scales.column
 
 
-def _orthogonalized(algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> Tensor:
-    """This rank's part of the orthogonalized matrix of entry number `k`, BF16 and contiguous."""
+def _orthogonalize_into(slot: Tensor, algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> None:
+    """Write this rank's part of the orthogonalized matrix of entry number `k` into `slot`."""
     entry = fused_group.entries[k]
-    matrix = torch.empty_like(entry.weight, dtype=torch.bfloat16)
-    for start in range(0, matrix.numel(), CHUNK):
+    for start in range(0, slot.numel(), CHUNK):
         chunk = slice(start, start + CHUNK)
-        matrix.view(-1)[chunk] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, chunk))
-    return shard_like(algorithm.orthogonalize(entry.group, full_tensor(matrix, entry.param)), entry.param)
+        slot.view(-1)[chunk] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, chunk))
+    slot.copy_(shard_like(algorithm.orthogonalize(entry.group, full_tensor(slot, entry.param)), entry.param))

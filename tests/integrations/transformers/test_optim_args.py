@@ -75,7 +75,16 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
         ("nesterov=maybe", r"nesterov='maybe' cannot be parsed; use True or False"),
         ("momentum=fast", r"momentum='fast' cannot be parsed; use a number"),
         ("state_dtype=float8", r"state_dtype='float8' cannot be parsed; use bfloat16"),
-        ("momentum", r"'momentum' is not of the form key=value"),
+        ("momentum", r"'momentum' is not of the form key=value \(pairs are separated by commas\)"),
+        (
+            "eps=1e-6,betas=0.9,0.95",
+            r"'0.95' is not of the form key=value \(pairs .* by commas; several .* by \|, as in betas=0.9\|0.95\)",
+        ),
+        ("betas=0.9,=3", r"'=3' is not of the form key=value \(pairs are separated by commas\)"),
+        (
+            "fused=True",
+            r"'fused' is not an argument of optim_args for optim=.*: every backend is fused, so .* remove it",
+        ),
         ("seed=1,seed=2", r"names 'seed' twice"),
         ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
     ],

@@ -18,11 +18,17 @@ def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
     Trainer(model=llama(), args=args, train_dataset=counting_data(), callbacks=tuple(callbacks))
 
 
-def test_a_callback_may_be_used_again(tmp_path, capsys):
-    callback = hf_lowprec.LowPrecisionCallback()
+@pytest.mark.parametrize("report", [True, False])
+def test_a_callback_may_be_used_again(tmp_path, capsys, caplog, report):
+    """That autocast is off is said once: in the report, or in the log if there is no report."""
+    callback = hf_lowprec.LowPrecisionCallback(report=report)
     for _ in range(2):
+        caplog.clear()
         trained(tmp_path, optim="adamw_bf16_kahan", bf16=True, callbacks=[callback], max_steps=1)
-        assert capsys.readouterr().out.count("mixed precision: 'bf16' was requested") == 1
+        counts = [
+            text.count("mixed precision: 'bf16' was requested") for text in (capsys.readouterr().out, caplog.text)
+        ]
+        assert counts == [report, not report]
 
 
 def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
@@ -32,6 +38,17 @@ def test_patterns_of_optim_args_and_of_the_callback_add_up(tmp_path):
     )
     kept = {name for name, p in trainer.model.named_parameters() if p.dtype == torch.float32 and "norm" not in name}
     assert kept == {"lm_head.weight", *(f"model.layers.{k}.mlp.down_proj.weight" for k in (0, 1))}
+
+
+def test_weight_decay_is_that_of_the_training_arguments(tmp_path):
+    """Trainer writes its own, which is 0 unless it is set, over the algorithm's default and any keyword argument."""
+    for settings, expected in (({}, 0.0), ({"weight_decay": 0.2}, 0.2)):
+        for name in ("adamw_bf16_kahan", "muon_bf16_sr"):
+            trainer = trained(tmp_path, optim=name, max_steps=1, **settings)
+            assert max(group["weight_decay"] for group in optimizer_of(trainer).param_groups) == expected
+    given = hf_lowprec.optimizer_factory("adamw_bf16_kahan", lr=1e-3, weight_decay=0.3)
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optimizer_cls_and_kwargs=given, max_steps=1)
+    assert [group["weight_decay"] for group in optimizer_of(trainer).param_groups] == [0.0, 0.0]
 
 
 def test_weight_decay_in_optim_args_reaches_the_groups(tmp_path):

@@ -27,6 +27,12 @@ def test_spaces_do_not_matter():
     assert RoundingSchedule.parse(" stochastic : 0.8 | kahan ") == RoundingSchedule.parse("stochastic:0.8|kahan")
 
 
+def test_modes_have_their_short_names(tmp_path):
+    assert RoundingSchedule.parse("sr:0.8|kahan") == RoundingSchedule.parse("stochastic:0.8|kahan")
+    options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=sr"))
+    assert options.optimizer["rounding"] == "stochastic"
+
+
 def test_a_single_mode_is_no_schedule(tmp_path):
     options = optim_args_of(arguments(tmp_path, optim="adamw_bf16_sr", optim_args="rounding=kahan"))
     assert (options.optimizer["rounding"], options.rounding_schedule) == ("kahan", None)

@@ -1,0 +1,167 @@
+"""A training run that is planned but not started: its learning rates, and what its optimizer stores and how."""
+
+from __future__ import annotations
+
+import json
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+
+import torch
+from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
+
+from hf_lowprec.doctor.predicted_rounding import COMPENSATION, WEIGHT_ITSELF, Storage
+from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
+from hf_lowprec.integrations.transformers.optim_args import optim_args_of
+from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.validation import state_dtype
+
+STOCK = ("adamw_torch", "adamw_torch_fused")
+"""Names of transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
+_MEASURED_SCHEDULERS = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+"""Schedulers whose learning rates depend on losses."""
+
+
+class PlannedRun(NamedTuple):
+    """A planned run.
+
+    Attributes:
+        optim: `TrainingArguments.optim`.
+        algorithm: one of `PREDICTED_ALGORITHMS`.
+        betas: decay rates of the moments.
+        learning_rates: of all steps.
+        weight_decay: as in TrainingArguments; parameters of one dimension have none.
+        decay_is_separate: whether weights are decayed by a multiplication of its own, rounded by itself.
+        rounding: the rounding mode, or modes by phases.
+        state_rounding: of states, compensations included.
+        rounds_second_moment_to_nearest: whether there is a second moment, in 16 bits, rounded to nearest.
+        is_ours: whether it trains with an optimizer of hf_lowprec, which keeps norms in FP32.
+    """
+
+    optim: str
+    algorithm: str
+    betas: tuple[float, float]
+    learning_rates: list[float]
+    weight_decay: float
+    decay_is_separate: bool
+    rounding: RoundingSchedule
+    state_rounding: str
+    rounds_second_moment_to_nearest: bool
+    is_ours: bool
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self.learning_rates)
+
+    def storage(self, mode: str) -> Storage:
+        """Where `mode` stores updates. Only a requested Kahan summation has another state rounding than the default."""
+        if mode == "kahan":
+            requested = any(phase.mode == "kahan" for phase in self.rounding.phases)
+            return Storage(COMPENSATION, stochastic=not requested or self.state_rounding == "stochastic")
+        return Storage(WEIGHT_ITSELF, stochastic=mode == "stochastic")
+
+
+def plan_run(
+    optim: str,
+    optim_args: str | None,
+    learning_rate: float,
+    scheduler: str,
+    scheduler_kwargs: str | None,
+    warmup_steps: float,
+    steps: int,
+    weight_decay: float,
+    betas: tuple[float | None, float | None],
+) -> PlannedRun:
+    """Plan a run from the arguments of `TrainingArguments` with these names; `betas` are `adam_beta1` and `adam_beta2`.
+
+    Raises:
+        ValueError: an argument is invalid, or the sizes of updates or learning rates cannot be known beforehand.
+    """
+    names = [name for name in OPTIMIZER_NAMES if name.split("_bf16_")[0] in PREDICTED_ALGORITHMS]
+    if optim not in (*STOCK, *names):
+        why = (
+            "the sizes of its updates are not predicted"
+            if optim in OPTIMIZER_NAMES
+            else "its updates are not known to be those of Adam or Lion"
+        )
+        raise ValueError(f"--optim {optim}: {why}; valid are {', '.join((*STOCK, *names))}")
+    if not learning_rate > 0:
+        raise ValueError(f"--lr {learning_rate:g} is not positive")
+    given = {name: value for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True) if value is not None}
+    args = TrainingArguments(
+        gettempdir(),
+        optim=optim,
+        optim_args=optim_args,
+        learning_rate=learning_rate,
+        lr_scheduler_type=_scheduler_type(scheduler),
+        lr_scheduler_kwargs=_scheduler_kwargs(scheduler_kwargs),
+        warmup_steps=warmup_steps,
+        max_steps=steps,
+        weight_decay=weight_decay,
+        use_cpu=True,
+        report_to=[],
+        **given,
+    )
+    is_ours = optim in OPTIMIZER_NAMES
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    weight = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    group = cls([weight], **kwargs, **({"first_parameter": 0} if is_ours else {})).param_groups[0]
+    rounding = optim_args_of(args).rounding_schedule if is_ours else None
+    algorithm = optim.partition("_")[0]
+    state_rounding = group.get("state_rounding", "nearest")
+    second_moment = state_dtype("exp_avg_sq", weight.dtype, group) if is_ours else weight.dtype
+    return PlannedRun(
+        optim=optim,
+        algorithm=algorithm,
+        betas=tuple(group["betas"]),
+        learning_rates=learning_rates(args),
+        weight_decay=0.0 if algorithm == "adam" and not group["decoupled_weight_decay"] else weight_decay,
+        decay_is_separate=optim == "adamw_torch",
+        rounding=rounding or RoundingSchedule.parse(group.get("rounding", "nearest")),
+        state_rounding=state_rounding,
+        rounds_second_moment_to_nearest=algorithm in GAUSSIAN
+        and (second_moment, state_rounding) == (torch.bfloat16, "nearest"),
+        is_ours=is_ours,
+    )
+
+
+def learning_rates(args: TrainingArguments) -> list[float]:
+    """The learning rate of each of `args.max_steps` steps, from the scheduler that Trainer would build."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    try:
+        scheduler: Any = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=args.get_warmup_steps(args.max_steps),
+            num_training_steps=args.max_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        )
+    except (TypeError, ValueError) as error:
+        name = SchedulerType(args.lr_scheduler_type).value
+        raise ValueError(f"--scheduler {name}: {error}; set its arguments with --scheduler-kwargs") from None
+    rates = []
+    for _ in range(args.max_steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def _scheduler_kwargs(text: str | None) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError(f'--scheduler-kwargs {text} is not a JSON object; use one such as {{"num_decay_steps": 200}}')
+    return parsed or None
+
+
+def _scheduler_type(name: str) -> SchedulerType:
+    valid = [kind.value for kind in SchedulerType if kind not in _MEASURED_SCHEDULERS]
+    if name not in valid:
+        known = name in [kind.value for kind in _MEASURED_SCHEDULERS]
+        why = " sets learning rates by losses, which are not known before training" if known else " is unknown"
+        raise ValueError(f"--scheduler {name}{why}; valid are {', '.join(valid)}")
+    return SchedulerType(name)

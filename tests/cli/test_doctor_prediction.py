@@ -1,0 +1,148 @@
+"""`hf-lowprec doctor MODEL`: what it prints and writes, its advice, its exit status."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hf_lowprec.cli import app
+from tests.support.training.tiny_trainer import llama, trained
+
+FINE_TUNING = ("--lr", 2e-5, "--steps", 1000)
+PRETRAINING = ("--lr", 3e-4, "--steps", 1000, "--scheduler", "cosine", "--warmup-steps", 0.05)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(folder)
+    return folder
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["doctor", *map(str, words)])
+
+
+def refused(*words) -> str:
+    result = run(*words)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def numbers(*words) -> tuple[int, dict]:
+    result = run(*words, "--json")
+    assert result.exit_code in (0, 1), result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_stock_bf16_at_a_small_learning_rate_goes_wrong(model):
+    result = run(model, *FINE_TUNING, "--weight-decay", 0.1)
+    assert result.exit_code == 1
+    assert "norms in all steps" in result.output
+    assert "Weight decay will not arrive in 100% of the steps" in result.output
+    assert "The second moment will not decay" in result.output
+    assert 'Use optim="adamw_bf16_kahan".' in result.output
+    rows = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
+    assert rows["norms"][2:] == ["1.00", "1-1000", "FP32", "FP32"]
+    assert rows["all"][1] == f"{sum(param.numel() for param in llama().parameters()):,}"
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--optim", "adamw_bf16_kahan"], []),
+        (
+            ["--optim", "adamw_bf16_kahan", "--optim-args", "state_rounding=nearest"],
+            ["The second moment will not decay"],
+        ),
+        (["--optim", "adamw_bf16_sr"], ["more noise to the weights than training moves them"]),
+        (["--optim", "adamw_bf16_sr", "--optim-args", "rounding=nearest"], ["Half of the updates or more"]),
+        (["--optim", "lion_bf16_kahan"], []),
+        (["--optim", "adamw_torch_fused", "--beta2", 0.95], ["Half of the updates or more"]),
+    ],
+)
+def test_the_requested_optimizer_decides_the_exit_status(model, options, wrong):
+    status, found = numbers(model, *FINE_TUNING, "--weight-decay", 0.1, *options)
+    assert status == bool(wrong)
+    assert len(found["problems"]) == len(wrong)
+    assert all(text in problem for text, problem in zip(wrong, found["problems"], strict=True))
+
+
+def test_advice_for_fine_tuning_pretraining_and_no_training_at_all(model):
+    _, fine_tuning = numbers(model, *FINE_TUNING)
+    assert (fine_tuning["advice"]["optim"], fine_tuning["advice"]["optim_args"]) == ("adamw_bf16_kahan", None)
+    _, pretraining = numbers(
+        model, *PRETRAINING, "--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest,seed=3"
+    )
+    optim_args = pretraining["advice"]["optim_args"]
+    assert pretraining["advice"]["optim"] == "adamw_bf16_sr" and optim_args.endswith("|kahan,seed=3")
+    status, advised = numbers(model, *PRETRAINING, "--optim", "adamw_bf16_sr", "--optim-args", optim_args)
+    assert (status, advised["problems"]) == (0, [])
+    _, tiny = numbers(model, "--lr", 1e-10, "--steps", 1000)
+    assert tiny["advice"]["optim"] is None and "train in FP32" in tiny["advice"]["text"]
+
+
+def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
+    options = ("--lr", 2e-5, "--steps", 100, "--scheduler", "constant", "--optim", "adamw_bf16_sr", "--optim-args")
+    _, found = numbers(model, *options, "rounding=nearest:0.25|kahan")
+    part = found["kinds"]["mlp"]
+    assert part["requested"]["vanishing_steps"][-1][1] <= 25 < part["nearest"]["vanishing_steps"][-1][1]
+    assert 0 < part["requested"]["lost_updates"] < part["nearest"]["lost_updates"]
+
+
+def test_norms_stay_in_fp32_only_with_our_optimizers(model):
+    assert "requested" in numbers(model, *FINE_TUNING)[1]["kinds"]["norms"]
+    assert [*numbers(model, *FINE_TUNING, "--optim", "adamw_bf16_sr")[1]["kinds"]["norms"]] == ["parameters"]
+
+
+def test_tensors_of_large_weights_lose_more(tmp_path):
+    """Each doubling of the weights doubles the spacing; and integers are not weights."""
+    weights = {f"model.layers.0.mlp.{k}.weight": torch.full((8, 8), 0.3 * 2**k) for k in range(2)}
+    weights |= {"lm_head.weight": torch.full((8, 8), 0.3), "positions": torch.arange(8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    kinds = numbers(tmp_path, "--lr", 1e-3, "--steps", 200)[1]["kinds"]
+    assert kinds["mlp"]["nearest"]["lost_updates"] > kinds["head"]["nearest"]["lost_updates"]
+    assert kinds["mlp"]["nearest"]["first_vanishing_step"] < kinds["head"]["nearest"]["first_vanishing_step"]
+    assert kinds["all"]["parameters"] == 3 * 64
+
+
+@pytest.mark.parametrize("optim", ["adamw_bf16_sr", "adamw_torch"])
+def test_a_checkpoint_is_read_with_its_moments(tmp_path, optim):
+    """Ours has the names of its parameters; of a stock checkpoint, the moments of all of them are taken together."""
+    trained(tmp_path, optim=optim, max_steps=4, save_strategy="steps", save_steps=4)
+    _, found = numbers(tmp_path / "checkpoint-4", *FINE_TUNING)
+    assert found["sizes_of_updates"] == "checkpoint"
+    lost = {kind: part["nearest"]["lost_updates"] for kind, part in found["kinds"].items()}
+    _, noise = numbers(tmp_path / "checkpoint-4", *FINE_TUNING, "--optim", "lion_bf16_sr")
+    assert noise["sizes_of_updates"] == "noise"  # Lion's directions are signs, whatever the moments
+    assert 0 < lost["all"] < 1
+
+
+def test_the_plot_is_a_png(tmp_path, model):
+    result = run(model, *PRETRAINING, "--plot", tmp_path / "lost.png")
+    assert result.exit_code == 1, result.output
+    assert (tmp_path / "lost.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["MODEL", "--steps", 10], "with MODEL, --lr must be given"),
+        (["MODEL", "--lr", 1e-3], "with MODEL, --steps must be given"),
+        (["--lr", 1e-3], "it is for predictions, which need a MODEL"),
+        (["--json"], "it is for predictions, which need a MODEL"),
+        (["./nothing", *FINE_TUNING], "MODEL: there is no file or folder './nothing'"),
+        (["nobody/nothing", *FINE_TUNING], "'nobody/nothing' is neither a folder nor a model in the cache"),
+        (["MODEL", *FINE_TUNING, "--optim", "sgd_bf16_sr"], "the sizes of its updates are not predicted"),
+        (["MODEL", *FINE_TUNING, "--scheduler-kwargs", "{"], "--scheduler-kwargs"),
+    ],
+)
+def test_misuse_is_told_in_a_line(model, words, message):
+    assert message in refused(*(model if word == "MODEL" else word for word in words))
+
+
+def test_a_folder_without_weights(tmp_path):
+    assert "has no weights that can be read" in refused(tmp_path, *FINE_TUNING)

@@ -1,0 +1,179 @@
+"""Help, the version and wrong arguments of the command line import neither torch nor transformers.
+
+Whatever imports `hf_lowprec` otherwise registers the optimizer names; only the command line registers them later.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_lowprec
+from hf_lowprec.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {"typer", "rich", *sys.stdlib_module_names}
+COMMANDS = [str(command.name) for command in app.registered_commands]
+
+# Python runs `sitecustomize` before anything else.
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers", "accelerate", "triton"):
+            raise RuntimeError(f"{name} is imported")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+CONSOLE_SCRIPT = """
+import json, sys
+import hf_lowprec_cli
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["hf-lowprec", *words]
+    try:
+        hf_lowprec_cli.main()
+    except SystemExit as ending:
+        print("ended with", ending.code or 0, flush=True)
+"""
+
+
+def start(folder: Path, *words: str, fails: bool = False) -> str:
+    """The output of a new interpreter in which `folder` is the first to be searched for modules."""
+    result = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "COLUMNS": "200"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert (result.returncode != 0) == fails, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> Path:
+    """A folder from which programs start that cannot import torch."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    assert "torch is imported" in start(tmp_path, "-c", "import torch", fails=True)
+    return tmp_path
+
+
+def test_help_version_and_wrong_arguments_need_no_torch(without_torch: Path) -> None:
+    good = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+    wrong = [["nope"], ["--nope"], ["demo", "--steps", "0"], ["doctor", "--nope"], ["env", "superfluous"]]
+    wrong += [["estimate"], ["estimate", "model", "--gpus", "many"], ["export", "checkpoint"], ["run"]]
+    wrong += [["run", "absent.py"], ["run", "torchrun", "train.py"]]
+    out = start(without_torch, "-c", CONSOLE_SCRIPT, json.dumps([*good, *wrong]))
+    assert out.count("ended with 0") == len(good), out
+    assert out.count("ended with 2") == len(wrong), out
+    assert f"hf-lowprec {hf_lowprec.__version__}" in out
+
+
+def test_python_m_is_the_same_command(without_torch: Path) -> None:
+    assert start(without_torch, "-m", "hf_lowprec", "--version") == f"hf-lowprec {hf_lowprec.__version__}\n"
+    assert "--gpu-memory" in start(without_torch, "-m", "hf_lowprec", "estimate", "--help")
+
+
+def test_any_other_import_needs_transformers(without_torch: Path) -> None:
+    """The blocker shows that the names are registered, without waiting for it."""
+    package = without_torch / "user_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import hf_lowprec")
+    (package / "__main__.py").touch()
+    for words in (
+        ["-c", "import hf_lowprec"],
+        ["-c", "import hf_lowprec_cli, hf_lowprec"],  # as in the processes that a command spawns
+        ["-m", "user_package", "-m", "hf_lowprec"],
+    ):
+        assert "is imported" in start(without_torch, *words, fails=True), words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "original", "expected"),
+    [
+        (["-m", "doctor"], ["python", "-m", "hf_lowprec", "doctor"], True),
+        (["-m"], ["python", "-u", "-X", "dev", "-m", "hf_lowprec"], True),
+        (["-m", "run", "-m", "hf_lowprec"], ["python", "-m", "hf_lowprec", "run", "-m", "hf_lowprec"], True),
+        (["-m", "-m", "hf_lowprec"], ["python", "-m", "other", "-m", "hf_lowprec"], False),
+        (["-m", "hf_lowprec"], ["python", "-m", "other", "hf_lowprec"], False),
+        (["-c", "-m", "hf_lowprec"], ["python", "-c", "import hf_lowprec", "-m", "hf_lowprec"], False),
+        (["train.py"], ["python", "train.py"], False),
+        ([], ["program"], False),
+    ],
+)
+def test_what_counts_as_the_command_line(
+    arguments: list[str], original: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert hf_lowprec._runs_command_line() is expected
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hf_lowprec" / "cli").glob("*.py")), ids=lambda path: path.name)
+def test_files_of_commands_import_only_typer_at_their_top(path: Path) -> None:
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(str(node.module))
+    others = {name for name in found if name.partition(".")[0] not in ALLOWED}
+    assert others <= {"hf_lowprec.cli"}
+
+
+def test_names_are_registered_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(hf_lowprec, "register_or_warn", lambda: calls.append("registered"))
+    for words in (["export", "--help"], ["export", "checkpoint"], ["--version"]):
+        CliRunner().invoke(app, words)
+        assert calls == []
+    CliRunner().invoke(app, ["export", "no checkpoint", "out"])
+    assert calls == ["registered"]
+
+
+def processor_seconds(folder: Path, *words: str) -> float:
+    """Processor time of a new interpreter, the least of three: other programs on the machine hardly change it."""
+    code = "import os, subprocess, sys; subprocess.run(sys.argv[1:], stdout=-3); print(sum(os.times()[2:4]))"
+    return min(float(start(folder, "-c", code, sys.executable, *words)) for _ in range(3))
+
+
+def test_help_takes_half_a_second_more_than_typer(tmp_path: Path) -> None:
+    least = processor_seconds(tmp_path, "-c", "import typer, rich")
+    code = "import sys, hf_lowprec_cli; sys.argv[1:] = ['--help']; hf_lowprec_cli.main()"
+    assert processor_seconds(tmp_path, "-c", code) - least < 0.5
+    assert processor_seconds(tmp_path, "-m", "hf_lowprec", "--help") - least < 0.5
+
+
+WORKER = """
+import pickle, sys
+from multiprocessing import get_context
+from transformers import TrainingArguments
+
+def name(pickled):
+    assert "hf_lowprec" not in sys.modules
+    return str(pickle.loads(pickled).optim.value) + " " + TrainingArguments("out", optim="lion_bf16_sr").optim.value
+
+if __name__ == "__main__":
+    pickled = pickle.dumps(TrainingArguments("out", optim="adamw_bf16_kahan"))
+    with get_context("spawn").Pool(1) as pool:
+        print(pool.apply(name, (pickled,)))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_and_the_processes_that_it_spawns_have_the_names(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WORKER)
+    code = "import sys, hf_lowprec_cli; sys.argv[1:] = ['run', 'script.py']; hf_lowprec_cli.main()"
+    (tmp_path / "hf-lowprec").write_text(f"if __name__ == '__main__':\n    {code}")
+    assert start(tmp_path, "hf-lowprec").splitlines()[-1] == "adamw_bf16_kahan lion_bf16_sr"
