@@ -5,7 +5,7 @@
 | L0 | rounding | itself |
 | L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
+| L3 | demo, doctor, estimate, user_inputs | L0 to L2 (user_inputs: only itself; demo, estimate: also it); public transformers |
 | L4 | cli, `__main__` | everything below; public transformers |
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
@@ -41,10 +41,11 @@ MAY_IMPORT = {
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
-    "cli": {"cli", "demo", "doctor", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "estimate": {"estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "cli": {"cli", "demo", "doctor", "estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-PROGRAMS = {"user_inputs", "demo", "doctor", "cli", "__main__"}
+PROGRAMS = {"user_inputs", "demo", "doctor", "estimate", "cli", "__main__"}
 """The units behind the command line, which use this package and transformers by their public names."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_lowprec.cli import app, estimate
+from hf_lowprec.cli import app
+from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row, low_precision_row
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
@@ -66,11 +67,13 @@ def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(llama().config)
-    row = estimate._low_precision_row(model, optim, optim_args)
+    row = low_precision_row(model, optim, optim_args)
     assert sum(row.memory.weights.values()) == sum(p.nbytes for p in trainer.model.parameters())
     assert sum(row.memory.gradients.values()) == gradients.nbytes
     assert sum(row.memory.state.values()) == state
-    assert row.fp32_parameters == sum(p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32)
+    assert sum(row.fp32_parts.values()) == sum(
+        p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32
+    )
 
 
 def test_the_table_of_a_large_model(tmp_path):
@@ -93,7 +96,7 @@ def test_the_table_of_a_large_model(tmp_path):
     assert result.exit_code == 0, result.output
     assert f"LlamaForCausalLM, {matrices + norms:,} parameters, {norms:,} of which stay in FP32" in result.output
     assert max(map(len, result.output.splitlines()[1:])) <= 80
-    for name, each in ((estimate.FP32, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
+    for name, each in ((FP32_ROW, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
         (line,) = (line for line in result.output.splitlines() if line.strip().startswith(name))
         total = each * matrices + 16 * norms
         expected = [total, total / (matrices + norms) * GIB, total / 8, 80 * GIB - total / 8]
@@ -110,7 +113,7 @@ def test_tied_weights_count_once(tmp_path):
 
 def test_sums_of_micro_batches_are_not_sharded(tmp_path):
     with torch.device("meta"):
-        row = estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
+        row = low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
     assert row.accumulation == 4 * 1010
     assert row.per_gpu(4) == 8 * 1010 / 4 + 4 * 1010
 
@@ -118,8 +121,8 @@ def test_sums_of_micro_batches_are_not_sharded(tmp_path):
 def test_whole_gradients_stay_where_fsdp2_adds_up_micro_batches():
     with torch.device("meta"):
         model = nn.Linear(100, 10)
-        rows = [estimate._fp32_row(model, 4, steps) for steps in (1, 2)]
-        rows += [estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
+        rows = [fp32_row(model, 4, steps) for steps in (1, 2)]
+        rows += [low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
     assert [row.per_gpu(4) / 1010 for row in rows] == [16 / 4, 16 / 4 + 4, 8 / 4, 8 / 4 + 2]
 
 
@@ -128,8 +131,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         models = [nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 10)) for _ in range(2)]
     for model in models:
         model[0].requires_grad_(False)
-    rows = [estimate._fp32_row(models[0], 1, 1), estimate._low_precision_row(models[1], "adamw_bf16_kahan", None)]
-    assert [row.total for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
+    rows = [fp32_row(models[0], 1, 1), low_precision_row(models[1], "adamw_bf16_kahan", None)]
+    assert [row.total() for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
 
 
 def test_numbers_are_never_cut(tmp_path, monkeypatch):
