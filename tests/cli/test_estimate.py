@@ -9,7 +9,16 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    CONFIG_MAPPING,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    Trainer,
+    TrainerCallback,
+    ViTConfig,
+)
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
@@ -347,3 +356,118 @@ def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypa
     folder = write_config(tmp_path / "model", LlamaConfig(), **config)
     assert "more than 1,000 modules, the most that estimate supports" in refused(folder)
     assert run(write_config(tmp_path / "next", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"])).exit_code == 0
+
+
+def tiny(tmp_path, **changes):
+    return write_config(tmp_path / "tiny", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"], **changes)
+
+
+def test_every_gpu_keeps_whole_gradients(tmp_path):
+    """With gradient accumulation: 8 GPUs hold 8 times all gradients, and their shards once."""
+    folder = tiny(tmp_path)
+    settings = ("--gpus", 8, "--gradient-accumulation-steps", 4, "--json")
+    fp32, kahan, _ = json.loads(run(folder, *settings).output)["rows"]
+    count = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
+    assert fp32["total"] == 16 * count + 8 * 4 * count == 8 * fp32["per_gpu"]
+    assert fp32["gradients"] == 4 * count + 8 * 4 * count
+    assert fp32["bytes_per_parameter"] == 16 + 32
+    assert kahan["total"] == 8 * kahan["per_gpu"] > 10 * count + 8 * 2 * count
+    text = run(folder, *settings[:-1]).output
+    assert "Weights, grads, state, total and bytes per parameter are those of all 8 GPUs." in text
+
+
+def test_room_for_activations_is_not_called_free(tmp_path):
+    folder = tiny(tmp_path)
+    without = " ".join(run(folder, "--gpu-memory", 80).output.split())
+    assert "free" not in without and "left for" in without and "activations" in without
+    assert "Activations are not included; add --batch-size and --sequence-length." in without
+    size = ("--batch-size", 2, "--sequence-length", 128)
+    result = run(folder, "--gpu-memory", 80, *size)
+    assert "free of" in result.output and "left for" not in result.output
+    data = json.loads(run(folder, *size, "--json").output)
+    checkpointed = json.loads(run(folder, *size, "--gradient-checkpointing", "--json").output)
+    for row, smaller in zip(data["rows"], checkpointed["rows"], strict=True):
+        assert row["peak_per_gpu"] > row["per_gpu"] > 0
+        assert row["activations_per_gpu"] > smaller["activations_per_gpu"] > 0
+    assert any("tokens per GPU in BF16, sdpa attention, without gradient checkpointing" in n for n in data["notes"])
+    assert "activations need both" in refused(folder, "--batch-size", 2)
+    assert "--gradient-checkpointing needs" in refused(folder, "--gradient-checkpointing")
+
+
+def test_activations_that_cannot_be_estimated_are_said_to_be_missing(tmp_path):
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    folder = write_config(tmp_path / "vit", config, architectures=["ViTForImageClassification"])
+    output = " ".join(run(folder, "--batch-size", 2, "--sequence-length", 8, "--gpu-memory", 80).output.split())
+    assert "Activations are not included: ViTForImageClassification takes pixel_values" in output
+    assert "left for" in output and "free of" not in output
+
+
+def test_why_parameters_stay_in_fp32_is_said_with_their_number(tmp_path):
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        architectures=["T5ForConditionalGeneration"],
+    )
+    output = run(write_config(tmp_path / "t5", config)).output
+    assert f"{4 * 32 * 48:,} in FP32: wo (named in T5ForConditionalGeneration._keep_in_fp32_modules)" in output
+    assert "in FP32: norm (T5LayerNorm)" in output
+
+
+def test_the_peak_of_muons_step_is_counted(tmp_path):
+    rows = json.loads(run(tiny(tmp_path), "--optim", "muon_bf16_kahan", "--json").output)["rows"]
+    assert rows[0]["step_per_gpu"] == 0 < rows[1]["step_per_gpu"]
+    row = rows[1]
+    assert row["total"] == row["weights"] + row["gradients"] + row["state"] + row["step_per_gpu"]
+
+
+def test_rows_to_compare_with(tmp_path):
+    output = run(tiny(tmp_path), "--compare", "--lora", 8).output
+    for name in ("BF16 rounded, AdamW", "8-bit AdamW", "Adafactor", "BF16, LoRA rank 8, AdamW"):
+        assert name in output
+    assert "Adafactor" not in run(tiny(tmp_path)).output
+
+
+def meta_llama(**changes):
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+
+
+def test_adafactors_state_is_the_one_of_transformers():
+    from transformers import Adafactor
+
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    optimizer = Adafactor(model.parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    held = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim)
+    *_, row = compared_rows(meta_llama, 1, 1)
+    assert row.name.endswith("Adafactor") and row.memory.state.total() == held
+
+
+def test_states_of_8_bits():
+    """Large matrices: 2.03 bytes per element; embeddings and small tensors: 8."""
+    rows = {row.name: row for row in compared_rows(lambda: meta_llama(hidden_size=256), 1, 1)}
+    model = meta_llama(hidden_size=256)
+    named = {name: param.numel() for name, param in model.named_parameters()}
+    large = sum(size for name, size in named.items() if "embed" not in name and size >= 4096)
+    small = sum(named.values()) - large
+    for name, each in (("FP32 or autocast, 8-bit AdamW", 8), ("BF16 rounded, 8-bit AdamW", 4)):
+        memory = rows[name].memory
+        assert memory.state.total() == pytest.approx((2 + 2 * 4 / 256) * large + 8 * small, abs=8 * len(named))
+        assert memory.weights.total() + memory.gradients.total() == each * sum(named.values())
+
+
+def test_lora_has_as_many_parameters_as_with_peft():
+    peft = pytest.importorskip("peft")
+    row = lora_row(meta_llama(), 4, 1, 1)
+    wrapped = peft.get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**TINY)), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    trained, every = wrapped.get_nb_trainable_parameters()
+    assert row.memory.parameters == every
+    assert row.memory.gradients.total() == 4 * trained and row.memory.state.total() == 8 * trained
