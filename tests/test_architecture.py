@@ -5,7 +5,7 @@
 | L0 | rounding | itself |
 | L1 | optim, casting, reduction, diagnostics | itself and L0; diagnostics also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | demo, doctor, estimate, user_inputs | L0 to L2 (user_inputs only itself; demo, estimate also it); public transformers |
+| L3 | demo, doctor, estimate, user_inputs | L0 to L2 (user_inputs: only itself; demo, estimate: also it) |
 | L4 | cli, `__main__` | everything below; public transformers |
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.

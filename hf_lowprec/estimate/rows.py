@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,8 @@ from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_lowprec.casting.cast_report import CastReport
 
 FP32_ROW = "FP32 or autocast, AdamW"
@@ -118,17 +121,17 @@ def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iter
     for dtype, name in ((FP32, "FP32 or autocast"), (BF16, "BF16 rounded")):
         model = build().to(dtype)
         embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-        yield _stock_row(f"{name}, 8-bit AdamW", model, gpus, steps, lambda p, e=embeddings: _eight_bit(p, id(p) in e))
+        yield _stock_row(f"{name}, 8-bit AdamW", model, gpus, steps, functools.partial(_eight_bit, embeddings))
     yield _adafactor_row(build(), gpus, steps)
 
 
-def lora_row(model: nn.Module, rank: int, gpus: int, steps: int) -> Row:
+def lora_row(model: PreTrainedModel, rank: int, gpus: int, steps: int) -> Row:
     """LoRA of `rank` on all linear layers except the head, as PEFT's `target_modules="all-linear"`.
 
     The model's own weights are BF16 and frozen; adapters are FP32, as PEFT makes them, with torch's AdamW.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linear = (each.weight.shape for each in model.modules() if _is_linear(each) and each is not head)
+    head = model.get_output_embeddings()
+    linear = (each.get_parameter("weight").shape for each in model.modules() if _is_linear(each) and each is not head)
     adapters = sum(rank * sum(shape) for shape in linear)
     count = sum(param.numel() for param in model.parameters())
     weights = Counter({BF16: 2 * count, FP32: 4 * adapters})
@@ -146,13 +149,17 @@ def _stock_row(name: str, model: nn.Module, gpus: int, steps: int, state_bytes: 
     return Row(name, memory, _whole_gradients(memory, gpus, steps))
 
 
-def _eight_bit(param: Tensor, is_embedding: bool) -> int:
+def _eight_bit(embeddings: Container[int], param: Tensor) -> int:
     """Bytes of the state of `optim="adamw_bnb_8bit"`, for which Trainer keeps embeddings' states in FP32.
 
     Two moments of one byte per element, with an FP32 scale per block each: 2.03 bytes per element (bitsandbytes,
     `Optimizer2State.init_state`).
+
+    Args:
+        embeddings: identities of embeddings' weights.
+        param: the parameter.
     """
-    if is_embedding or param.numel() < _SMALL:
+    if id(param) in embeddings or param.numel() < _SMALL:
         return 8 * param.numel()
     return 2 * (param.numel() + 4 * math.ceil(param.numel() / _BLOCK))
 
