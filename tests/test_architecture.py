@@ -7,7 +7,7 @@
 optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
-| L3 | demo, doctor, inspection, user_inputs | L0 to L2, and all but doctor user_inputs, which imports only itself |
+| L3 | demo, doctor, estimate, inspection, user_inputs | L0 to L2, and all but doctor user_inputs, which imports only itself |
 | L4 | cli, `__main__` | everything below |
 
 L3 and L4 import public names of transformers.
@@ -47,14 +47,15 @@ MAY_IMPORT = {
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
+    "estimate": {"estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "inspection": {"inspection", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "plotting": {"plotting", "diagnostics", "metrics_file", "user_inputs"},
 }
 MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = {
-    *("cli", "demo", "doctor", "inspection", "plotting", "user_inputs", "metrics_file", "integrations"),
+    *("cli", "demo", "doctor", "estimate", "inspection", "plotting", "user_inputs", "metrics_file", "integrations"),
     *BELOW_INTEGRATIONS,
 }
-PROGRAMS = {"user_inputs", "demo", "doctor", "inspection", "plotting", "cli", "__main__"}
+PROGRAMS = {"user_inputs", "demo", "doctor", "estimate", "inspection", "plotting", "cli", "__main__"}
 """The units behind the command line, which use this package and transformers by their public names."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
