@@ -7,7 +7,8 @@
 optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
-| L3 | demo, doctor, estimate, inspection, user_inputs | L0 to L2, and all but doctor user_inputs, which imports only itself |
+| L3 | demo, doctor, estimate, inspection | L0 to L2; all but doctor also user_inputs |
+| L3 | user_inputs | itself |
 | L4 | cli, `__main__` | everything below |
 
 L3 and L4 import public names of transformers.
