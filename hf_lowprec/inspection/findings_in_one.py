@@ -68,11 +68,12 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
         return []
     weights = [name for name in norms if not name.endswith("bias")]
     still = [name for name in weights if name in at_start and _layer_was_trained(facts, name)]
-    if len(still) < len(weights):
+    changed = len([name for name in weights if name not in at_start])
+    if changed:
         return finding(
             "norms_at_initial_value",
             still,
-            f"{{count}} stayed at the initial value, while {len(weights) - len(still)} other norms have been trained: "
+            f"{{count}} stayed at the initial value, while {changed} other norms have been trained: "
             "{names}. Check that they were in the optimizer and had requires_grad=True; if they were trained in 16 "
             "bits, keep norms in FP32.",
             noun="norm",

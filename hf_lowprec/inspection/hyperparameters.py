@@ -50,6 +50,6 @@ class Hyperparameters(NamedTuple):
             group: its param group, if that is known.
             is_decayed: whether Trainer would decay it.
         """
-        if self.weight_decay is not None and (group is None or group.weight_decay or group.decoupled_decay):
+        if self.weight_decay is not None:
             return self.weight_decay if is_decayed else 0.0
         return group.weight_decay if group and group.decoupled_decay else 0.0
