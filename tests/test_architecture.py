@@ -6,9 +6,12 @@
 | L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
 optim and diagnostics |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | demo, doctor, user_inputs | L0 to L2 (user_inputs: only itself; demo: also user_inputs); public transformers |
-| L3 | plotting | itself, diagnostics and user_inputs |
-| L4 | cli, `__main__` | everything below; public transformers |
+| L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
+| L3 | demo, doctor, estimate, inspection | L0 to L2; all but doctor also user_inputs |
+| L3 | user_inputs | itself |
+| L4 | cli, `__main__` | everything below |
+
+L3 and L4 import public names of transformers.
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
 `hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages, and on circles, bind
@@ -45,11 +48,15 @@ MAY_IMPORT = {
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
-    "plotting": {"plotting", "diagnostics", "user_inputs"},
-    "cli": {"cli", "demo", "doctor", "plotting", "user_inputs", "metrics_file", "integrations", *BELOW_INTEGRATIONS},
+    "estimate": {"estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "inspection": {"inspection", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
+    "plotting": {"plotting", "diagnostics", "metrics_file", "user_inputs"},
 }
-MAY_IMPORT["__main__"] = MAY_IMPORT["cli"]
-PROGRAMS = {"user_inputs", "demo", "doctor", "plotting", "cli", "__main__"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = {
+    *("cli", "demo", "doctor", "estimate", "inspection", "plotting", "user_inputs", "metrics_file", "integrations"),
+    *BELOW_INTEGRATIONS,
+}
+PROGRAMS = {"user_inputs", "demo", "doctor", "estimate", "inspection", "plotting", "cli", "__main__"}
 """The units behind the command line, which use this package and transformers by their public names."""
 KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""

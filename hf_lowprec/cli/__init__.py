@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from hf_lowprec.cli import demo, doctor, env, estimate, export, plot, run
+from hf_lowprec.cli import demo, doctor, env, estimate, export, inspect, plot, run
 
 app = typer.Typer(
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
@@ -24,6 +24,7 @@ app.command("doctor")(doctor.doctor)
 app.command("env")(env.env)
 app.command("estimate")(estimate.estimate)
 app.command("export")(export.export)
+app.command("inspect")(inspect.inspect)
 app.command("plot")(plot.plot)
 app.command("run", context_settings=run.CONTEXT)(run.run)
 

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from tempfile import gettempdir
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+import json
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
-    from torch import nn
+    from transformers import PreTrainedModel
 
-    from hf_lowprec.diagnostics.memory_estimate import MemoryUse
+    from hf_lowprec.estimate.activations import Activations
+    from hf_lowprec.estimate.rows import Row
 
-FP32 = "FP32 or autocast, AdamW"
-"""The row to compare with: torch's AdamW on FP32 weights, which take the same memory with BF16 autocast and without."""
 WIDTH = 120
 """Terminal width that fits any table."""
+GIB = 1 << 30
 
 
-class Row(NamedTuple):
-    """The memory of training with one optimizer.
+class Setup(NamedTuple):
+    """How the model is trained.
 
     Attributes:
-        name: the row's title: `FP32` or the value of `optim`.
-        memory: of weights, gradients and state.
-        accumulation: bytes for adding up micro-batches in addition to the gradients, on every GPU.
-        fp32_parameters: number of parameters kept in FP32.
+        gpus: number of GPUs over which FSDP2 shards the training state.
+        gradient_accumulation_steps: as in TrainingArguments.
+        gpu_memory: GiB of each GPU, or None.
+        batch_size: sequences per GPU, or None.
+        sequence_length: tokens per sequence, or None.
+        gradient_checkpointing: as in TrainingArguments.
     """
 
-    name: str
-    memory: MemoryUse
-    accumulation: int
-    fp32_parameters: int
-
-    @property
-    def total(self) -> int:
-        """Total bytes."""
-        return self.memory.total + self.accumulation
-
-    def per_gpu(self, gpus: int) -> float:
-        """Bytes on each of `gpus`."""
-        return self.memory.total / gpus + self.accumulation
+    gpus: int = 1
+    gradient_accumulation_steps: int = 1
+    gpu_memory: float | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    gradient_checkpointing: bool = False
 
 
 def estimate(
@@ -61,15 +57,31 @@ def estimate(
     gpu_memory: Annotated[
         float | None, typer.Option(min=0, help="Memory of each GPU in GiB; shows how much of it remains.")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per GPU and micro-batch; adds activations.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence, without padding; goes with --batch-size.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="As in TrainingArguments.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show rounded BF16, 8-bit AdamW and Adafactor.")
+    ] = False,
+    lora: Annotated[
+        int | None, typer.Option(min=1, metavar="RANK", help="Also show LoRA of this rank on all linear layers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
-    """Estimate the memory of full fine-tuning, excluding activations.
+    """Estimate the memory of training.
 
     The model is built without weights and cast as for training: norms stay in
-    FP32, and tied weights count once. Not included: activations, the layers
-    that FSDP2 gathers during a step, DDP's buckets, and CUDA's own memory.
+    FP32, and tied weights count once. With --batch-size and --sequence-length,
+    activations are counted in a forward and backward without values. Not
+    included: the layers that FSDP2 gathers during a step, DDP's buckets, scratch
+    memory of kernels, and CUDA's own memory.
     """
-    from rich.console import Console
-
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES
     from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
     from hf_lowprec.user_inputs.input_errors import InputError
@@ -79,85 +91,201 @@ def estimate(
         raise typer.BadParameter(
             f"unknown: {', '.join(unknown)}; valid are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"
         )
+    if (batch_size is None) != (sequence_length is None):
+        raise typer.BadParameter("activations need both --batch-size and --sequence-length")
+    if gradient_checkpointing and batch_size is None:
+        raise typer.BadParameter("--gradient-checkpointing needs --batch-size and --sequence-length")
+    setup = Setup(gpus, gradient_accumulation_steps, gpu_memory, batch_size, sequence_length, gradient_checkpointing)
     try:
         config, cls = load_config(model)
-        steps = gradient_accumulation_steps
-        rows = [_fp32_row(build_empty_model(config, cls), gpus, steps)]
-        rows += [_low_precision_row(build_empty_model(config, cls), name, optim_args, gpus, steps) for name in names]
+
+        def build() -> PreTrainedModel:
+            return build_empty_model(config, cls)  # type: ignore[return-value]
+
+        rows, notes = estimate_rows(build, names, optim_args, setup, compare, lora)
     except InputError as error:
         raise typer.BadParameter(str(error)) from None
-    console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
-    console.print(
-        f"{model}: {cls.__name__}, {rows[0].memory.parameters:,} parameters, "
-        f"{rows[-1].fp32_parameters:,} of which stay in FP32",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+    if as_json:
+        print(json.dumps({"model": model, "class": cls.__name__, **_as_data(rows, notes, setup)}, indent=2))
+    else:
+        _print(f"{model}: {cls.__name__}", rows, notes, setup)
+
+
+def estimate_rows(
+    build: Callable[[], PreTrainedModel],
+    names: list[str],
+    optim_args: str | None = None,
+    setup: Setup = Setup(),  # noqa: B008  # immutable
+    compare: bool = False,
+    lora: int | None = None,
+) -> tuple[list[Row], list[str]]:
+    """The rows of the table, and sentences about activations.
+
+    Args:
+        build: builds the model in FP32 on the meta device.
+        names: values of `optim`.
+        optim_args: as in TrainingArguments.
+        setup: how the model is trained.
+        compare: whether rows of other optimizers are added.
+        lora: the rank of a row for LoRA.
+
+    Raises:
+        InputError: something is not supported.
+    """
+    import torch
+
+    from hf_lowprec.estimate.rows import compared_rows, fp32_row, lora_row, low_precision_row
+
+    settings = setup.gpus, setup.gradient_accumulation_steps
+    notes: dict[str, None] = {}
+    base = build()
+    row = fp32_row(base, *settings)
+    in_fp32 = _activations(base, "FP32", setup, notes)
+    rows = [row._replace(activations=in_fp32)]
+    in_16_bits: dict[str, Activations | None] = {}
+    for name in names:
+        cast = build()
+        row = low_precision_row(cast, name, optim_args, *settings)
+        key = str(row.fp32_parts)
+        if key not in in_16_bits:
+            in_16_bits[key] = _activations(cast, "BF16", setup, notes)
+        rows.append(row._replace(activations=in_16_bits[key]))
+    if compare:
+        rounded = _activations(build().to(torch.bfloat16), "rounded BF16", setup, notes)
+        rows += [
+            row._replace(activations=in_fp32 if torch.float32 in row.memory.weights else rounded)
+            for row in compared_rows(build, *settings)
+        ]
+    if lora is not None:
+        rows.append(lora_row(build(), lora, *settings))
+        if setup.batch_size is not None:
+            notes["Activations of LoRA are not estimated."] = None
+    return rows, list(notes)
+
+
+def _activations(model: PreTrainedModel, dtype: str, setup: Setup, notes: dict[str, None]) -> Activations | None:
+    """The activations of `model`, with a sentence about them, or about why they are not known, in `notes`."""
+    from hf_lowprec.estimate.activations import choose_attention, estimate_activations
+    from hf_lowprec.user_inputs.input_errors import InputError
+
+    if setup.batch_size is None or setup.sequence_length is None:
+        notes["Activations are not included; add --batch-size and --sequence-length."] = None
+        return None
+    size = (setup.batch_size, setup.sequence_length)
+    attention = choose_attention(model)
+    found: dict[bool, Activations] = {}
+    for checkpointing in (False, True):
+        try:
+            found[checkpointing] = estimate_activations(model, *size, checkpointing)
+        except InputError as error:
+            if checkpointing == setup.gradient_checkpointing:
+                notes[f"Activations are not included: {error}."] = None
+                return None
+    chosen, other = (found.get(each) for each in (setup.gradient_checkpointing, not setup.gradient_checkpointing))
+    assert chosen is not None
+    words = {True: "with gradient checkpointing", False: "without gradient checkpointing"}
+    text = (
+        f"Activations of {size[0]} x {size[1]:,} tokens per GPU in {dtype}, {attention} attention, "
+        f"{words[setup.gradient_checkpointing]}: {_size(chosen.peak)}"
     )
-    console.print(table(rows, gpus, gpu_memory))
+    if chosen.layers:
+        text += (
+            f" = {chosen.layers} layers x {_size(chosen.per_layer)} + {_size(chosen.rest)} for logits, loss, the rest"
+        )
+    if other is not None:
+        text += f"; {words[not setup.gradient_checkpointing]}: {_size(other.peak)}"
+    notes[f"{text}."] = None
+    return chosen
 
 
-def table(rows: list[Row], gpus: int, gpu_memory: float | None) -> Table:
+def _size(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):,.2f} MiB"
+
+
+def _print(title: str, rows: list[Row], notes: list[str], setup: Setup) -> None:
+    from rich.console import Console
+
+    console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    kept = next(row.fp32_parts for row in rows if row.fp32_parts is not None)
+    count = f"{rows[0].memory.parameters:,} parameters, {sum(kept.values()):,} of which stay in FP32"
+    console.print(f"{title}, {count}", **plain)
+    for reason, number in kept.items():
+        console.print(f"  {number:,} in FP32: {reason}", **plain)
+    console.print(table(rows, setup))
+    if setup.gpus > 1:
+        console.print(
+            f"Weights, grads, state, total and bytes per parameter are those of all {setup.gpus} GPUs.", **plain
+        )
+    for note in notes:
+        console.print(note, **plain)
+
+
+def table(rows: list[Row], setup: Setup) -> Table:
     """Format the rows as a table, in MiB or GiB."""
     from rich import box
     from rich.table import Table
 
-    power, unit = (30, "GiB") if max(row.total for row in rows) >= 2**32 else (20, "MiB")
+    gpus, gpu_memory = setup.gpus, setup.gpu_memory
+    with_step, with_activations = any(row.step for row in rows), any(row.activations for row in rows)
+    peaks = [row.peak(gpus, setup.gradient_accumulation_steps) for row in rows]
+    power, unit = (
+        (30, "GiB") if max(*(row.total(gpus) for row in rows), *(each or 0 for each in peaks)) >= 2**32 else (20, "MiB")
+    )
     lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
     lines.add_column("optim", no_wrap=True)
-    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}", f"total\n{unit}", "bytes\n/param"]
+    headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}"]
+    headings += [f"in step\n{unit}"] if with_step else []
+    headings += [f"total\n{unit}", "bytes\n/param"]
     headings += [f"per GPU\nof {gpus}"] if gpus > 1 else []
-    headings += [f"free of\n{gpu_memory:g} GiB"] if gpu_memory is not None else []
+    headings += ["activa-\ntions", "peak of\na GPU"] if with_activations else []
+    if gpu_memory is not None:
+        headings += (
+            [f"free of\n{gpu_memory:g} GiB"] if with_activations else [f"left for\nactivations\nof {gpu_memory:g} GiB"]
+        )
     for heading in headings:
         lines.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        sizes = [sum(row.memory.weights.values()), sum(row.memory.gradients.values()) + row.accumulation]
-        cells = [size / 2**power for size in (*sizes, sum(row.memory.state.values()), row.total)]
-        cells += [row.total / row.memory.parameters]
-        cells += [row.per_gpu(gpus) / 2**power] if gpus > 1 else []
-        cells += [gpu_memory - row.per_gpu(gpus) / 2**30] if gpu_memory is not None else []
-        lines.add_row(row.name, *(f"{cell:,.2f}" for cell in cells))
+    for row, peak in zip(rows, peaks, strict=True):
+        used = row.per_gpu(gpus) if peak is None else peak
+        sizes: list[float | None] = [row.memory.weights.total(), row.gradients(gpus), row.memory.state.total()]
+        sizes += [gpus * row.step] if with_step else []
+        cells = [*_in_units(sizes, power), *_in_units([row.total(gpus)], power)]
+        cells += [f"{row.total(gpus) / row.memory.parameters:,.2f}"]
+        cells += _in_units([row.per_gpu(gpus)], power) if gpus > 1 else []
+        if with_activations:
+            cells += _in_units([None if row.activations is None else row.activations.peak, peak], power)
+        if gpu_memory is not None:
+            cells += ["-" if with_activations and peak is None else f"{gpu_memory - used / GIB:,.2f}"]
+        lines.add_row(row.name, *cells)
     return lines
 
 
-def _fp32_row(model: nn.Module, gpus: int, steps: int) -> Row:
-    """The memory of `model` in FP32 with torch's AdamW."""
-    import torch
-
-    from hf_lowprec.diagnostics.memory_estimate import MemoryUse
-
-    count = sum(param.numel() for param in model.parameters())
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    gradients = Counter({torch.float32: 4 * trained})
-    memory = MemoryUse(count, Counter({torch.float32: 4 * count}), gradients, Counter({torch.float32: 8 * trained}))
-    return Row(FP32, memory, _whole_gradients(memory, gpus, steps), count)
+def _in_units(sizes: list[float | None], power: int) -> list[str]:
+    return ["-" if size is None else f"{size / 2**power:,.2f}" for size in sizes]
 
 
-def _low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus: int = 1, steps: int = 1) -> Row:
-    """The memory of `model` with one of our optimizers, both set up as Trainer would."""
-    import torch
-    from transformers import Trainer, TrainingArguments
-
-    from hf_lowprec import cast_model
-    from hf_lowprec.diagnostics.memory_estimate import expected_memory
-    from hf_lowprec.integrations.transformers.optim_args import optim_args_of
-    from hf_lowprec.reduction.grad_accumulation import accumulator_bytes, check_grad_accumulation
-    from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
-
-    with explain_input_errors(f"--optim {name}"):
-        args = TrainingArguments(gettempdir(), optim=name, optim_args=optim_args, use_cpu=True, report_to=[])
-        options = optim_args_of(args)
-        mode = check_grad_accumulation("nearest" if options.grad_accumulation is None else options.grad_accumulation)
-        if gpus > 1 and mode == "kahan":
-            raise InputError("grad_accumulation='kahan' is not supported with FSDP2; use fp32 or nearest, or one GPU")
-        cast_model(model, keep_fp32=options.keep_fp32)
-        cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        memory = expected_memory(model, cls(model.parameters(), **kwargs))
-    fp32_parameters = sum(param.numel() for param in model.parameters() if param.dtype == torch.float32)
-    accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
-    return Row(name, memory, accumulation, fp32_parameters)
-
-
-def _whole_gradients(memory: MemoryUse, gpus: int, steps: int) -> int:
-    """Bytes of the unsharded gradients that FSDP2 keeps on every GPU while it accumulates micro-batches."""
-    return memory.gradients.total() if gpus > 1 and steps > 1 else 0
+def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
+    """The estimate as JSON data: bytes over all GPUs, except where the key says `per_gpu`."""
+    gpus = setup.gpus
+    return {
+        "parameters": rows[0].memory.parameters,
+        "setup": setup._asdict(),
+        "rows": [
+            {
+                "name": row.name,
+                "weights": row.memory.weights.total(),
+                "gradients": row.gradients(gpus),
+                "state": row.memory.state.total(),
+                "step_per_gpu": row.step,
+                "total": row.total(gpus),
+                "bytes_per_parameter": row.total(gpus) / row.memory.parameters,
+                "per_gpu": row.per_gpu(gpus),
+                "activations_per_gpu": None if row.activations is None else row.activations.peak,
+                "activations_per_layer": None if row.activations is None else row.activations.per_layer,
+                "peak_per_gpu": row.peak(gpus, setup.gradient_accumulation_steps),
+                "kept_in_fp32": row.fp32_parts,
+            }
+            for row in rows
+        ],
+        "notes": notes,
+    }

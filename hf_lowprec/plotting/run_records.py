@@ -1,21 +1,20 @@
 """What a training run has logged, read from hf_lowprec's metrics file or from Trainer's own state.
 
-Both give the same records, those of the metrics file: one dictionary per logged step, and one about the run.
+Both give the same records, with the names of the metrics file: one dictionary per logged step, and one about the run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
 from hf_lowprec.user_inputs.input_errors import InputError
 
-METRICS_FILE = "hf_lowprec_metrics.jsonl"
-METRICS_VERSION = 1
 TRAINER_STATE = "trainer_state.json"
 
 _FROM_TRAINER = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss")
@@ -68,16 +67,16 @@ def read_records(path: Path) -> RunRecords:
 
 def _sources(folder: Path) -> list[Path]:
     """The files of a folder that may tell what its run logged; the one with more in it first."""
-    if (folder / METRICS_FILE).is_file():
-        return [folder / METRICS_FILE]
+    if (folder / METRICS_NAME).is_file():
+        return [folder / METRICS_NAME]
     numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
     places = [path for _, path in sorted(numbered, reverse=True)]
-    in_checkpoints = [place / name for place in places for name in (METRICS_FILE, TRAINER_STATE)]
+    in_checkpoints = [place / name for place in places for name in (METRICS_NAME, TRAINER_STATE)]
     found = [file for file in in_checkpoints if file.is_file()][:1]
     found += [folder / TRAINER_STATE] if (folder / TRAINER_STATE).is_file() else []
     if not found:
         raise InputError(
-            f"{folder} contains neither {METRICS_FILE} nor {TRAINER_STATE}, nor a checkpoint-… folder that does; "
+            f"{folder} contains neither {METRICS_NAME} nor {TRAINER_STATE}, nor a checkpoint-… folder that does; "
             f"name the output_dir of a training run{_runs_below(folder)}"
         )
     return found
@@ -88,14 +87,13 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 def _runs_below(folder: Path) -> str:
     """The end of a message that names up to three runs in a folder's subfolders."""
-    names = (METRICS_FILE, TRAINER_STATE, f"checkpoint-*/{TRAINER_STATE}")
+    names = (METRICS_NAME, TRAINER_STATE, f"checkpoint-*/{TRAINER_STATE}")
     inside = sorted(path for path in folder.iterdir() if path.is_dir() and any(any(path.glob(n)) for n in names))
     return f", such as {' '.join(map(str, inside[:3]))}" if inside else ""
 
 
 def _read_file(file: Path) -> RunRecords:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    records = _trainer_records(file, text) if file.suffix == ".json" else _metrics_records(file, text)
+    records = _trainer_records(file) if file.suffix == ".json" else _metrics_records(file)
     if not records.steps:
         raise InputError(
             f"{file} contains no logged step: a run logs every logging_steps steps, so wait for the first, or lower "
@@ -104,52 +102,29 @@ def _read_file(file: Path) -> RunRecords:
     return records
 
 
-def _metrics_records(file: Path, text: str) -> RunRecords:
+def _metrics_records(file: Path) -> RunRecords:
     """Records of a metrics file. After a resume, the later part of the run replaces what it repeats."""
-    run: dict[str, Any] = {}
+    try:
+        parts, notes = read_metrics(file)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     steps: dict[int, dict[str, Any]] = {}
-    skipped: list[int] = []
-    lines = text.split("\n")
-    resumed = False
-    for number, record in _json_lines(lines):
-        kind = record.get("record") if isinstance(record, dict) else None
-        if kind == "run":
-            run, resumed = record, True
-        elif kind == "step" and _is_step(record.get("step")):
-            step = record["step"]
-            if resumed:
-                steps = {earlier: kept for earlier, kept in steps.items() if earlier < step}
-            resumed = False
-            steps[step] = {**steps.get(step, {}), **record}
-        else:
-            skipped.append(number)
-    notes = []
-    if skipped and skipped[-1] == len(lines):  # the writer ends every line
-        skipped.pop()
-        notes.append("The last line is incomplete and was left out: training was interrupted, or is still running.")
-    if skipped:
-        counted = "1 line was" if len(skipped) == 1 else f"{len(skipped)} lines were"
-        notes.append(f"{counted} left out, the first is line {skipped[0]}: no records of version {METRICS_VERSION}.")
-    version = run.get("version", METRICS_VERSION)
-    if version != METRICS_VERSION:
-        notes.append(f"The file has version {version}, of which this hf_lowprec knows only what version 1 contains.")
+    for part in parts:
+        first = part.steps[0].step if part.steps else math.inf
+        steps = {earlier: kept for earlier, kept in steps.items() if earlier < first}
+        for record in part.steps:
+            steps[record.step] = {**steps.get(record.step, {}), "step": record.step, **record.logged}
+            if record.measured is not None:
+                measured = {"worst": record.measured.worst, "findings": record.measured.findings}
+                steps[record.step] |= {"precision": record.measured.by_kind, **measured}
+    run = asdict(parts[-1].run) if parts else {}
     return RunRecords(file, run, [steps[step] for step in sorted(steps)], notes)
 
 
-def _json_lines(lines: list[str]) -> Iterator[tuple[int, Any]]:
-    """The value of every line that is not empty, with its number; None for what is not JSON."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError):
-                yield number, None
-
-
-def _trainer_records(file: Path, text: str) -> RunRecords:
+def _trainer_records(file: Path) -> RunRecords:
     """Records of the `log_history` of a trainer state."""
     try:
-        state = json.loads(text)
+        state = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not complete JSON ({error}); name another checkpoint of the run") from None
     history = state.get("log_history") if isinstance(state, dict) else None

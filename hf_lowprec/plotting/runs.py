@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
-from hf_lowprec.plotting.run_records import METRICS_FILE, TRAINER_STATE, RunRecords, read_records
+from hf_lowprec.metrics_file import METRICS_NAME
+from hf_lowprec.plotting.run_records import TRAINER_STATE, RunRecords, read_records
 from hf_lowprec.user_inputs.input_errors import InputError
 
 ALL = "all"
@@ -173,7 +174,7 @@ def distinguishing_names(paths: Sequence[Path]) -> list[str]:
 
 def _folder_of(path: Path) -> Path:
     """The folder after which a run is called, if its metrics file or trainer state was named."""
-    return path.parent if path.name in (METRICS_FILE, TRAINER_STATE) else path
+    return path.parent if path.name in (METRICS_NAME, TRAINER_STATE) else path
 
 
 def _in_order(kinds: set[str]) -> list[str]:
@@ -199,7 +200,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
+    return isinstance(value, list | tuple) and len(value) == 2
 
 
 def _count(items: Sequence[Any], what: str) -> str:

@@ -9,10 +9,20 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    CONFIG_MAPPING,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    Trainer,
+    TrainerCallback,
+    ViTConfig,
+)
 from typer.testing import CliRunner
 
-from hf_lowprec.cli import app, estimate
+from hf_lowprec.cli import app
+from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row, low_precision_row
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
@@ -66,11 +76,13 @@ def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):
 
     with torch.device("meta"):
         model = LlamaForCausalLM(llama().config)
-    row = estimate._low_precision_row(model, optim, optim_args)
+    row = low_precision_row(model, optim, optim_args)
     assert sum(row.memory.weights.values()) == sum(p.nbytes for p in trainer.model.parameters())
     assert sum(row.memory.gradients.values()) == gradients.nbytes
     assert sum(row.memory.state.values()) == state
-    assert row.fp32_parameters == sum(p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32)
+    assert sum(row.fp32_parts.values()) == sum(
+        p.numel() for p in trainer.model.parameters() if p.dtype == torch.float32
+    )
 
 
 def test_the_table_of_a_large_model(tmp_path):
@@ -93,7 +105,7 @@ def test_the_table_of_a_large_model(tmp_path):
     assert result.exit_code == 0, result.output
     assert f"LlamaForCausalLM, {matrices + norms:,} parameters, {norms:,} of which stay in FP32" in result.output
     assert max(map(len, result.output.splitlines()[1:])) <= 80
-    for name, each in ((estimate.FP32, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
+    for name, each in ((FP32_ROW, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
         (line,) = (line for line in result.output.splitlines() if line.strip().startswith(name))
         total = each * matrices + 16 * norms
         expected = [total, total / (matrices + norms) * GIB, total / 8, 80 * GIB - total / 8]
@@ -110,7 +122,7 @@ def test_tied_weights_count_once(tmp_path):
 
 def test_sums_of_micro_batches_are_not_sharded(tmp_path):
     with torch.device("meta"):
-        row = estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
+        row = low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", "grad_accumulation=fp32", gpus=4)
     assert row.accumulation == 4 * 1010
     assert row.per_gpu(4) == 8 * 1010 / 4 + 4 * 1010
 
@@ -118,8 +130,8 @@ def test_sums_of_micro_batches_are_not_sharded(tmp_path):
 def test_whole_gradients_stay_where_fsdp2_adds_up_micro_batches():
     with torch.device("meta"):
         model = nn.Linear(100, 10)
-        rows = [estimate._fp32_row(model, 4, steps) for steps in (1, 2)]
-        rows += [estimate._low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
+        rows = [fp32_row(model, 4, steps) for steps in (1, 2)]
+        rows += [low_precision_row(nn.Linear(100, 10), "adamw_bf16_sr", None, 4, steps) for steps in (1, 2)]
     assert [row.per_gpu(4) / 1010 for row in rows] == [16 / 4, 16 / 4 + 4, 8 / 4, 8 / 4 + 2]
 
 
@@ -128,8 +140,8 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
         models = [nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 10)) for _ in range(2)]
     for model in models:
         model[0].requires_grad_(False)
-    rows = [estimate._fp32_row(models[0], 1, 1), estimate._low_precision_row(models[1], "adamw_bf16_kahan", None)]
-    assert [row.total for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
+    rows = [fp32_row(models[0], 1, 1), low_precision_row(models[1], "adamw_bf16_kahan", None)]
+    assert [row.total() for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
 
 
 def test_numbers_are_never_cut(tmp_path, monkeypatch):
@@ -344,3 +356,118 @@ def test_a_number_of_any_name_cannot_make_modules_without_end(tmp_path, monkeypa
     folder = write_config(tmp_path / "model", LlamaConfig(), **config)
     assert "more than 1,000 modules, the most that estimate supports" in refused(folder)
     assert run(write_config(tmp_path / "next", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"])).exit_code == 0
+
+
+def tiny(tmp_path, **changes):
+    return write_config(tmp_path / "tiny", LlamaConfig(**TINY), architectures=["LlamaForCausalLM"], **changes)
+
+
+def test_every_gpu_keeps_whole_gradients(tmp_path):
+    """With gradient accumulation: 8 GPUs hold 8 times all gradients, and their shards once."""
+    folder = tiny(tmp_path)
+    settings = ("--gpus", 8, "--gradient-accumulation-steps", 4, "--json")
+    fp32, kahan, _ = json.loads(run(folder, *settings).output)["rows"]
+    count = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
+    assert fp32["total"] == 16 * count + 8 * 4 * count == 8 * fp32["per_gpu"]
+    assert fp32["gradients"] == 4 * count + 8 * 4 * count
+    assert fp32["bytes_per_parameter"] == 16 + 32
+    assert kahan["total"] == 8 * kahan["per_gpu"] > 10 * count + 8 * 2 * count
+    text = run(folder, *settings[:-1]).output
+    assert "Weights, grads, state, total and bytes per parameter are those of all 8 GPUs." in text
+
+
+def test_room_for_activations_is_not_called_free(tmp_path):
+    folder = tiny(tmp_path)
+    without = " ".join(run(folder, "--gpu-memory", 80).output.split())
+    assert "free" not in without and "left for" in without and "activations" in without
+    assert "Activations are not included; add --batch-size and --sequence-length." in without
+    size = ("--batch-size", 2, "--sequence-length", 128)
+    result = run(folder, "--gpu-memory", 80, *size)
+    assert "free of" in result.output and "left for" not in result.output
+    data = json.loads(run(folder, *size, "--json").output)
+    checkpointed = json.loads(run(folder, *size, "--gradient-checkpointing", "--json").output)
+    for row, smaller in zip(data["rows"], checkpointed["rows"], strict=True):
+        assert row["peak_per_gpu"] > row["per_gpu"] > 0
+        assert row["activations_per_gpu"] > smaller["activations_per_gpu"] > 0
+    assert any("tokens per GPU in BF16, sdpa attention, without gradient checkpointing" in n for n in data["notes"])
+    assert "activations need both" in refused(folder, "--batch-size", 2)
+    assert "--gradient-checkpointing needs" in refused(folder, "--gradient-checkpointing")
+
+
+def test_activations_that_cannot_be_estimated_are_said_to_be_missing(tmp_path):
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    folder = write_config(tmp_path / "vit", config, architectures=["ViTForImageClassification"])
+    output = " ".join(run(folder, "--batch-size", 2, "--sequence-length", 8, "--gpu-memory", 80).output.split())
+    assert "Activations are not included: ViTForImageClassification takes pixel_values" in output
+    assert "left for" in output and "free of" not in output
+
+
+def test_why_parameters_stay_in_fp32_is_said_with_their_number(tmp_path):
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        architectures=["T5ForConditionalGeneration"],
+    )
+    output = run(write_config(tmp_path / "t5", config)).output
+    assert f"{4 * 32 * 48:,} in FP32: wo (named in T5ForConditionalGeneration._keep_in_fp32_modules)" in output
+    assert "in FP32: norm (T5LayerNorm)" in output
+
+
+def test_the_peak_of_muons_step_is_counted(tmp_path):
+    rows = json.loads(run(tiny(tmp_path), "--optim", "muon_bf16_kahan", "--json").output)["rows"]
+    assert rows[0]["step_per_gpu"] == 0 < rows[1]["step_per_gpu"]
+    row = rows[1]
+    assert row["total"] == row["weights"] + row["gradients"] + row["state"] + row["step_per_gpu"]
+
+
+def test_rows_to_compare_with(tmp_path):
+    output = run(tiny(tmp_path), "--compare", "--lora", 8).output
+    for name in ("BF16 rounded, AdamW", "8-bit AdamW", "Adafactor", "BF16, LoRA rank 8, AdamW"):
+        assert name in output
+    assert "Adafactor" not in run(tiny(tmp_path)).output
+
+
+def meta_llama(**changes):
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+
+
+def test_adafactors_state_is_the_one_of_transformers():
+    from transformers import Adafactor
+
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    optimizer = Adafactor(model.parameters(), lr=1e-3, scale_parameter=False, relative_step=False)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    held = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.ndim)
+    *_, row = compared_rows(meta_llama, 1, 1)
+    assert row.name.endswith("Adafactor") and row.memory.state.total() == held
+
+
+def test_states_of_8_bits():
+    """Large matrices: 2.03 bytes per element; embeddings and small tensors: 8."""
+    rows = {row.name: row for row in compared_rows(lambda: meta_llama(hidden_size=256), 1, 1)}
+    model = meta_llama(hidden_size=256)
+    named = {name: param.numel() for name, param in model.named_parameters()}
+    large = sum(size for name, size in named.items() if "embed" not in name and size >= 4096)
+    small = sum(named.values()) - large
+    for name, each in (("FP32 or autocast, 8-bit AdamW", 8), ("BF16 rounded, 8-bit AdamW", 4)):
+        memory = rows[name].memory
+        assert memory.state.total() == pytest.approx((2 + 2 * 4 / 256) * large + 8 * small, abs=8 * len(named))
+        assert memory.weights.total() + memory.gradients.total() == each * sum(named.values())
+
+
+def test_lora_has_as_many_parameters_as_with_peft():
+    peft = pytest.importorskip("peft")
+    row = lora_row(meta_llama(), 4, 1, 1)
+    wrapped = peft.get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**TINY)), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    trained, every = wrapped.get_nb_trainable_parameters()
+    assert row.memory.parameters == every
+    assert row.memory.gradients.total() == 4 * trained and row.memory.state.total() == 8 * trained

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_lowprec.plotting.run_records import METRICS_FILE, TRAINER_STATE, RunRecords, read_records
+from hf_lowprec.metrics_file import METRICS_NAME
+from hf_lowprec.plotting.run_records import TRAINER_STATE, RunRecords, read_records
 from hf_lowprec.plotting.runs import Run, distinguishing_names, kinds_of_all, load_runs
 from hf_lowprec.user_inputs.input_errors import InputError
 from tests.support.training.metrics_file import run_record, step_records, write_metrics, write_records
@@ -30,9 +31,13 @@ def logged(path: Path) -> list[tuple[int, float]]:
 def test_a_metrics_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_metrics(tmp_path, "kahan")
     found = read_records(tmp_path)
-    assert found.source == tmp_path / METRICS_FILE
-    assert (found.run, found.steps, found.notes) == (run_record("kahan"), step_records("kahan"), [])
-    assert read_records(tmp_path / METRICS_FILE) == found
+    assert found.source == tmp_path / METRICS_NAME
+    assert {"record": "run", "version": 1, **found.run} == run_record("kahan")
+    # Measured steps have all three; our generator leaves empty ones out.
+    written = [{"worst": {}, "findings": [], **record} for record in step_records("kahan")]
+    assert [{"record": "step", **record} for record in found.steps] == written
+    assert found.notes == []
+    assert read_records(tmp_path / METRICS_NAME) == found
 
 
 def test_the_last_line_may_be_torn(tmp_path: Path) -> None:
@@ -43,39 +48,31 @@ def test_the_last_line_may_be_torn(tmp_path: Path) -> None:
         found = read_records(tmp_path)
         # Without its line break alone, the line is complete.
         assert [record["step"] for record in found.steps] == ([20, 40, 60] if length == 1 else [20, 40])
-        assert [("last line is incomplete" in note) for note in found.notes] == ([] if length == 1 else [True])
+        assert [("is unfinished" in note) for note in found.notes] == ([] if length == 1 else [True])
 
 
-def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_a_file_that_the_reader_refuses_is_an_input_error(tmp_path: Path) -> None:
     path = write_metrics(tmp_path, "kahan", steps=60)
     first, second, *others = path.read_text().splitlines()
-    planted = ["<<<<<<< HEAD", "[1, 2]", '{"record": "step", "step": true}', '{"record": "step"}', "", "\x00\x00"]
-    planted.append("[" * 100_000)
-    path.write_text("\n".join([first, second, *planted, *others]) + "\n")
-    found = read_records(tmp_path)
-    assert found.steps == step_records("kahan", steps=60)
-    assert found.notes == ["6 lines were left out, the first is line 3: no records of version 1."]
+    path.write_text("\n".join([first, second, "<<<<<<< HEAD", *others]) + "\n")
+    with pytest.raises(InputError, match=f"line 3 of {path} is not a record"):
+        read_records(tmp_path)
 
 
 def test_after_a_resume_the_later_part_wins(tmp_path: Path) -> None:
     def part(steps: range, loss: float) -> list[dict[str, Any]]:
         return [run_record("kahan"), *({"record": "step", "step": step, "loss": loss} for step in steps)]
 
-    path = tmp_path / METRICS_FILE
+    path = tmp_path / METRICS_NAME
     write_records(path, [*part(range(10, 70, 10), 1.0), *part(range(35, 55, 10), 2.0), *part(range(50, 60, 5), 3.0)])
     assert logged(path) == [(10, 1.0), (20, 1.0), (30, 1.0), (35, 2.0), (45, 2.0), (50, 3.0), (55, 3.0)]
 
 
 def test_evaluations_are_part_of_their_steps_record(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    write_records(path, [{"record": "step", "step": 4, "loss": 2.0}, {"record": "step", "step": 4, "eval_loss": 3.0}])
-    assert read_records(path).steps == [{"record": "step", "step": 4, "loss": 2.0, "eval_loss": 3.0}]
-
-
-def test_a_newer_version_says_so(tmp_path: Path) -> None:
-    path = tmp_path / METRICS_FILE
-    write_records(path, [{**run_record("kahan"), "version": 2}, *step_records("kahan", steps=40)])
-    assert read_records(path).notes[0].startswith("The file has version 2")
+    path = tmp_path / METRICS_NAME
+    logs = [{"record": "step", "step": 4, "loss": 2.0}, {"record": "step", "step": 4, "eval_loss": 3.0}]
+    write_records(path, [run_record("kahan"), *logs])
+    assert read_records(path).steps == [{"step": 4, "loss": 2.0, "eval_loss": 3.0}]
 
 
 def test_a_trainer_state_gives_the_same_records(tmp_path: Path) -> None:
@@ -104,9 +101,9 @@ def test_of_trainer_states_the_one_that_went_further_is_read(tmp_path: Path) -> 
     write_trainer_state(tmp_path, {"step": 12, "loss": 1.0})
     assert read_records(tmp_path).source == tmp_path / TRAINER_STATE
     write_metrics(tmp_path / "checkpoint-10", steps=40)
-    assert read_records(tmp_path).source == tmp_path / "checkpoint-10" / METRICS_FILE
+    assert read_records(tmp_path).source == tmp_path / "checkpoint-10" / METRICS_NAME
     write_metrics(tmp_path, steps=20)
-    assert read_records(tmp_path).source == tmp_path / METRICS_FILE
+    assert read_records(tmp_path).source == tmp_path / METRICS_NAME
 
 
 def test_errors_name_the_path_and_the_way_out(tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ def test_errors_name_the_path_and_the_way_out(tmp_path: Path) -> None:
     assert "name the output_dir of a training run" in message(tmp_path)
     write_trainer_state(tmp_path / "a" / "checkpoint-3", {"step": 3, "loss": 1.0})
     assert message(tmp_path).endswith(f", such as {tmp_path / 'a'}")
-    write_records(tmp_path / METRICS_FILE, [run_record("kahan")])
+    write_records(tmp_path / METRICS_NAME, [run_record("kahan")])
     assert "contains no logged step" in message(tmp_path)
     torn = write_trainer_state(tmp_path / "b", {"step": 1, "loss": 1.0})
     torn.write_text(torn.read_text()[:-5])
@@ -129,7 +126,7 @@ def test_errors_name_the_path_and_the_way_out(tmp_path: Path) -> None:
         torn.write_text(text)
         assert "it has no log_history" in message(tmp_path / "b")
     (tmp_path / "weights.safetensors").write_bytes(bytes(range(256)))
-    assert "contains no logged step" in message(tmp_path / "weights.safetensors")
+    assert "is not a record" in message(tmp_path / "weights.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -149,12 +146,12 @@ def test_names_are_what_distinguishes_the_paths(paths: list[str], names: list[st
 def test_labels_and_paths_must_fit(tmp_path: Path) -> None:
     a, b = (write_metrics(tmp_path / name, steps=40).parent for name in "ab")
     assert [run.name for run in load_runs([a, b])] == ["a", "b"]
-    assert [run.name for run in load_runs([a / METRICS_FILE, b / METRICS_FILE])] == ["a", "b"]
+    assert [run.name for run in load_runs([a / METRICS_NAME, b / METRICS_NAME])] == ["a", "b"]
     assert [run.name for run in load_runs([b, a], ["x", "y"])] == ["x", "y"]
     for paths, labels, says in (
         ([a, b], ["x"], "1 label for 2 runs"),
         ([a, b], ["x", "x"], "'x' names two runs"),
-        ([a, a / METRICS_FILE], [], "is the same run as"),
+        ([a, a / METRICS_NAME], [], "is the same run as"),
     ):
         with pytest.raises(InputError, match=says):
             load_runs(paths, labels)

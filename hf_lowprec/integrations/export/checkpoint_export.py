@@ -140,7 +140,7 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
 def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> list[SavedOptimizer]:
     """The optimizers in a checkpoint."""
     found = []
-    for k, file_names in enumerate(_optimizer_files(names)):
+    for k, file_names in enumerate(optimizer_files(names)):
         of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
         for name in file_names:
             if (checkpoint / name).is_file():
@@ -170,7 +170,7 @@ def _refining(optimizers: list[SavedOptimizer], layout: WeightLayout | None = No
     return refining
 
 
-def _optimizer_files(names: ParameterNames | None) -> Iterator[tuple[str, ...]]:
+def optimizer_files(names: ParameterNames | None) -> Iterator[tuple[str, ...]]:
     """The names that the file of each optimizer of the model may have."""
     yield "optimizer.pt", "optimizer.bin", _SHARDED_OPTIMIZER
     for k in range(1, 1 if names is None else len(names.optimizers)):

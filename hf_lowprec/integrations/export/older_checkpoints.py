@@ -26,7 +26,7 @@ def names_by_order(groups: list[list[SavedParameter]], layout: WeightLayout) -> 
         groups: the parameters of each param group.
         layout: the model and its weights.
     """
-    for names in _usual_orders(layout.model):
+    for names in usual_orders(layout.model):
         if [*map(len, names)] == [*map(len, groups)] and all(
             _belongs(parameter, layout, name)
             for of_group, group in zip(names, groups, strict=True)
@@ -36,7 +36,7 @@ def names_by_order(groups: list[list[SavedParameter]], layout: WeightLayout) -> 
     return None
 
 
-def _usual_orders(model: PreTrainedModel) -> Iterator[list[list[str]]]:
+def usual_orders(model: PreTrainedModel) -> Iterator[list[list[str]]]:
     """The names of a model's parameters, grouped as Trainer does, and ungrouped."""
     names = [name for name, _ in model.named_parameters()]
     decayed = set(Trainer.get_decay_parameter_names(None, model))

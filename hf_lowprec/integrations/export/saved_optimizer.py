@@ -93,7 +93,7 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
     saved = load_mapped(path)
     if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
         raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
-    groups, states, kept = _groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
+    groups, states, kept = saved_param_groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
     sizes = [len(group["params"]) for group in groups]
     if names is not None and [*map(len, names)] != sizes:
         raise ValueError(
@@ -118,7 +118,7 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
 def read_optimizer_folder(folder: Path) -> SavedOptimizer:
     """Read a folder that `torch.distributed.checkpoint` wrote, whose states have names."""
     stored = ShardedFolder(folder)
-    groups = _groups({_GROUPS: _sharded_groups(stored)})
+    groups = saved_param_groups({_GROUPS: sharded_param_groups(stored)})
     paths = set(stored.paths())
 
     dithers = _dithers(groups)
@@ -139,7 +139,7 @@ def _are_ours(groups: Iterable[ParamGroup]) -> bool:
     return any("rounding" in group for group in groups)
 
 
-def _sharded_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:
+def sharded_param_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:
     """The param groups of a folder, whose entries are stored one by one."""
     groups: dict[int, dict[str, Any]] = {}
     for path in stored.paths():
@@ -148,7 +148,7 @@ def _sharded_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:
     return [groups[k] for k in sorted(groups)]
 
 
-def _groups(saved: Mapping[str, Any]) -> list[ParamGroup]:
+def saved_param_groups(saved: Mapping[str, Any]) -> list[ParamGroup]:
     """The param groups of a saved state dict, with the keys that ours keep in their header."""
     groups = from_saved_form({**saved})[_GROUPS]
     return [{**group, **{k: v for k, v in group.get(HEADER, {}).items() if k in ADDED_KEYS}} for group in groups]

@@ -47,8 +47,9 @@ class Muon(TwoMoments):
     by default. `compensation` (BF16) with `rounding="kahan"`; `step`, an int64 scalar.
 
     Bytes per element of a matrix, gradient included: 8 with Kahan summation, 6 with the other modes. A step
-    orthogonalizes one matrix at a time. In addition it holds up to 8 bytes per element of the largest matrix, or 142 MB
-    if that is more (`hf-lowprec estimate` prints the peak); matrix products may take scratch memory of their own.
+    orthogonalizes one matrix at a time, or several small ones. For a moment it takes 2 bytes per element of the largest
+    matrix and up to 151 MB of FP32 values, or 8 bytes per element if that is more (`hf-lowprec estimate` prints it);
+    matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.

@@ -134,7 +134,7 @@ class StepPlan:
                 validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
             if dtypes not in specs:
-                specs[dtypes] = _step_spec(optimizer, group, states, dtypes, clipped)
+                specs[dtypes] = step_spec(optimizer, group, states, dtypes, clipped)
             parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
@@ -343,7 +343,7 @@ def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
     ]
 
 
-def _step_spec(
+def step_spec(
     optimizer: Algorithm, group: ParamGroup, states: tuple[State, ...], dtypes: tuple[torch.dtype, ...], clipped: bool
 ) -> StepSpec:
     """The spec of parameters whose tensors (themselves, gradient, states) have `dtypes`."""

@@ -1,0 +1,67 @@
+"""The memory that an optimizer step needs for a moment, in addition to weights, gradients and states.
+
+Only algorithms that orthogonalize matrices need any worth mentioning; the others update weights in place. Their part of
+a step runs here on the meta device, so what is counted is what the step does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.estimate.live_memory import LiveMemory
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.param_entry import ParamEntry
+from hf_lowprec.optim.step.step_plan import step_spec
+from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
+from hf_lowprec.optim.validation import state_dtype
+
+
+@torch.no_grad()
+def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
+    """Bytes that a step holds at once in addition to weights, gradients and states, on a GPU that has whole tensors.
+
+    Under FSDP2, a GPU that steps its shards of Muon's matrices needs as much, since it gathers each matrix.
+
+    Args:
+        optimizer: the optimizer; its parameters may be on the meta device.
+        clipped: whether gradients are clipped, as Trainer does by default.
+    """
+    peak = 0
+    for group in optimizer.param_groups:
+        if not optimizer.orthogonalizes(group):
+            continue
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for param in group["params"]:
+            if param.requires_grad:
+                by_dtype.setdefault(param.dtype, []).append(param)
+        for params in by_dtype.values():
+            fused_group = _on_meta(optimizer, group, params, clipped)
+            with LiveMemory() as memory:
+                for _ in parts_to_step(optimizer, EagerStep(fused_group)):
+                    pass
+            peak = max(peak, memory.peak)
+    return peak
+
+
+def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:
+    """A fused group of tensors like `params` (of one dtype) and their gradients and states, on the meta device."""
+    dtype = params[0].dtype
+    states = optimizer.stored_states(group, dtype)
+    dtypes = [state_dtype(state.name, dtype, group) for state in states]
+    spec = step_spec(optimizer, group, states, (dtype, dtype, *dtypes), clipped)
+    entries = []
+    for number, param in enumerate(params):
+        weight, grad, *tensors = (
+            torch.empty(param.shape, dtype=each, device="meta") for each in (dtype, dtype, *dtypes)
+        )
+        named = {state.name: tensor for state, tensor in zip(states, tensors, strict=True)}
+        entries.append(ParamEntry(number, group, {"step": torch.tensor(0)}, weight, weight, named, grad))
+    fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
+    fused_group.compute_scalars(optimizer.scalars)
+    if clipped:
+        fused_group.clip_factor = torch.ones((), device="meta")
+    return fused_group

@@ -1,0 +1,1 @@
+"""`hf-lowprec inspect`: what the files of one checkpoint, or of two checkpoints of a model, say about precision."""

@@ -1,0 +1,238 @@
+"""Reads the optimizer states of a checkpoint, parameter by parameter, whichever library saved them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, TensorInfo, load_mapped
+from hf_lowprec.integrations.export.checkpoint_export import optimizer_files
+from hf_lowprec.integrations.export.older_checkpoints import usual_orders
+from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
+from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
+from hf_lowprec.optim.foreign_states import format_of
+from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
+from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
+
+SECOND_MOMENT = "exp_avg_sq"
+_COMPENSATIONS = ("compensation", "kahan_comp")
+"""The names of the compensation here and in optimi."""
+_STEP = "step"
+
+
+class ParamGroupSettings:
+    """What a saved param group says about the arithmetic of its steps.
+
+    Args:
+        group: the saved param group.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._group = {key: value.item() if _is_number(value) else value for key, value in group.items()}
+        found = format_of(self._group)
+        self._library = "hf_lowprec" if "rounding" in group else found.library if found else None
+
+    @property
+    def optimizer(self) -> str:
+        """The library or class that saved the group, as far as its keys tell."""
+        return self._library or "an unknown optimizer"
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate when the checkpoint was saved."""
+        return self._number("lr")
+
+    @property
+    def initial_lr(self) -> float | None:
+        """The learning rate from which a scheduler computes; that of the group if there is no scheduler."""
+        return self.lr if self._number("initial_lr") is None else self._number("initial_lr")
+
+    @property
+    def weight_decay(self) -> float:
+        """The weight decay."""
+        return self._number("weight_decay") or 0.0
+
+    @property
+    def beta2(self) -> float | None:
+        """The decay rate of the second moment."""
+        betas = self._group.get("betas")
+        return float(betas[1]) if isinstance(betas, tuple | list) and len(betas) > 1 else self._number("beta2")
+
+    @property
+    def rounding(self) -> str | None:
+        """How 16-bit weights are rounded; None if the keys do not tell."""
+        if self._library == "hf_lowprec":
+            return str(self._group["rounding"])
+        if self._library and self._library.startswith("optimi."):
+            return "kahan" if self._group.get("kahan_sum") else "nearest"
+        return "nearest" if self._library and self._library.startswith("torch.") else None
+
+    @property
+    def rounds_states_to_nearest(self) -> bool:
+        """Whether 16-bit states are known to be rounded to nearest."""
+        if self._library == "hf_lowprec":
+            return self._group.get("state_rounding") == "nearest"
+        return self._library is not None and self._library.startswith(("torch.", "optimi."))
+
+    @property
+    def decays_in_a_step_of_its_own(self) -> bool:
+        """Whether weights are multiplied by `1 - lr * weight_decay` in their own dtype, before the update."""
+        is_torch = self._library is not None and self._library.startswith("torch.optim.Adam")
+        return is_torch and self.decoupled_decay and not self._group.get("fused")
+
+    @property
+    def decoupled_decay(self) -> bool:
+        """Whether the decay multiplies the weights; else it is an L2 penalty added to the gradient."""
+        if self._library == "hf_lowprec":
+            return bool(self._group.get("decoupled_weight_decay", True)) and "momentum" not in self._group
+        return bool(self._group.get("decoupled_weight_decay", self._group.get("decouple_wd")))
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that matter here, as JSON has them."""
+        facts = {
+            "optimizer": self.optimizer,
+            "rounding": self.rounding,
+            "lr": self.lr,
+            "initial_lr": self.initial_lr,
+            "weight_decay": self.weight_decay,
+            "beta2": self.beta2,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def _number(self, key: str) -> float | None:
+        value = self._group.get(key)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+class ParameterState(NamedTuple):
+    """The saved state of one parameter.
+
+    Attributes:
+        name: the parameter's name among the stored weights; "parameter k" if it is not known.
+        named: whether it is known.
+        group: its param group.
+        step: how often it was stepped; None if the optimizer does not count.
+        infos: shape and dtype of each state that is a tensor of the parameter's shape.
+        read: reads one of them.
+    """
+
+    name: str
+    named: bool
+    group: ParamGroupSettings
+    step: int | None
+    infos: dict[str, TensorInfo]
+    read: Callable[[str], Tensor]
+
+    @property
+    def compensation(self) -> str | None:
+        """The name of its compensation, if it has one."""
+        return next((name for name in _COMPENSATIONS if name in self.infos), None)
+
+
+def read_parameter_states(folder: Path) -> list[ParameterState]:
+    """Read which states a checkpoint has; their values are read when they are asked for.
+
+    Returns:
+        One entry for each parameter that an optimizer holds; empty without optimizer state.
+
+    Raises:
+        InputError: the file of an optimizer cannot be read.
+    """
+    found: list[ParameterState] = []
+    with explain_input_errors(f"the optimizer state in {str(folder)!r} cannot be read"):
+        names = read_parameter_names(folder)
+        stored_names = _stored_names(names)
+        for k, file_names in enumerate(optimizer_files(names)):
+            of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
+            for name in file_names:
+                if (folder / name).is_file():
+                    found += _states_in_file(folder / name, of_optimizer, stored_names)
+                elif (folder / name).is_dir():
+                    found += _states_in_folder(folder / name, stored_names)
+    return found
+
+
+def _states_in_file(
+    path: Path, names: list[list[str | None]] | None, stored_names: Mapping[str, str]
+) -> Iterator[ParameterState]:
+    """The states in a file that `torch.save` wrote."""
+    saved = load_mapped(path)
+    groups, states = saved_param_groups(saved), saved["state"]
+    keys = [[*group["params"]] for group in groups]
+    if all(isinstance(key, str) for of_group in keys for key in of_group):
+        names = [[*of_group] for of_group in keys]
+    if names is None:
+        names = _names_by_order(path.parent, [[_shape(states.get(key, {})) for key in group] for group in keys])
+    for k, group in enumerate(groups):
+        settings = ParamGroupSettings(group)
+        for position, key in enumerate(keys[k]):
+            state = states.get(key, {})
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+            infos = {name: TensorInfo(value.shape, value.dtype) for name, value in tensors.items()}
+            name = names[k][position] if names else None
+            shown = stored_names.get(name, name) if name is not None else f"parameter {key}"
+            yield ParameterState(
+                shown, name is not None, settings, _step(state, group), infos, partial(tensors.__getitem__)
+            )
+
+
+def _states_in_folder(folder: Path, stored_names: Mapping[str, str]) -> Iterator[ParameterState]:
+    """The states in a folder that `torch.distributed.checkpoint` wrote."""
+    stored = ShardedFolder(folder)
+    paths: dict[str, list[str]] = {}
+    for path in stored.paths():
+        if path[:2] == ("optimizer", "state") and len(path) == 4:
+            paths.setdefault(path[2], []).append(path[3])
+
+    def read(name: str, state: str) -> Any:
+        return stored.read(("optimizer", "state", name, state))
+
+    for group in saved_param_groups({"param_groups": sharded_param_groups(stored)}):
+        settings = ParamGroupSettings(group)
+        for name in group["params"]:
+            states = paths.get(name, [])
+            found = ((state, stored.info(("optimizer", "state", name, state))) for state in states)
+            infos = {state: info for state, info in found if info is not None and len(info.shape)}
+            step = _step({_STEP: read(name, _STEP)} if _STEP in states else {}, group)
+            yield ParameterState(stored_names.get(name, name), True, settings, step, infos, partial(read, name))
+
+
+def _step(state: Mapping[str, Any], group: Mapping[str, Any]) -> int | None:
+    value = state.get(_STEP, group.get(_STEP) if state else None)
+    return None if value is None else int(value)
+
+
+def _shape(state: Mapping[str, Any]) -> torch.Size | None:
+    return next((value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()), None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _stored_names(names: ParameterNames | None) -> dict[str, str]:
+    """The name in an adapter file of each parameter of an adapter."""
+    adapters: Iterable[Mapping[str, str]] = names.adapters.values() if names else ()
+    return {parameter: stored for adapter in adapters for stored, parameter in adapter.items()}
+
+
+def _names_by_order(folder: Path, shapes: list[list[torch.Size | None]]) -> list[list[str | None]] | None:
+    """The names of the parameters of each group, if their shapes are those of the model in one of the usual orders."""
+    try:
+        model = build_empty_model(*load_config(str(folder)))
+    except InputError:
+        return None
+    of_model = {name: param.shape for name, param in model.named_parameters()}
+    for names in usual_orders(model):  # type: ignore[arg-type]
+        if [*map(len, names)] == [*map(len, shapes)] and all(
+            shape in (None, of_model[name])
+            for group, group_shapes in zip(names, shapes, strict=True)
+            for name, shape in zip(group, group_shapes, strict=True)
+        ):
+            return [[*group] for group in names]
+    return None

@@ -1,0 +1,148 @@
+"""Activations as estimated on the meta device are those of real training steps of Trainer."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_lowprec.casting import cast_model, return_float32
+from hf_lowprec.estimate.activations import estimate_activations
+from hf_lowprec.user_inputs.input_errors import InputError
+from tests.support.training.peak_allocation import peak_allocation
+from tests.support.training.tiny_trainer import arguments
+
+BATCH, LENGTH, WORDS = 4, 96, 500
+SIZES = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES, intermediate_size=128, num_key_value_heads=2)),
+    "gpt2": (
+        GPT2LMHeadModel,
+        lambda: GPT2Config(
+            vocab_size=WORDS,
+            **{"n_embd": 64, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        ),
+    ),
+    "bert": (BertForMaskedLM, lambda: BertConfig(**SIZES, **NO_DROPOUT, intermediate_size=128)),
+    "t5": (
+        T5ForConditionalGeneration,
+        lambda: T5Config(
+            vocab_size=WORDS,
+            **{"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+            decoder_start_token_id=0,
+        ),
+    ),
+}
+
+
+def build(name: str, attention: str, device: str):
+    cls, config = MODELS[name]
+    made = config()
+    made._attn_implementation = attention
+    with torch.device(device):
+        return cls(made)
+
+
+class MeasuredTrainer(Trainer):
+    """Notes the peak of each forward and backward, beyond what was there before."""
+
+    def training_step(self, *args, **kwargs):
+        losses = []
+        self.peaks = [*getattr(self, "peaks", []), peak_allocation(lambda: losses.append(self.step(*args, **kwargs)))]
+        return losses[0]
+
+    def step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+def measured(tmp_path, model, optim: str, **settings) -> int:
+    tokens = torch.randint(5, WORDS, (2 * BATCH, LENGTH))
+    settings = {"optim": optim, "max_steps": 2, "per_device_train_batch_size": BATCH, **settings}
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = MeasuredTrainer(model, arguments(tmp_path, **settings), train_dataset=data)
+    trainer.train()
+    return trainer.peaks[1]
+
+
+CASES = [
+    ("llama", "sdpa", "adamw_bf16_kahan", False),
+    ("llama", "eager", "adamw_torch", True),
+    ("gpt2", "sdpa", "adamw_torch", False),
+    ("gpt2", "eager", "adamw_bf16_kahan", True),
+    ("bert", "sdpa", "adamw_bf16_kahan", True),
+    ("bert", "eager", "adamw_torch", False),
+    ("t5", "eager", "adamw_bf16_kahan", False),  # sdpa: a CPU has no fused kernel for a position bias with gradients
+]
+
+
+@pytest.mark.parametrize(("name", "attention", "optim", "checkpointing"), CASES)
+def test_activations_are_those_of_training(tmp_path, name, attention, optim, checkpointing):
+    """Within 10%: Trainer's own tensors, such as losses, and scratch memory of kernels are not counted."""
+    model = build(name, attention, "meta")
+    if optim != "adamw_torch":
+        cast_model(model)
+        return_float32(model, next_to_loss=False)
+    expected = estimate_activations(model, BATCH, LENGTH, checkpointing)
+    real = build(name, attention, "cpu")
+    found = measured(tmp_path, real, optim, gradient_checkpointing=checkpointing)
+    assert expected.with_gradients == pytest.approx(found, rel=0.1)
+
+
+def test_gradients_that_exist_already_are_not_activations(tmp_path):
+    """With gradient accumulation, the second micro-batch adds its gradients to those of the first, one by one."""
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 1}
+    found = measured(tmp_path, build("llama", "eager", "cpu"), "adamw_torch", **settings)
+    assert estimate_activations(build("llama", "eager", "meta"), BATCH, LENGTH).peak == pytest.approx(found, rel=0.1)
+
+
+def test_layers_and_the_rest():
+    """Checkpointed layers of a Llama keep their input, FP32; the logits take the most memory of this one."""
+    model = build("llama", "sdpa", "meta")
+    found = estimate_activations(model, BATCH, LENGTH, gradient_checkpointing=True)
+    assert (found.layers, found.per_layer) == (3, 4 * BATCH * LENGTH * 64)
+    assert found.peak == found.rest + 3 * found.per_layer
+    assert 2 * 4 * BATCH * LENGTH * WORDS < found.rest < 5 * 4 * BATCH * LENGTH * WORDS
+    longer = estimate_activations(model, BATCH, 2 * LENGTH, gradient_checkpointing=True)
+    assert longer.per_layer == 2 * found.per_layer
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_fused_attention_does_not_grow_with_the_square_of_the_length():
+    short, long = (estimate_activations(build("bert", "sdpa", "meta"), 1, length).per_layer for length in (64, 256))
+    assert long == 4 * short
+    short, long = (estimate_activations(build("bert", "eager", "meta"), 1, length).per_layer for length in (64, 256))
+    assert long > 6 * short
+
+
+def test_what_cannot_be_estimated_is_said():
+    with torch.device("meta"):
+        images = ViTForImageClassification(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+        headless = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=128)).model
+    with pytest.raises(InputError, match="takes pixel_values, of which the size is not known"):
+        estimate_activations(images, 1, 8)
+    with pytest.raises(InputError, match="the labels of LlamaModel are not known"):
+        estimate_activations(headless, 1, 8)
+    with pytest.raises(InputError, match="does not run on tensors without values"):
+        estimate_activations(build("bert", "eager", "meta"), 1, 1000)  # more tokens than positions
+
+
+def test_routed_experts_are_refused():
+    """Which expert gets how many tokens depends on values."""
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4))
+    with pytest.raises(InputError, match="MixtralForCausalLM does not run on tensors without values"):
+        estimate_activations(model, 1, 32)
