@@ -72,10 +72,14 @@ def estimate_activations(
     Raises:
         InputError: the model does not take tokens alone, or its forward depends on the values of tensors.
     """
+    from transformers import PreTrainedConfig
+
     name = type(model).__name__
     inputs = _inputs(model, batch_size, sequence_length)
     model.train()
-    model.config.use_cache = False
+    for part in model.modules():  # T5's encoder and decoder have configurations of their own
+        if isinstance(config := getattr(part, "config", None), PreTrainedConfig):
+            config.use_cache = False
     if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         try:
