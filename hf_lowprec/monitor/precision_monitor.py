@@ -225,6 +225,8 @@ class PrecisionMonitor:
         self._due = False
         if not due:
             return
+        if self._finished is not None:  # what adds up over measurements needs each of them
+            self._evaluate(self._finished)
         self._finished, self._last = None, None
         if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None) or _is_capturing():
             return  # a closure computes the gradients only now

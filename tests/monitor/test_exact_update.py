@@ -9,6 +9,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.monitor.step_statistics import spacing
 
 torch_optim = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
@@ -123,6 +124,33 @@ def test_a_measured_run_is_the_run_bit_for_bit():
     half = len(results) // 2
     for plain, measured in zip(results[:half], results[half:], strict=True):
         assert torch.equal(plain, measured)
+
+
+class Noisy(torch.optim.SGD):
+    """Rounds 16-bit weights stochastically, and draws from torch's own generator for all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                exact = param.double() - group["lr"] * param.grad
+                noise = (torch.rand(param.shape) - 0.5) * (param.dtype == torch.bfloat16)
+                param.copy_((exact + spacing(param, torch.bfloat16) * noise).to(param.dtype))
+
+
+def test_an_optimizer_that_draws_random_numbers_draws_the_same():
+    results = []
+    for every in (0, 1):
+        params = parameters(torch.bfloat16)
+        optimizer = Noisy(params, lr=1e-3, weight_decay=0.1)
+        monitor = PrecisionMonitor(optimizer, every=every)
+        for step in range(3):
+            set_gradients(params, step)
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in params]))
+    assert torch.equal(*results)
+    numbers = monitor.last.by_kind["all"]
+    assert abs(numbers["lost_updates"]) < 4 * numbers["lost_updates_error"]
 
 
 class Scaled(torch.optim.SGD):

@@ -129,7 +129,7 @@ def test_a_tensor_with_gradients_of_zero():
 
 def test_embeddings_of_few_words_have_a_gradient():
     """Only one row of many has a gradient, and the sample may miss it."""
-    embedding = nn.Embedding(5000, 8, dtype=torch.bfloat16)
+    embedding = nn.Embedding(100_000, 8, dtype=torch.bfloat16)
     optimizer = hf_lowprec.AdamW(embedding.parameters())
     monitor = hf_lowprec.PrecisionMonitor(optimizer, embedding, every=1)
     for _ in range(4):

@@ -150,6 +150,17 @@ def test_measurements_happen_when_they_are_asked_for():
         hf_lowprec.PrecisionMonitor(optimizer, every=-1)
 
 
+def test_measurements_that_nobody_reads_count_as_well():
+    first, second = weights(), weights()
+    optimizer = torch.optim.SGD([first, second], lr=0.5)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, every=1)
+    for _ in range(3):
+        first.grad = torch.ones_like(first)
+        optimizer.step()
+    (finding,) = monitor.findings()
+    assert (finding.code, finding.tensors) == ("never_stepped", ("param_groups[0]['params'][1]",))
+
+
 def test_accelerates_wrapper_is_taken_off():
     from accelerate import Accelerator
 

@@ -70,6 +70,13 @@ def test_the_error_bar_of_stochastic_rounding_covers_what_it_says(ulps):
     assert (scores.abs() < 2).double().mean() > 0.954 - 0.04
 
 
+def test_elements_that_stand_for_many_make_the_error_no_smaller():
+    update, noise = torch.rand(1, 100, dtype=torch.float64), torch.randn(1, 100, dtype=torch.float64)
+    grid = torch.ones_like(update)
+    one, many = (lost(slope_sums(update, update + noise, grid, weights)) for weights in (ONE, 50 * ONE))
+    assert many == pytest.approx(one)
+
+
 def test_a_sample_in_which_nothing_moves_is_no_proof_of_loss():
     """An expectation of 0.1 moves: that none is seen says nothing, and the error must say so."""
     weight = torch.ones(1, 100, dtype=torch.float64)
