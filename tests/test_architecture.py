@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "integrations": {"integrations", "metrics_file", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
-    "doctor": {"doctor", "integrations", *BELOW_INTEGRATIONS},
+    "doctor": {"doctor", "inspection", "integrations", *BELOW_INTEGRATIONS},
     "estimate": {"estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "inspection": {"inspection", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "plotting": {"plotting", "diagnostics", "metrics_file", "user_inputs"},

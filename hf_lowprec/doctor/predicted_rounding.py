@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.doctor.update_sizes import Directions
-from hf_lowprec.doctor.weight_spacings import magnitudes, spacings
+from hf_lowprec.doctor.weight_spacings import magnitudes
+from hf_lowprec.rounding.spacing import spacings_by_exponent
 
 WEIGHT_ITSELF = ((1.0, 1.0),)
 COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
@@ -90,7 +91,8 @@ def round_updates(
     sample = directions.sample * directions.growth(torch.tensor(steps, dtype=torch.float64))[:, None]
     exponents = counts.reshape(-1, counts.shape[-1]).any(0).nonzero().flatten()
     rows = []
-    for spacing, magnitude in zip(spacings()[exponents].tolist(), magnitudes()[exponents].tolist(), strict=True):
+    tables = (spacings_by_exponent(torch.bfloat16), magnitudes())
+    for spacing, magnitude in zip(*(table[exponents].tolist() for table in tables), strict=True):
         decay = weight_decay * magnitude
         updates = rates / spacing * (torch.cat((sample + decay, decay - sample), dim=1) if decay else sample)
         square = updates.square().mean(1)

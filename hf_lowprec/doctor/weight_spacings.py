@@ -1,4 +1,4 @@
-"""The distances between neighboring BF16 numbers at the weights of a tensor.
+"""The distances between neighbouring BF16 numbers at the weights of a tensor.
 
 They alone determine what rounding does to an update, and they depend only on a weight's exponent. So a histogram of 256
 counts replaces the tensor.
@@ -9,25 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
+
 CHUNK = 1 << 22
 """Elements that are converted at a time."""
 
-_EXPONENTS = 256
 _MANTISSA_BITS = 7
-_BIAS = 127
-
-
-def spacings() -> Tensor:
-    """The distance to the next BF16 number for each exponent field (FP64, 256 elements)."""
-    exponents = torch.arange(_EXPONENTS, dtype=torch.float64).clamp(
-        min=1
-    )  # subnormal numbers are spaced as the smallest
-    return torch.exp2(exponents - _BIAS - _MANTISSA_BITS)
 
 
 def magnitudes() -> Tensor:
     """The root mean square of the numbers with each exponent field, if they are uniform (FP64, 256 elements)."""
-    return spacings() * 2**_MANTISSA_BITS * (7 / 3) ** 0.5
+    return spacings_by_exponent(torch.bfloat16) * 2**_MANTISSA_BITS * (7 / 3) ** 0.5
 
 
 def count_spacings(tensor: Tensor) -> Tensor:
@@ -40,15 +32,15 @@ def count_spacings(tensor: Tensor) -> Tensor:
         tensor: any floating-point tensor; it is rounded to BF16 first.
 
     Returns:
-        An FP64 tensor of 256 counts in the order of `spacings()`.
+        An FP64 tensor of 256 counts in the order of `spacings_by_exponent`.
     """
-    counts = torch.zeros(2 * _EXPONENTS, dtype=torch.int64)
+    counts = torch.zeros(2 * EXPONENTS, dtype=torch.int64)
     for chunk in tensor.detach().reshape(-1).split(CHUNK):
         bits = chunk.to(torch.bfloat16).view(torch.int16).int() & 0x7FFF
         is_power = (bits & 0x7F) == 0
-        counts += torch.bincount((bits >> _MANTISSA_BITS) * 2 + is_power, minlength=2 * _EXPONENTS).cpu()
+        counts += torch.bincount((bits >> _MANTISSA_BITS) * 2 + is_power, minlength=2 * EXPONENTS).cpu()
     counts[-2:] = 0  # infinities and NaNs
-    others, powers = counts.double().view(_EXPONENTS, 2).unbind(1)
+    others, powers = counts.double().view(EXPONENTS, 2).unbind(1)
     below = powers / 2
     below[:2] = 0  # zero and the smallest normal number have the same spacing on both sides
     return others + powers - below + torch.cat((below[1:], below.new_zeros(1)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +9,8 @@ from hf_lowprec.inspection.optimizer_states import ParameterState, read_paramete
 from hf_lowprec.inspection.training_record import TrainingRecord, read_training_record
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.user_inputs.input_errors import InputError, check_path_exists, explain_input_errors
-
-_FILES_ON_THE_HUB = ["model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "*config.json"]
+from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
+from hf_lowprec.user_inputs.model_files import find_model_folder
 
 
 class Checkpoint(NamedTuple):
@@ -53,11 +51,7 @@ def open_checkpoint(name: str, argument: str) -> Checkpoint:
     Raises:
         InputError: there is no such folder or model, or it has no weights that can be read.
     """
-    check_path_exists(name, argument)
-    local = Path(os.path.expanduser(name))
-    folder = local if local.exists() else _download(name, argument)
-    if not folder.is_dir():
-        raise InputError(f"{argument}: {name!r} is a file; pass the folder that it is in")
+    folder = find_model_folder(name, argument)
     notes: list[str] = []
     try:
         with explain_input_errors(f"{argument}: the weights of {name!r} cannot be read"):
@@ -79,11 +73,3 @@ def open_checkpoint(name: str, argument: str) -> Checkpoint:
     with explain_input_errors(f"{argument}: {name!r}"):
         record = read_training_record(folder)
     return Checkpoint(name, folder, weights, states, record, notes)
-
-
-def _download(name: str, argument: str) -> Path:
-    """The local copy of a model on the Hub."""
-    from huggingface_hub import snapshot_download
-
-    with explain_input_errors(f"{argument}: there is no folder {name!r}, and it cannot be fetched from the Hub"):
-        return Path(snapshot_download(name, allow_patterns=_FILES_ON_THE_HUB))

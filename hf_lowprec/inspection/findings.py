@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+
+from hf_lowprec.diagnostics.finding import Finding
 
 NAMES_IN_MESSAGE = 4
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-class Finding(NamedTuple):
-    """Something that is wrong.
-
-    Attributes:
-        code: names the kind of finding; stable, for programs.
-        message: what is wrong, why it is wrong, and what to do.
-        tensors: all tensors concerned, by name.
-    """
-
-    code: str
-    message: str
-    tensors: list[str]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -76,4 +63,4 @@ def finding(code: str, tensors: Iterable[str], message: str, noun: str = "tensor
     names = list(dict.fromkeys(tensors))
     if not names:
         return []
-    return [Finding(code, message.format(names=listed(names), count=counted(len(names), noun)), names)]
+    return [Finding(code, message.format(names=listed(names), count=counted(len(names), noun)), tuple(names))]

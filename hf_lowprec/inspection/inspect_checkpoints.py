@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.inspection.checkpoint import open_checkpoint
-from hf_lowprec.inspection.findings import Finding
 from hf_lowprec.inspection.findings_in_one import findings_in_one
 from hf_lowprec.inspection.findings_in_two import findings_in_two
 from hf_lowprec.inspection.hyperparameters import Hyperparameters

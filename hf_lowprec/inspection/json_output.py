@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from hf_lowprec.inspection.findings import Finding
+from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, at_initial_value
 from hf_lowprec.inspection.two_checkpoints import Comparison
 from hf_lowprec.rounding import dtype_name

@@ -58,6 +58,17 @@ class ParamGroupSettings:
         return self._number("weight_decay") or 0.0
 
     @property
+    def betas(self) -> tuple[float, float]:
+        """The decay rates of both moments; those of torch's AdamW if the keys do not tell."""
+        found = self._group.get("betas")
+        return (float(found[0]), float(found[1])) if isinstance(found, tuple | list) else (0.9, 0.999)
+
+    @property
+    def eps(self) -> float:
+        """The number added to the root of the second moment."""
+        return self._number("eps") or 0.0
+
+    @property
     def beta2(self) -> float | None:
         """The decay rate of the second moment."""
         betas = self._group.get("betas")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts
-from hf_lowprec.inspection.tensor_facts import EXPONENTS, spacings
 from hf_lowprec.inspection.two_checkpoints import Comparison
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
 
 _SMALLEST, _LARGEST = 127 - 20, 127 + 4
 """Exponent fields of the magnitudes that are drawn: 2^-20 to 2^4."""
@@ -54,7 +54,7 @@ def _draw_magnitudes(axes: Axes, facts: CheckpointFacts) -> None:
     for kind, of_kind in _in_order(counts):
         _line(axes, of_kind / of_kind.sum().clamp(min=1), kind)
     for dtype in {tensor.dtype for tensor in facts.tensors.values()} & {*LOW_PRECISION_DTYPES}:
-        coarse = (spacings(dtype) / 2 > facts.update).nonzero()
+        coarse = (spacings_by_exponent(dtype) / 2 > facts.update).nonzero()
         if len(coarse):
             axes.axvspan(2.0 ** (int(coarse[0]) - 127), 2.0 ** (_LARGEST - 127), color="0.9", zorder=0)
     _finish(

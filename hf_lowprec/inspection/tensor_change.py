@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.inspection.tensor_facts import CHUNK, EXPONENTS, exponents, spacings
+from hf_lowprec.inspection.tensor_facts import CHUNK, exponents
+from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
 
 SPACINGS_OF_DECAY = 2.0
 """An element should have changed if weight decay alone takes it this many spacings further. One would not do: under
@@ -75,7 +76,7 @@ def tensor_change(earlier: Tensor, later: Tensor, decay: float = 0.0) -> TensorC
         distance += float(torch.dot(difference, difference))
         norm += float(torch.dot(values, values))
         if decay:
-            spacing = spacings(dtype).float()[exponent]
+            spacing = spacings_by_exponent(dtype).float()[exponent]
             decays = values.abs() * decay >= SPACINGS_OF_DECAY * spacing
             shrunk += int(decays.sum())
             shrunk_not_moved += int((decays & ~changed).sum())

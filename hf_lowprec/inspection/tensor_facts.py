@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
+
 CHUNK = 1 << 16
 """Elements that are converted to FP32 at a time, so few that they stay in the cache."""
-EXPONENTS = 256
-"""Number of values of the exponent field of FP32."""
 _NOT_FINITE = 255
 """The exponent field of infinities and NaNs in FP32."""
 
@@ -66,7 +66,7 @@ class TensorFacts(NamedTuple):
         """The number of elements of which rounding to nearest would lose an update of this size."""
         if not self.is_floating:
             return 0
-        lost = spacings(self.dtype) / 2 > update
+        lost = spacings_by_exponent(self.dtype) / 2 > update
         lost[_NOT_FINITE] = False
         return int(self.exponents[lost].sum())
 
@@ -74,7 +74,7 @@ class TensorFacts(NamedTuple):
         """How many elements are expected to change if each moves by `distance` and is stored as `dtype`."""
         if not self.is_floating:
             return 0.0
-        chances = (distance / spacings(dtype)).clamp(max=1.0)
+        chances = (distance / spacings_by_exponent(dtype)).clamp(max=1.0)
         return float((self.exponents * chances)[:_NOT_FINITE].sum())
 
 
@@ -102,10 +102,3 @@ def tensor_facts(tensor: Tensor) -> TensorFacts:
 def exponents(values: Tensor) -> Tensor:
     """The exponent field of FP32 numbers: k for magnitudes from 2^(k-127) up to, not including, 2^(k-126)."""
     return (values.view(torch.int32) >> 23) & 0xFF
-
-
-def spacings(dtype: torch.dtype) -> Tensor:
-    """The distance between neighbouring numbers of `dtype`, for each exponent field of FP32 (FP64, 256 elements)."""
-    info = torch.finfo(dtype)
-    magnitudes = torch.exp2(torch.arange(EXPONENTS, dtype=torch.float64) - 127)
-    return magnitudes.clamp(min=info.smallest_normal) * info.eps

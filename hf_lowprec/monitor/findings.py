@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -30,25 +31,6 @@ ENOUGH_MEASUREMENTS = 3
 gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
 _NAMED = 3
 """Tensors that a sentence names."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to warn of.
-
-    Attributes:
-        code: what it is about: `updates_vanish`, `second_moment_frozen`, `weight_decay_lost`, `norms_stand_still`,
-            `never_stepped`, `left_in_fp32`.
-        message: a sentence, with the remedy.
-        tensors: the tensors concerned, where they are not all of them.
-    """
-
-    code: str
-    message: str
-    tensors: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
 from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
-from hf_lowprec.monitor.findings import Evidence, Finding, find, not_in_optimizer
+from hf_lowprec.monitor.findings import Evidence, find, not_in_optimizer
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.replayed_update import (
     COMPENSATIONS,
@@ -31,11 +32,12 @@ from hf_lowprec.monitor.replayed_update import (
     state_signature,
 )
 from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums, spacing
+from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.spacing import spacing
 
 DECAY_EVERY = 8
 """Steps between measurements of the weight decay, which cost as much as all others."""
@@ -519,7 +521,8 @@ class _Block:
         wide = exact.weight.double()
         table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
         if compensation is not None:
-            ulps = compensation.double() / ulp
+            # Of the weight after the step: near zero, one step may take a weight through many binades.
+            ulps = compensation.double() / spacing(stored_weight, stored_weight.dtype)
             table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
             table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
         if exact.second_moment is not None and self.updates is not None:

@@ -21,9 +21,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
-_SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
-
 SLOPE_SUMS = ("square", "product", "seen_variance", "unbiased_variance")
 """The sums of `slope_sums`, in its order."""
 SUMS = (
@@ -47,12 +44,6 @@ COLUMN = {name: k for k, name in enumerate(SUMS)}
 
 LOST_SHARES = {"lost_updates": "update", "lost_second_moment": "second_moment", "lost_weight_decay": "weight_decay"}
 """The shares computed from slopes, with the prefix of their sums. Each has an error, named like it plus `_error`."""
-
-
-def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from `value` to its neighbour of the same binade in `dtype`; FP64, of its shape."""
-    power = (value.float().view(torch.int32) & 0x7F800000).view(torch.float32)
-    return power.clamp(min=2.0 ** _SMALLEST_EXPONENT[dtype]).double() * 2.0 ** -_MANTISSA_BITS[dtype]
 
 
 def slope_sums(exact: Tensor, stored: Tensor, grid: Tensor | None, weights: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 import torch
 
-from hf_lowprec.doctor.weight_spacings import count_spacings, magnitudes, spacings
+from hf_lowprec.doctor.weight_spacings import count_spacings, magnitudes
+from hf_lowprec.rounding.spacing import spacings_by_exponent
+
+SPACINGS = spacings_by_exponent(torch.bfloat16)
 
 
 def finite_numbers() -> torch.Tensor:
@@ -27,14 +30,14 @@ def test_spacings_are_the_distances_to_both_neighbors():
         for spacing in torch.cat((above, below)).unique().tolist()
     }
     counts, found = count_spacings(numbers), {}
-    for spacing, count in zip(spacings().tolist(), counts.tolist(), strict=True):  # two exponents share the smallest
+    for spacing, count in zip(SPACINGS.tolist(), counts.tolist(), strict=True):  # two exponents share the smallest
         found[spacing] = found.get(spacing, 0) + count
     assert {spacing: count for spacing, count in found.items() if count} == expected
 
 
 def test_ones_count_half_for_each_side():
     counts = count_spacings(torch.ones(10))
-    assert {float(spacings()[k]): float(counts[k]) for k in counts.nonzero().flatten()} == {2**-7: 5, 2**-8: 5}
+    assert {float(SPACINGS[k]): float(counts[k]) for k in counts.nonzero().flatten()} == {2**-7: 5, 2**-8: 5}
 
 
 def test_tensors_are_rounded_to_bf16_and_read_in_chunks(monkeypatch):

@@ -1,5 +1,6 @@
 """The examples run as a reader would run them, and learn."""
 
+import json
 import os
 import re
 import subprocess
@@ -41,7 +42,12 @@ def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")
         pytest.importorskip("peft")
-    out = run(f"{recipe}.py", "--smoke", "--output_dir", tmp_path, "--disable_tqdm", "True")
+    # Every fifth step is measured, which is where a monitor would find something to warn of.
+    words = ("--smoke", "--output_dir", tmp_path, "--disable_tqdm", "True", "--logging_steps", 5)
+    out = run(f"{recipe}.py", *words)
+    records = [json.loads(line) for line in (tmp_path / METRICS_NAME).read_text().splitlines()]
+    measured = [record for record in records if "precision" in record]
+    assert measured and not any(record["findings"] for record in measured), measured
     before, after = map(float, re.search(r"validation loss ([\d.]+) -> ([\d.]+)", out).groups())
     assert after < RECIPES[recipe] < before
     mode = "stochastic" if recipe in ("continued_pretraining", "cooldown") else "kahan"

@@ -20,4 +20,4 @@ def test_only_the_first_number_is_the_layer():
 def test_no_tensors_no_finding():
     assert finding("code", [], "{count}: {names}") == []
     (found,) = finding("code", ["a", "b", "a"], "{count}: {names}", noun="norm")
-    assert found == ("code", "2 norms: a, b", ["a", "b"])
+    assert found == ("code", "2 norms: a, b", ("a", "b"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_lowprec.inspection import tensor_facts as module
-from hf_lowprec.inspection.tensor_facts import spacings, tensor_facts
+from hf_lowprec.inspection.tensor_facts import tensor_facts
+from hf_lowprec.rounding.spacing import spacings_by_exponent
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_tensors_without_numbers():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_spacings_are_those_of_the_dtype(dtype):
     """The next larger number has the next bit pattern."""
-    table = spacings(dtype)
+    table = spacings_by_exponent(dtype)
     for exponent in range(-20, 15):
         value = torch.tensor([2.0**exponent, 1.9 * 2.0**exponent], dtype=dtype)
         following = (value.view(torch.int16) + 1).view(dtype)

@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.monitor import PrecisionMonitor
-from hf_lowprec.monitor.step_statistics import spacing
+from hf_lowprec.rounding.spacing import spacing
 
 torch_optim = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),

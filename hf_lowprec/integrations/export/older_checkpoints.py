@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from hf_lowprec.integrations.export.saved_optimizer import SavedParameter
 from hf_lowprec.integrations.export.weight_layout import WeightLayout
+from hf_lowprec.rounding.spacing import spacing
 
 _FEWEST = 256
 """The number of elements of a compensation that are not zero, below which its size shows nothing."""
@@ -52,11 +52,6 @@ def _belongs(parameter: SavedParameter, layout: WeightLayout, name: str) -> bool
     if parameter.compensation is None:
         return parameter.low_bits is None and info.dtype == torch.float32
     compensation = parameter.compensation()
-    fits = compensation.float().abs() <= _spacing(layout.read(name))
+    weight = layout.read(name)
+    fits = compensation.float().abs() <= spacing(weight, weight.dtype)
     return bool(fits.all()) and int(compensation.count_nonzero()) >= _FEWEST
-
-
-def _spacing(weight: Tensor) -> Tensor:
-    """The distance of 16-bit weights from their neighbour of larger magnitude, in FP32."""
-    pattern = weight.view(torch.int16) & 0x7FFF
-    return (pattern + 1).view(weight.dtype).float() - pattern.view(weight.dtype).float()
