@@ -16,8 +16,10 @@ over the shards of a tensor, are estimates for the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,18 +116,19 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
     Returns:
         The numbers of each row by name, without those that are not finite or do not apply.
     """
-    column = {name: sums[:, k] for name, k in COLUMN.items()}
-    values: dict[str, Tensor] = {}
-    for name, prefix in LOST_SHARES.items():
-        square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
-        values[name] = 1 - product / square
-        values[f"{name}_error"] = torch.maximum(seen, unbiased).sqrt() / square.abs()
-    values["update_to_weight"] = (column["update_square"] / column["weight_square"]).sqrt()
-    values["never_moved"] = column["never_moved"] / column["elements"]
-    values["compensation_ulps"] = (column["compensation_square"] / column["compensated"]).sqrt()
-    # The lost share says more, but is not known for every optimizer.
-    changed = column["changed"] / column["stepped"]
-    values["changed"] = torch.where(column["update_square"] > 0, torch.nan, changed)
-    finite = torch.stack(list(values.values()), dim=1)
-    rows: list[Mapping[str, float]] = [dict(zip(values, row, strict=True)) for row in finite.tolist()]
-    return [{name: value for name, value in row.items() if abs(value) < float("inf")} for row in rows]
+    table = sums.numpy()  # whose operations on a few numbers take a tenth of the time of torch's
+    column = {name: table[:, k] for name, k in COLUMN.items()}
+    values: dict[str, Any] = {}
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for name, prefix in LOST_SHARES.items():
+            square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
+            values[name] = 1 - product / square
+            values[f"{name}_error"] = np.sqrt(np.maximum(seen, unbiased)) / np.abs(square)
+        values["update_to_weight"] = np.sqrt(column["update_square"] / column["weight_square"])
+        values["never_moved"] = column["never_moved"] / column["elements"]
+        values["compensation_ulps"] = np.sqrt(column["compensation_square"] / column["compensated"])
+        # The lost share says more, but is not known for every optimizer.
+        changed = column["changed"] / column["stepped"]
+        values["changed"] = np.where(column["update_square"] > 0, np.nan, changed)
+    rows = zip(*(value.tolist() for value in values.values()), strict=True)
+    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
