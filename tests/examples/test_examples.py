@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_lowprec.metrics_file.records import METRICS_NAME
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import many_ranks
 
