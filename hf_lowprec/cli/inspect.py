@@ -54,7 +54,7 @@ def inspect(
 
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter(
-            "matplotlib, which draws, is not installed: pip install 'hf-lowprec[demo]'", param_hint="--plot"
+            "matplotlib, which draws, is not installed: pip install '.[plot]'", param_hint="--plot"
         )
     try:
         with Console(stderr=True).status("reading") as status:

@@ -59,7 +59,7 @@ def test_tensorboard(tmp_path, capsys):
 
 
 def test_weights_and_biases(tmp_path):
-    wandb = pytest.importorskip("wandb")
+    import wandb
     try:
         trained(
             tmp_path, optim="adamw_bf16_kahan", report_to=["wandb"],
@@ -74,7 +74,6 @@ def test_weights_and_biases(tmp_path):
 
 
 def test_trackio(tmp_path, monkeypatch):
-    pytest.importorskip("trackio")
     for module in ("trackio.utils", "trackio.sqlite_storage"):  # they have read the variable on import
         monkeypatch.setattr(f"{module}.TRACKIO_DIR", tmp_path / "trackio")
     trained(tmp_path, optim="adamw_bf16_kahan", report_to=["trackio"])
