@@ -120,7 +120,9 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.user_inputs.model_files import find_model_folder
 
     if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib; run pip install matplotlib", param_hint="--plot")
+        raise typer.BadParameter(
+            "it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", param_hint="--plot"
+        )
     try:
         run = plan_run(**settings)
         folder = find_model_folder(model)

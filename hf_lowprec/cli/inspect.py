@@ -54,7 +54,7 @@ def inspect(
 
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter(
-            "matplotlib, which draws, is not installed: pip install '.[plot]'", param_hint="--plot"
+            "it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", param_hint="--plot"
         )
     try:
         with Console(stderr=True).status("reading") as status:

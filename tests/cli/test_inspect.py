@@ -103,7 +103,7 @@ def test_without_matplotlib(runs, monkeypatch):
     monkeypatch.setattr(sys.modules["hf_lowprec.cli.inspect"], "find_spec", lambda name: None)
     result = run(runs / "adamw_bf16_kahan/start", "--plot", "out.png")
     text = " ".join(result.output.replace("│", " ").split())
-    assert result.exit_code == 2 and "pip install 'hf-lowprec[demo]'" in text
+    assert result.exit_code == 2 and "pip install '.[plot]'" in text
 
 
 def test_errors_are_messages(tmp_path):

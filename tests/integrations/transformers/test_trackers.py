@@ -60,6 +60,7 @@ def test_tensorboard(tmp_path, capsys):
 
 def test_weights_and_biases(tmp_path):
     import wandb
+
     try:
         trained(
             tmp_path, optim="adamw_bf16_kahan", report_to=["wandb"],
