@@ -52,6 +52,8 @@ def train_in_own_loop(model: nn.Module, batches: list[Tensor], folder: Path) -> 
         schedule.step()
         optimizer.zero_grad()
         average.update_parameters(model, optimizer)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=100)
+    print(monitor.last, [finding.message for finding in monitor.findings()])
     weights: dict[str, Tensor] = hf_lowprec.fp32_state_dict(model, optimizer)
     torch.save([weights, optimizer.state_dict()], folder / "weights.pt")
     hf_lowprec.save_pretrained(model, optimizer, folder, dtype="bfloat16")
