@@ -1,10 +1,11 @@
 """What does a measurement of `PrecisionMonitor` cost, as a share of a training step?
 
 A Llama with many tensors and one with few are trained on the CPU in BF16, with AdamW of this package and with torch's.
-Every other step is measured as `LowPrecisionCallback` does at a log: the measurement, the numbers by kind, and the
-findings. Measured and plain steps alternate, so that the machine's mood is the same for both. Reported are the medians
-of their processor times, which other processes disturb less than the clock, and the difference as a share of a plain
-step. Logged every n-th step, a run pays an n-th of that share.
+Every other step is measured as `LowPrecisionCallback` does at a log: the measurement, the numbers by kind, the worst
+tensors, and the findings. A measurement takes some milliseconds for any model, so the share is largest for the smallest
+model. Measured and plain steps alternate, so that the machine's mood is the same for both. Reported are the medians of
+their processor times, which other processes disturb less than the clock, and the difference as a share of a plain step.
+Logged every n-th step, a run pays an n-th of that share.
 
     python benchmarks/monitor_cost.py [--steps 60] [--output FILE]
 """
@@ -25,10 +26,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
+from hf_lowprec.monitor.step_statistics import LOST_SHARES
 
 MODELS = {
     "many tensors": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 33},
-    "few tensors": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    "few tensors": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2},
+    "few small tensors": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "hf_lowprec.AdamW": hf_lowprec.AdamW,
@@ -59,6 +62,8 @@ def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
         optimizer.step()
         if measured and monitor.last is not None:
             assert monitor.last.by_kind
+            for name in (*LOST_SHARES, "never_moved"):
+                monitor.last.worst(name, 3)
             monitor.findings()
         optimizer.zero_grad()
         if k >= WARM_UP:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
-from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_values
+from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_columns, precision_values
 
 ALL = "all"
 """The name, among the kinds, of the whole model."""
@@ -80,8 +82,15 @@ class StepPrecision:
 
     def worst(self, name: str, count: int) -> list[tuple[str, float]]:
         """The tensors with the largest values of a number, such as `lost_updates`, largest first."""
-        values = [(tensor, numbers[name]) for tensor, numbers in self.by_tensor.items() if name in numbers]
-        return sorted(values, key=lambda pair: -pair[1])[:count]
+        column = self._columns[name]
+        known = np.flatnonzero(np.isfinite(column))
+        order = known[np.argsort(-column[known], kind="stable")[:count]]
+        return [(self.names[row], float(column[row])) for row in order.tolist()]
+
+    @cached_property
+    def _columns(self) -> dict[str, Any]:
+        """Every number of all tensors."""
+        return precision_columns(self.sums)
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value:.3g}" for name, value in self.by_kind[ALL].items())

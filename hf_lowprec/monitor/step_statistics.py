@@ -116,6 +116,13 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
     Returns:
         The numbers of each row by name, without those that are not finite or do not apply.
     """
+    values = precision_columns(sums)
+    rows = zip(*(value.tolist() for value in values.values()), strict=True)
+    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
+
+
+def precision_columns(sums: Tensor) -> dict[str, Any]:
+    """The same numbers by name, each a NumPy array of shape (rows); NaN or infinite where a number does not apply."""
     table = sums.numpy()  # whose operations on a few numbers take a tenth of the time of torch's
     column = {name: table[:, k] for name, k in COLUMN.items()}
     values: dict[str, Any] = {}
@@ -130,5 +137,4 @@ def precision_values(sums: Tensor) -> list[dict[str, float]]:
         # The lost share says more, but is not known for every optimizer.
         changed = column["changed"] / column["stepped"]
         values["changed"] = np.where(column["update_square"] > 0, np.nan, changed)
-    rows = zip(*(value.tolist() for value in values.values()), strict=True)
-    return [{name: value for name, value in zip(values, row, strict=True) if math.isfinite(value)} for row in rows]
+    return values

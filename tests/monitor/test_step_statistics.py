@@ -11,9 +11,9 @@ from hf_lowprec.monitor.step_statistics import (
     precision_values,
     second_moment_sums,
     slope_sums,
-    spacing,
 )
 from hf_lowprec.rounding import round_stochastic
+from hf_lowprec.rounding.spacing import spacing
 
 ONE = torch.ones(1, dtype=torch.float64)
 
