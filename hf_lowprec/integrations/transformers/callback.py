@@ -53,10 +53,10 @@ class LowPrecisionCallback(TrainerCallback):
 
     If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
     was lost in rounding, from 0 (none) to 1 (all). Where they apply, it also gets `lost_second_moment` and
-    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
-    `norms_never_moved`, the share of norm weights that have not changed since training began. If one of them, or
-    anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the log
-    gets `skipped_steps`, the number of steps skipped so far.
+    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay. Each has its
+    standard error, such as `lost_updates_error`. `norms_never_moved` is the share of norm weights that have not changed
+    since training began. If one of these numbers, or anything else, shows that part of the training has no effect,
+    there is one warning. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -321,7 +321,8 @@ class LowPrecisionCallback(TrainerCallback):
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     """The numbers that are added to Trainer's logs."""
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
-    numbers = {name: whole[name] for name in LOGGED_SHARES if name in whole}
+    shares = [text for name in LOGGED_SHARES for text in (name, f"{name}_error")]
+    numbers = {name: whole[name] for name in shares if name in whole}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if "never_moved" in norms else {})
 
 

@@ -63,6 +63,7 @@ def test_what_of_a_step_is_logged(tmp_path):
         assert entry.keys() >= PRECISION_LOGS
         assert entry["norms_never_moved"] == 0
         assert abs(entry["lost_updates"]) < 0.01
+        assert all(value > 0 for name, value in entry.items() if name.endswith("_error"))
     (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, hf_lowprec.LowPrecisionCallback)]
     assert callback.precision is None  # the last log is that of the end of training, which is no step's
 

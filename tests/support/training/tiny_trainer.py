@@ -14,7 +14,8 @@ LOAD_BEST = {
 }
 """Training arguments that evaluate and save every four steps, and load the best weights at the end."""
 
-PRECISION_LOGS = {"lost_updates", "lost_second_moment", "lost_weight_decay", "norms_never_moved"}
+_SHARES = {"lost_updates", "lost_second_moment", "lost_weight_decay"}
+PRECISION_LOGS = {*_SHARES, *(f"{name}_error" for name in _SHARES), "norms_never_moved"}
 """What `LowPrecisionCallback` adds to the logs, where it applies."""
 
 
