@@ -17,7 +17,7 @@ STEPS = 40
 def findings(*folders, **given):
     """The tensors of each finding by its code."""
     inspection = inspect_checkpoints(*map(str, folders), given=Hyperparameters(**given))
-    found = {finding.code: finding.tensors for finding in inspection.findings}
+    found = {finding.code: [*finding.tensors] for finding in inspection.findings}
     assert len(found) == len(inspection.findings)
     for finding in inspection.findings:
         assert "{" not in finding.message and finding.message.endswith(".")
@@ -71,7 +71,7 @@ def second_moments(tmp_path, model, optim):
     """How they change between two checkpoints while gradients shrink quickly, and those that are found frozen."""
     *_, middle, last = run(tmp_path, model, optim, 1e-2)
     comparison = inspect_checkpoints(str(middle), str(last)).comparison
-    found = {finding.code: finding.tensors for finding in findings_in_two(comparison, Hyperparameters())}
+    found = {finding.code: [*finding.tensors] for finding in findings_in_two(comparison, Hyperparameters())}
     return comparison.second_moments, found.get("second_moment_frozen", [])
 
 
