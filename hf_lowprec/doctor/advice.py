@@ -1,4 +1,4 @@
-"""What will go wrong in a planned run, and which optimizer to choose."""
+"""Lists the problems of a planned run, and recommends an optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Advice(NamedTuple):
 
 
 def find_problems(prediction: Prediction) -> list[str]:
-    """What will go wrong with the requested optimizer: one sentence each, empty if nothing will."""
+    """List the problems of the requested optimizer, one sentence each; empty if there are none."""
     run, parts = prediction.run, _parts(prediction.requested)
     problems = []
     vanishing = {kind: part for kind, part in parts.items() if part.vanishing_share > TOLERATED_STEPS}

@@ -31,7 +31,8 @@ def saved_directions(folder: Path, weights: StoredTensors) -> dict[str, Tensor]:
         InputError: the optimizer state cannot be read.
     """
     kinds = parameter_kinds({name: info.shape for name, info in weights.infos.items()})
-    saved = [state for state in read_parameter_states(folder) if state.step and state.infos.keys() >= {*_MOMENTS}]
+    states_of_adam = (s for s in read_parameter_states(folder) if s.group.betas and s.infos.keys() >= {*_MOMENTS})
+    saved = [state for state in states_of_adam if state.step]
     groups: dict[str, list[ParameterState]] = {ALL: saved} if saved else {}
     for state in saved:
         if state.name in kinds:
@@ -46,7 +47,8 @@ def saved_directions(folder: Path, weights: StoredTensors) -> dict[str, Tensor]:
 
 def _directions(state: ParameterState, count: int) -> Tensor:
     """`|m̂|/(√v̂ + eps)` of `count` evenly spaced elements (FP64)."""
-    betas, eps, step = state.group.betas, state.group.eps, state.step or 0
+    betas, eps, step = state.group.betas, state.group.eps, state.step
+    assert betas is not None and step is not None
     sampled = []
     for name, beta in zip(_MOMENTS, betas, strict=True):
         moment = state.read(name).reshape(-1)

@@ -58,10 +58,10 @@ class ParamGroupSettings:
         return self._number("weight_decay") or 0.0
 
     @property
-    def betas(self) -> tuple[float, float]:
-        """The decay rates of both moments; those of torch's AdamW if the keys do not tell."""
+    def betas(self) -> tuple[float, float] | None:
+        """The decay rates of both moments; None if the keys do not tell."""
         found = self._group.get("betas")
-        return (float(found[0]), float(found[1])) if isinstance(found, tuple | list) else (0.9, 0.999)
+        return (float(found[0]), float(found[1])) if isinstance(found, tuple | list) and len(found) > 1 else None
 
     @property
     def eps(self) -> float:
@@ -71,8 +71,7 @@ class ParamGroupSettings:
     @property
     def beta2(self) -> float | None:
         """The decay rate of the second moment."""
-        betas = self._group.get("betas")
-        return float(betas[1]) if isinstance(betas, tuple | list) and len(betas) > 1 else self._number("beta2")
+        return self.betas[1] if self.betas else self._number("beta2")
 
     @property
     def rounding(self) -> str | None:
