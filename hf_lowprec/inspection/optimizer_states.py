@@ -15,13 +15,11 @@ from hf_lowprec.integrations.export.checkpoint_export import optimizer_files
 from hf_lowprec.integrations.export.older_checkpoints import usual_orders
 from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
 from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
-from hf_lowprec.optim.foreign_states import format_of
+from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
 SECOND_MOMENT = "exp_avg_sq"
-_COMPENSATIONS = ("compensation", "kahan_comp")
-"""The names of the compensation here and in optimi."""
 _STEP = "step"
 
 
@@ -141,7 +139,7 @@ class ParameterState(NamedTuple):
     @property
     def compensation(self) -> str | None:
         """The name of its compensation, if it has one."""
-        return next((name for name in _COMPENSATIONS if name in self.infos), None)
+        return next((name for name in COMPENSATIONS if name in self.infos), None)
 
 
 def read_parameter_states(folder: Path) -> list[ParameterState]:

@@ -22,7 +22,6 @@ from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stor
 from hf_lowprec.monitor.findings import Evidence, find, not_in_optimizer
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.replayed_update import (
-    COMPENSATIONS,
     ReplayedUpdates,
     ReplayRefused,
     agreement,
@@ -34,6 +33,7 @@ from hf_lowprec.monitor.replayed_update import (
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES

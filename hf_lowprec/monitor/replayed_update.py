@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate, stored_values
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
+from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import is_sharded, local_shard
-
-COMPENSATIONS = ("compensation", "kahan_comp")
-"""Names of states that are a part of the weight. torch-optimi calls it `kahan_comp`, with the same sign as here."""
 
 NOT_ELEMENTWISE = (
     *("adafactor", "muon", "lamb", "lars", "lbfgs", "shampoo", "soap", "novograd", "galore", "prodigy", "dadapt"),

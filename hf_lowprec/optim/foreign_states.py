@@ -20,6 +20,9 @@ from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
 
 OptimizerState = dict[str, Any]
+
+COMPENSATIONS = ("compensation", "kahan_comp")
+"""Names of the state that is a part of the weight: that of this package and that of torch-optimi, with the same sign."""
 """A parameter's entry in `state_dict["state"]`."""
 
 START_AGAIN = (
