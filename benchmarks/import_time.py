@@ -1,4 +1,4 @@
-"""What `import hf_lowprec` costs, and the help of the command line.
+"""Measure the time of `import hf_lowprec` and of the command line's help.
 
 Each round starts new interpreters. One imports torch, transformers, Trainer and hf_lowprec, in this order, and times
 each; the others run `hf-lowprec --help` and import what it needs at least. Processor time is that of all threads, user
@@ -18,7 +18,7 @@ import sys
 import time
 
 IMPORTS = ("import torch", "import transformers", "from transformers import Trainer", "import hf_lowprec")
-"""What an hf_lowprec script imports, in the order in which one thing needs the other."""
+"""The imports of a script that uses hf_lowprec; each needs those before it."""
 IN_ORDER = """
 import json, sys, time
 times = {}

@@ -1,9 +1,9 @@
-"""What does a measurement of `PrecisionMonitor` cost, as a share of a training step?
+"""Measure the cost of `PrecisionMonitor` as a share of a training step.
 
 A Llama with many tensors and one with few are trained on the CPU in BF16, with AdamW of this package and with torch's.
 Every other step is measured as `LowPrecisionCallback` does at a log: the measurement, the numbers by kind, the worst
 tensors, and the findings. A measurement takes some milliseconds for any model, so the share is largest for the smallest
-model. Measured and plain steps alternate, so that the machine's mood is the same for both. Reported are the medians of
+model. Measured and plain steps alternate, so that other load affects both alike. Reported are the medians of
 their processor times, which other processes disturb less than the clock, and the difference as a share of a plain step.
 Logged every n-th step, a run pays an n-th of that share.
 

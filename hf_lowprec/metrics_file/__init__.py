@@ -1,4 +1,4 @@
-"""The file that a training run writes beside its checkpoints: one JSON object per line, for plots and other programs.
+"""The log file that a training run writes to its output folder: one JSON object per line, for plots and other programs.
 
 `records.py` is the format. Reading and writing need no torch.
 """
