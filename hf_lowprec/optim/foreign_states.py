@@ -20,10 +20,10 @@ from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
 
 OptimizerState = dict[str, Any]
+"""A parameter's entry in `state_dict["state"]`."""
 
 COMPENSATIONS = ("compensation", "kahan_comp")
-"""Names of the state that is a part of the weight: that of this package and that of torch-optimi, with the same sign."""
-"""A parameter's entry in `state_dict["state"]`."""
+"""Names of the state that is a part of the weight, here and in torch-optimi; both have the same sign."""
 
 START_AGAIN = (
     "start with fresh state: load only the model's weights, and leave out optimizer.load_state_dict (under Trainer: "
