@@ -18,26 +18,25 @@ from torch import Tensor, nn
 from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
 from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
-from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
+from hf_lowprec.monitor.exact_update import FusedGroupUpdates
 from hf_lowprec.monitor.findings import Evidence, find, not_in_optimizer
+from hf_lowprec.monitor.parameter_block import ParameterBlock
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.replayed_update import (
     ReplayedUpdates,
     ReplayRefused,
-    agreement,
     is_elementwise,
     is_refuted,
     refusal,
     state_signature,
 )
 from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
+from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
-from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, sum_over_shards
+from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.spacing import spacing
 
 DECAY_EVERY = 8
 """Steps between measurements of the weight decay, which cost as much as all others."""
@@ -174,7 +173,7 @@ class PrecisionMonitor:
         self._measurements = 0
         self._gradient_seen = [False] * len(self._params)
         self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
-        self._blocks: dict[Any, _Block] = {}
+        self._blocks: dict[Any, ParameterBlock] = {}
         self._first_weights: dict[int, Tensor] = {}
         self._first_compensations: dict[int, Tensor] = {}
         for rows in self._alike(range(len(self._params))):
@@ -257,7 +256,7 @@ class PrecisionMonitor:
             if not self._measurements:  # once is enough
                 self._check_replay(running)
             for block in running.blocks:
-                sums = block.sums(self, running)
+                sums = block.sums(self._first_weights, self._first_compensations)
                 if self.across_ranks:
                     sum_over_shards(sums, block.sharding)
                 running.results.append((block.rows, sums))
@@ -297,7 +296,7 @@ class PrecisionMonitor:
                     samples = ParameterSamples(fused_group.weights, self._size)
                     measured = fused_group.spec.param_dtype in self.dtypes
                     updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
-                    block = _Block(rows, fused_group.weights, samples, fused_group.sharding, updates)
+                    block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
                 if block.updates is not None:
                     block.exact = block.updates.compute(running.with_decay)
                 block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradient_seen)
@@ -320,7 +319,7 @@ class PrecisionMonitor:
                     signatures[row] = param.grad.dtype, state_signature(self.optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
             except ReplayRefused as error:
                 self._refuse(str(error))
-        blocks: dict[Any, _Block] = {}
+        blocks: dict[Any, ParameterBlock] = {}
         for rows in self._alike(with_grad, list(map(id, group_of)), signatures):
             params = [self._params[row] for row in rows]
             is_measured = params[0].dtype in self.dtypes
@@ -330,7 +329,7 @@ class PrecisionMonitor:
                 weights = list(map(local_shard, params))
                 samples = ParameterSamples(weights, self._size)
                 updates = ReplayedUpdates(self.optimizer, params, group_of[rows[0]], samples) if key[1] else None
-                block = _Block(rows, weights, samples, sharding_of(params[0]), updates)
+                block = ParameterBlock(rows, weights, samples, sharding_of(params[0]), updates)
             blocks[key] = block
             if block.updates is not None:
                 try:
@@ -355,7 +354,7 @@ class PrecisionMonitor:
             if key not in self._blocks:
                 weights = [local_shard(self._params[row]) for row in rows]
                 samples = ParameterSamples(weights, self._size)
-                self._blocks[key] = _Block(rows, weights, samples, sharding_of(self._params[rows[0]]), None)
+                self._blocks[key] = ParameterBlock(rows, weights, samples, sharding_of(self._params[rows[0]]), None)
             running.blocks.append(self._blocks[key])
 
     # The result.
@@ -397,144 +396,9 @@ class _Measurement:
         self.number = number
         self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
         self.with_decay = with_decay
-        self.blocks: list[_Block] = []
+        self.blocks: list[ParameterBlock] = []
         self.results: list[tuple[list[int], Tensor]] = []
         self.enabled: Tensor | None = None
-
-
-class _Block:
-    """Parameters that are measured together: of one dtype, device and sharding, stepped by one formula.
-
-    Attributes:
-        exact: the exact update of the running step, if it is known.
-        weight: the sampled weights before the step, if it is not.
-        grad_seen: for each parameter, whether it has a gradient that is not zero.
-
-    Args:
-        rows: their rows in the monitor's tables.
-        weights: this rank's shards.
-        samples: their samples.
-        sharding: over which ranks they are sharded.
-        updates: computes exact updates; None if they are FP32, have no gradient, or it is not known how.
-    """
-
-    def __init__(
-        self,
-        rows: list[int],
-        weights: Sequence[Tensor],
-        samples: ParameterSamples,
-        sharding: Sharding | None,
-        updates: FusedGroupUpdates | ReplayedUpdates | None,
-    ) -> None:
-        self.rows = rows
-        self.weights = list(weights)
-        self.samples = samples
-        self.sharding = sharding
-        self.updates = updates
-        self.exact: ExactUpdate | None = None
-        self.weight: Tensor | None = None
-        self.grad_seen: Tensor | None = None
-        self._first: tuple[Tensor, Tensor | None] | None = None
-
-    def look_for_gradients(self, grads: Sequence[Tensor | None], seen: Sequence[bool]) -> None:
-        """Find out which parameters have a gradient, until each of them has had one."""
-        if all(seen[row] for row in self.rows):
-            return
-        present = [grad for grad in grads if grad is not None]
-        nonzero = self.samples.gather(present).any(dim=1)
-        for k in (~nonzero).nonzero().flatten().tolist():
-            if not seen[self.rows[k]]:  # a gradient may be zero wherever it is sampled, such as an embedding's
-                nonzero[k] = present[k].any()
-        self.grad_seen = nonzero.double()
-
-    def agreement(self) -> Tensor:
-        """How many updates can be compared with what the weights did, and how many agree."""
-        assert self.exact is not None and self.updates is not None
-        weight = self.samples.gather(self.weights, "weight")
-        stored = stored_values(weight, self.updates.compensation())
-        return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
-
-    def forget_update(self) -> None:
-        """Keep only the weights of the running measurement."""
-        assert self.exact is not None
-        self.weight, self.exact = self.exact.weight, None
-
-    def sums(self, monitor: PrecisionMonitor, running: _Measurement) -> Tensor:
-        """The sums of the step that was taken, FP64 of shape (parameters, len(SUMS))."""
-        samples = self.samples
-        weights = samples.element_weights
-        table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=weights.device)
-        stored_weight = samples.gather(self.weights, "weight")
-        compensation = None if self.updates is None else self.updates.compensation()
-        table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64)
-        table[:, COLUMN["never_moved"]] = self._never_moved(monitor, stored_weight, compensation) * weights
-        if self.grad_seen is not None:
-            table[:, COLUMN["has_gradient"]] = self.grad_seen
-        before = self.weight if self.exact is None else self.exact.weight
-        if before is not None:
-            table[:, COLUMN["stepped"]] = table[:, COLUMN["elements"]]
-            table[:, COLUMN["changed"]] = (before != stored_weight).sum(1) * weights
-        if self.exact is not None:
-            self._add_slopes(monitor, running, table, self.exact, stored_weight, compensation)
-        return table
-
-    def _never_moved(self, monitor: PrecisionMonitor, weight: Tensor, compensation: Tensor | None) -> Tensor:
-        """How many sampled elements of each parameter are as they were when training began."""
-        if self._first is None or (self._first[1] is None) != (compensation is None):
-            first = torch.stack([monitor._first_weights[row] for row in self.rows])
-            known = monitor._first_compensations
-            if compensation is None or not all(row in known for row in self.rows):
-                self._first = first, compensation
-            else:
-                self._first = first, torch.stack([known[row] for row in self.rows])
-        same = self._first[0] == weight
-        if compensation is not None and self._first[1] is not None:
-            same &= self._first[1] == compensation
-        return (same & self.samples.valid).sum(1) if self.samples.is_padded else same.sum(1)
-
-    def _add_slopes(
-        self,
-        monitor: PrecisionMonitor,
-        running: _Measurement,
-        table: Tensor,
-        exact: ExactUpdate,
-        stored_weight: Tensor,
-        compensation: Tensor | None,
-    ) -> None:
-        """Compare what is stored with the exact update."""
-        samples = self.samples
-        weights, size = samples.element_weights, len(SLOPE_SUMS)
-
-        def valid(matrix: Tensor) -> Tensor:
-            return torch.where(samples.valid, matrix, 0.0) if samples.is_padded else matrix
-
-        def put(prefix: str, sums: Tensor) -> None:
-            first = COLUMN[f"{prefix}_square"]
-            table[:, first : first + size] = sums
-
-        update = valid(exact.update)
-        stored = stored_values(stored_weight, compensation)
-        ulp = spacing(exact.weight, stored_weight.dtype)
-        grid = ulp if compensation is None else spacing(compensation, compensation.dtype)
-        random_grid = grid if exact.random_weights else None
-        put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
-        wide = exact.weight.double()
-        table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
-        if compensation is not None:
-            # Of the weight after the step: near zero, one step may take a weight through many binades.
-            ulps = compensation.double() / spacing(stored_weight, stored_weight.dtype)
-            table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
-            table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
-        if exact.second_moment is not None and self.updates is not None:
-            name, before, after = exact.second_moment
-            stored_moment = self.updates.stored_state(name)
-            if stored_moment is not None and stored_moment.dtype in LOW_PRECISION_DTYPES:
-                moment_grid = spacing(before, stored_moment.dtype) if exact.random_states else None
-                put("second_moment", second_moment_sums(before, after, stored_moment.double(), moment_grid, weights))
-        if exact.decay is not None and exact.stored_without_decay is not None:
-            # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.
-            arrived = valid(stored - exact.stored_without_decay)
-            put("weight_decay", slope_sums(valid(exact.decay), arrived, grid, weights))
 
 
 def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], list[str]]:
