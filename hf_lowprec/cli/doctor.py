@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from hf_lowprec.cli.plot_option import require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +49,10 @@ def doctor(
         bool, typer.Option("--json", help="Print the prediction as JSON.", rich_help_panel=_RUN)
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Write a PNG: lost updates over the steps.", rich_help_panel=_RUN)
+        Path | None,
+        typer.Option(
+            help="Write a PNG: lost updates over the steps.", callback=require_matplotlib, rich_help_panel=_RUN
+        ),
     ] = None,
 ) -> None:
     """Check this machine, or with MODEL, predict what rounding will do in a planned run.
@@ -119,10 +123,6 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
     from hf_lowprec.user_inputs.model_files import find_model_folder
 
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", param_hint="--plot"
-        )
     try:
         run = plan_run(**settings)
         folder = find_model_folder(model)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hf_lowprec.cli.plot_option import require_matplotlib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +34,11 @@ def inspect(
     steps: Annotated[int | None, typer.Option(min=0, help="Steps between the two, if they do not tell.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw weights by magnitude, and which of them moved, to this file (.png, .svg).")
+        Path | None,
+        typer.Option(
+            help="Draw weights by magnitude, and which of them moved, to this file (.png, .svg).",
+            callback=require_matplotlib,
+        ),
     ] = None,
 ) -> None:
     """Look for lost precision in a checkpoint, or between two.
@@ -52,10 +57,6 @@ def inspect(
     from hf_lowprec.inspection.json_output import to_json
     from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter(
-            "it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec", param_hint="--plot"
-        )
     try:
         with Console(stderr=True).status("reading") as status:
             inspection = inspect_checkpoints(

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator
 import torch
 
 from hf_lowprec.diagnostics.finding import Finding
+from hf_lowprec.diagnostics.tensor_names import layer, name_pattern
 from hf_lowprec.inspection.expected_dtypes import cast_to_16_bits
-from hf_lowprec.inspection.findings import finding, layer, name_pattern
+from hf_lowprec.inspection.findings import finding
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT

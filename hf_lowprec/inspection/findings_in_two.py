@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from hf_lowprec.diagnostics.finding import Finding
-from hf_lowprec.inspection.findings import finding, layer, name_pattern
+from hf_lowprec.diagnostics.tensor_names import layer, name_pattern
+from hf_lowprec.inspection.findings import finding
 from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import StateFacts

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
-from hf_lowprec.inspection.findings import counted, listed
+from hf_lowprec.diagnostics.tensor_names import listed
+from hf_lowprec.inspection.findings import counted
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, at_initial_value
 from hf_lowprec.inspection.tensor_facts import TensorFacts
 from hf_lowprec.inspection.two_checkpoints import Comparison

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.diagnostics.finding import Finding
+from hf_lowprec.diagnostics.tensor_names import listed
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -29,8 +30,6 @@ or more, nearly all weights change, except embeddings of words that are not in t
 ENOUGH_MEASUREMENTS = 3
 """Measured steps without a gradient after which a tensor is said to have none. The first is not enough: `lora_A` has a
 gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
-_NAMED = 3
-"""Tensors that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _updates_vanish(evidence: Evidence) -> Finding | None:
         return _few_weights_change(evidence)
     kinds = [ALL] if ALL in where else where
     share = max(by_kind[kind]["lost_updates"] for kind in kinds)
-    subject = "the weight updates" if ALL in where else f"the updates of {_listed(where)} weights"
+    subject = "the weight updates" if ALL in where else f"the updates of {_joined(where)} weights"
     tensors = () if ALL in where else tuple(_tensors_of(evidence, where))
     return Finding(
         "updates_vanish",
@@ -150,7 +149,7 @@ def _norms_stand_still(evidence: Evidence) -> Finding | None:
     return Finding(
         "norms_stand_still",
         f"{numbers['never_moved']:.0%} of the 16-bit norm weights are what they were when training began "
-        f"({_named(names)}; {_describe(evidence)}): they are near 1, where a 16-bit weight moves by "
+        f"({listed(names)}; {_describe(evidence)}): they are near 1, where a 16-bit weight moves by "
         "thousandths or not at all. Cast the model with hf_lowprec.cast_model, which keeps norms in FP32",
         names,
     )
@@ -168,7 +167,7 @@ def _never_stepped(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "never_stepped",
-        f"{_named(names)} {reason}, so training does not change them. If they are meant to be trained, look for a "
+        f"{listed(names)} {reason}, so training does not change them. If they are meant to be trained, look for a "
         "detached computation or a parameter that was replaced after the optimizer was built; else set "
         "requires_grad=False",
         tuple(names),
@@ -181,7 +180,7 @@ def _left_in_fp32(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "left_in_fp32",
-        f"{_named(names)} is FP32 in a 16-bit model, and no rule of hf_lowprec.cast_model keeps it there. It was "
+        f"{listed(names)} is FP32 in a 16-bit model, and no rule of hf_lowprec.cast_model keeps it there. It was "
         "probably added after the cast: cast the model again before the optimizer is built, or name it in keep_fp32",
         tuple(names),
     )
@@ -199,7 +198,7 @@ def _describe(evidence: Evidence) -> str:
     library = type(optimizer).__module__.partition(".")[0]
     text = f"{'torch.optim' if library == 'torch' else library}.{type(optimizer).__name__}"
     if isinstance(optimizer, LowPrecisionOptimizer):
-        text += f", rounding={_listed(sorted({repr(group['rounding']) for group in optimizer.param_groups}))}"
+        text += f", rounding={_joined(sorted({repr(group['rounding']) for group in optimizer.param_groups}))}"
     return text if rate is None else f"{text}, learning rate {rate:g}"
 
 
@@ -225,11 +224,6 @@ def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:
     return [name for name, kind in zip(precision.names, precision.kinds, strict=True) if kind in set(kinds)]
 
 
-def _named(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _listed(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
+    """Words with commas, and "and" before the last."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from hf_lowprec.cli import app
 from hf_lowprec.cli import demo as demo_command
+from tests.support.command_output import unboxed
 
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
@@ -213,7 +214,7 @@ def test_bad_input_is_an_error_that_says_why(own_model: Path, tmp_path: Path, ar
     result = invoke(*(word.format(**places) for word in arguments), "--output-dir", tmp_path / "out")
     assert result.exit_code == 2, result.output
     # The message is wrapped into a box.
-    assert says in " ".join(result.output.replace("│", " ").split())
+    assert says in unboxed(result)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from tests.support.command_output import unboxed
 from tests.support.training.tiny_trainer import llama, trained
 
 FINE_TUNING = ("--lr", 2e-5, "--steps", 1000)
@@ -31,7 +32,7 @@ def refused(*words) -> str:
     result = run(*words)
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
-    return " ".join(result.output.replace("│", " ").split())
+    return unboxed(result)
 
 
 def numbers(*words) -> tuple[int, dict]:

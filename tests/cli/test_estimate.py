@@ -26,6 +26,7 @@ from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
+from tests.support.command_output import unboxed
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 GIB = 2**30
@@ -38,7 +39,7 @@ def run(*words):
 def refused(*words) -> str:
     result = run(*words)
     assert result.exit_code == 2, result.output
-    return " ".join(result.output.replace("│", " ").split())
+    return unboxed(result)
 
 
 def write_config(folder, config, **changes):

@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 import hf_lowprec
 from hf_lowprec.cli import app
+from tests.support.command_output import unboxed
 from tests.support.training.tiny_trainer import trained
 
 
@@ -30,10 +31,10 @@ def test_errors_are_messages(tmp_path):
     result = run(tmp_path / "nothing", tmp_path / "out")
     assert result.exit_code == 2 and "there is no checkpoint" in result.output and "Traceback" not in result.output
     result = run(tmp_path, tmp_path / "out", "--dtype", "float64")
-    words = " ".join(result.output.replace("│", " ").split())
+    words = unboxed(result)
     assert result.exit_code == 2 and "'float64' is not one of 'float32', 'bfloat16'" in words
 
 
 def test_help_says_which_precision_the_norms_have():
-    help_text = " ".join(run("--help").output.replace("│", " ").split())
+    help_text = unboxed(run("--help"))
     assert "what training keeps in FP32, such as norms, stays FP32 in the file" in help_text

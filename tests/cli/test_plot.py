@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from hf_lowprec.cli import app
 from hf_lowprec.cli import plot as plot_command
+from tests.support.command_output import unboxed
 
 pytest.importorskip("matplotlib")
 
@@ -24,11 +25,6 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def run(*words: object) -> Result:
     return CliRunner().invoke(app, ["plot", *map(str, words)])
-
-
-def unboxed(result: Result) -> str:
-    """The output without the box around errors, in one line."""
-    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
 from hf_lowprec.cli.run import launcher_command
+from tests.support.command_output import unboxed
 from tests.support.training.counting_text import sentences, tokenizer
 from tests.support.training.tiny_trainer import llama
 
@@ -76,7 +77,7 @@ def refused(*words) -> str:
     result = CliRunner().invoke(app, ["run", *map(str, words)])
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
-    return " ".join(result.output.replace("│", " ").split())
+    return unboxed(result)
 
 
 @pytest.fixture
