@@ -27,6 +27,12 @@ def name_pattern(name: str) -> str:
     return _LAYER.sub("*", name, count=1)
 
 
+def layer_number(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1 outside of layers."""
+    found = _LAYER.search(name)
+    return int(found[0]) if found else -1
+
+
 def layer(name: str) -> str:
     """The name of the layer that a tensor belongs to; empty outside of layers."""
     found = _LAYER.search(name)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.tensor_names import listed
+from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -40,30 +40,15 @@ class Evidence:
         optimizer: the optimizer.
         precision: the last measurement.
         dtypes: the dtypes of the optimizer's parameters.
-        measurements: the number of measured steps.
-        without_gradient: names of parameters that had no gradient, or one of zeros, in all of these.
-        not_in_optimizer: see `not_in_optimizer`.
+        gradients: which parameters have had gradients in the measured steps.
         uncast_matrices: see `uncast_matrices`.
     """
 
     optimizer: torch.optim.Optimizer
     precision: StepPrecision
     dtypes: Sequence[torch.dtype]
-    measurements: int
-    without_gradient: Sequence[str]
-    not_in_optimizer: Sequence[str] = ()
+    gradients: GradientRecord
     uncast_matrices: Sequence[str] = ()
-
-
-def not_in_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of trainable parameters that the optimizer does not have, if it has more than half of all.
-
-    An optimizer with fewer was given them on purpose: another one trains the rest, or nothing does.
-    """
-    stepped = {param for group in optimizer.param_groups for param in group["params"]}
-    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    missing = [name for name, param in trainable.items() if param not in stepped]
-    return missing if 2 * len(missing) < len(trainable) else []
 
 
 def find(evidence: Evidence) -> list[Finding]:
@@ -156,22 +141,45 @@ def _norms_stand_still(evidence: Evidence) -> Finding | None:
 
 
 def _never_stepped(evidence: Evidence) -> Finding | None:
-    if evidence.measurements < ENOUGH_MEASUREMENTS:
+    gradients = evidence.gradients
+    if gradients.steps < ENOUGH_MEASUREMENTS:
         return None
-    names = list(evidence.without_gradient)
-    reason = f"had no gradient, or one of zeros, in all of {evidence.measurements} measured steps"
-    if not names:
-        names = list(evidence.not_in_optimizer)
-        reason = "require gradients but are not among the optimizer's parameters"
-    if not names:
-        return None
-    return Finding(
-        "never_stepped",
-        f"{listed(names)} {reason}, so training does not change them. If they are meant to be trained, look for a "
-        "detached computation or a parameter that was replaced after the optimizer was built; else set "
-        "requires_grad=False",
-        tuple(names),
+    no_gradient = f"had no gradient in any of {gradients.steps} measured steps"
+    detached = "Look for detach() or torch.no_grad() around what is computed from them"
+    frozen = "if they are not meant to be trained, set requires_grad=False"
+    reasons = (
+        (
+            gradients.zero(),
+            f"had a gradient of zeros in all of {gradients.steps} measured steps",
+            f"Look for outputs that are masked or multiplied by zero; {frozen}",
+        ),
+        (
+            gradients.replaced(),
+            f"{no_gradient} and are not in the model",
+            "Build the optimizer after what replaces parameters, such as model.resize_token_embeddings",
+        ),
+        (
+            gradients.cut_off(),
+            f"{no_gradient}, although the same weights of later layers had one",
+            f"{detached}; {frozen}",
+        ),
+        (
+            gradients.most_of_all(),
+            f"{no_gradient} and are more than half of all weights",
+            f"{detached}; {frozen}",
+        ),
+        (
+            gradients.left_out_of_optimizer(),
+            "have gradients but are not among the optimizer's parameters",
+            f"Pass them to the optimizer; {frozen}",
+        ),
     )
+    for names, reason, remedy in reasons:
+        if names:
+            return Finding(
+                "never_stepped", f"{listed(names)} {reason}, so training does not change them. {remedy}", tuple(names)
+            )
+    return None
 
 
 def _left_in_fp32(evidence: Evidence) -> Finding | None:

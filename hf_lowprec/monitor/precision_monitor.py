@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
 from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.exact_update import FusedGroupUpdates
-from hf_lowprec.monitor.findings import Evidence, find, not_in_optimizer
+from hf_lowprec.monitor.findings import ENOUGH_MEASUREMENTS, Evidence, find
+from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.parameter_block import ParameterBlock
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.replayed_update import (
@@ -72,8 +73,8 @@ class PrecisionMonitor:
         every: measure the first step and then every `every`-th; 0 measures only when `measure_next_step` was called.
         dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
-        raise_errors: whether an error in a measurement ends the step; else it is logged at level DEBUG, and nothing
-            more is measured.
+        on_error: is called with an error in the hooks, after which nothing more is measured. Without it, the error ends
+            the step.
 
     Raises:
         ValueError: `every` is negative.
@@ -87,7 +88,7 @@ class PrecisionMonitor:
         every: int = 0,
         dtypes: Collection[torch.dtype] = LOW_PRECISION_DTYPES,
         across_ranks: bool = True,
-        raise_errors: bool = True,
+        on_error: Callable[[Exception], None] | None = None,
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} is negative; use 0 to measure only when measure_next_step() was called")
@@ -96,7 +97,7 @@ class PrecisionMonitor:
         self.every = every
         self.dtypes = dtypes
         self.across_ranks = across_ranks
-        self.raise_errors = raise_errors
+        self.on_error = on_error
         self._failed = False
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
@@ -139,16 +140,16 @@ class PrecisionMonitor:
                 optimizer=self.optimizer,
                 precision=precision,
                 dtypes=[param.dtype for param in self._params],
-                measurements=self._measurements,
-                without_gradient=[self._names[row] for row, seen in enumerate(self._gradient_seen) if not seen],
-                not_in_optimizer=self._not_in_optimizer,
+                gradients=self._gradients,
                 uncast_matrices=self._uncast_matrices,
             )
         )
 
-    @cached_property
-    def _not_in_optimizer(self) -> list[str]:
-        return [] if self.model is None else not_in_optimizer(self.model, self.optimizer)
+    @property
+    def unused(self) -> list[str]:
+        """The names of parameters that the task does not seem to use: none of at least 3 measured steps gave them a
+        gradient. Where something tells that this is a mistake, they are among the findings instead."""
+        return self._gradients.unused() if self._gradients.steps >= ENOUGH_MEASUREMENTS else []
 
     @cached_property
     def _uncast_matrices(self) -> list[str]:
@@ -170,8 +171,7 @@ class PrecisionMonitor:
         self._row = {param: row for row, param in enumerate(self._params)}
         self._names, self._kinds = _names_and_kinds(self.optimizer, self.model)
         self._size = row_size(len(self._params), sum(param.numel() for param in self._params))
-        self._measurements = 0
-        self._gradient_seen = [False] * len(self._params)
+        self._gradients = GradientRecord(self._names, self._params, self.model)
         self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
         self._blocks: dict[Any, ParameterBlock] = {}
         self._first_weights: dict[int, Tensor] = {}
@@ -211,10 +211,10 @@ class PrecisionMonitor:
         try:
             getattr(self, name)(*arguments)
         except Exception as error:
-            if self.raise_errors:
-                raise
-            logger.debug("hf_lowprec: nothing more is measured: %r", error)
             self._failed, self._running, self._finished = True, None, None
+            if self.on_error is None:
+                raise
+            self.on_error(error)
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class PrecisionMonitor:
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        self._running = _Measurement(number, with_decay, rates)
+        self._running = _Measurement(number, with_decay, rates, self._gradients.look())
         if isinstance(optimizer, LowPrecisionOptimizer):
             self._prepare_own(optimizer, self._running)
         else:
@@ -253,7 +253,7 @@ class PrecisionMonitor:
         self.steps += 1
         running, self._running = self._running, None
         if running is not None:
-            if not self._measurements:  # once is enough
+            if not self._gradients.steps:  # once is enough
                 self._check_replay(running)
             for block in running.blocks:
                 sums = block.sums(self._first_weights, self._first_compensations)
@@ -299,7 +299,7 @@ class PrecisionMonitor:
                     block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
                 if block.updates is not None:
                     block.exact = block.updates.compute(running.with_decay)
-                block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradient_seen)
+                block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradients.nonzero)
                 running.blocks.append(block)
                 if fused_group.enabled is not None:
                     running.enabled = fused_group.enabled
@@ -338,7 +338,7 @@ class PrecisionMonitor:
                     self._refuse(str(error))
             if is_measured and block.exact is None:
                 block.weight = block.samples.gather(block.weights, "weight")
-            block.look_for_gradients([local_shard(param.grad) for param in params], self._gradient_seen)  # type: ignore[arg-type]
+            block.look_for_gradients([local_shard(param.grad) for param in params], self._gradients.nonzero)  # type: ignore[arg-type]
         running.blocks += blocks.values()
         self._blocks = blocks
         self._add_unstepped(set(with_grad), running)
@@ -373,9 +373,8 @@ class PrecisionMonitor:
         table[:, COLUMN["has_gradient"]] = table[:, COLUMN["has_gradient"]].clamp(
             max=1
         )  # the number of shards with one
-        seen = (table[:, COLUMN["has_gradient"]] > 0).tolist()
-        self._gradient_seen = [before or now for before, now in zip(self._gradient_seen, seen, strict=True)]
-        self._measurements += 1
+        nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
+        self._gradients.add(finished.gradients, nonzero)
         rate = max(map(float, finished.learning_rates), default=None)
         return StepPrecision(finished.number, table, self._names, self._kinds, rate)
 
@@ -387,15 +386,19 @@ class _Measurement:
         number: of the step.
         with_decay: whether the weight decay is measured.
         learning_rates: those of the parameter groups.
+        gradients: which parameters have one, see `GradientRecord.look`.
         blocks: what is measured together.
         results: the rows of each block with their sums, after the step.
         enabled: whether the step is taken, a bool scalar on its device; None is yes.
     """
 
-    def __init__(self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor]) -> None:
+    def __init__(
+        self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor], gradients: list[bool]
+    ) -> None:
         self.number = number
         self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
         self.with_decay = with_decay
+        self.gradients = gradients
         self.blocks: list[ParameterBlock] = []
         self.results: list[tuple[list[int], Tensor]] = []
         self.enabled: Tensor | None = None

@@ -22,10 +22,11 @@ def model_of(dtype: torch.dtype | None, seed: int = 0) -> nn.Module:
     return model.to(dtype)
 
 
-def train(model: nn.Module, make: Callable, every: int = 4, steps: int = STEPS) -> list:
-    """All findings of a short run."""
+def train(model: nn.Module, make: Callable, every: int = 4, steps: int = STEPS, unused: tuple = ()) -> list:
+    """All findings of a short run, in which parameters with the names `unused` have no gradient."""
     optimizer = make([param for param in model.parameters() if param.requires_grad])
     monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=every)
+    assert monitor.unused == []
     rows = counting_data()
     found = {}
     for k in range(steps):
@@ -35,6 +36,7 @@ def train(model: nn.Module, make: Callable, every: int = 4, steps: int = STEPS) 
         optimizer.step()
         optimizer.zero_grad()
         found |= {finding.code: finding for finding in monitor.findings()}
+    assert monitor.unused == list(unused)
     return list(found.values())
 
 
@@ -113,18 +115,66 @@ def test_a_decay_that_does_not_arrive():
     assert "weight_decay=0.1" in finding.message
 
 
-def test_a_tensor_that_nothing_moves():
+def test_a_layer_cut_off_by_detach():
     model = model_of(None)
-    model.register_parameter("unused", nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)))
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output.detach())
     finding = only(train(model, adamw()), "never_stepped")
-    assert finding.tensors == ("unused",)
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    assert finding.tensors == (*names, "model.layers.0.post_attention_layernorm.weight")
+    assert "although the same weights of later layers had one" in finding.message
+    assert "Look for detach()" in finding.message
+
+
+def test_a_model_cut_off_by_detach():
+    model = model_of(None)
+    model.model.register_forward_hook(
+        lambda module, inputs, output: setattr(output, "last_hidden_state", output[0].detach())
+    )
+    finding = only(train(model, adamw()), "never_stepped")
+    assert finding.tensors == tuple(name for name, _ in model.named_parameters() if name != "lm_head.weight")
+    assert "are more than half of all weights" in finding.message
+
+
+@pytest.mark.parametrize("make", [adamw(), lambda params: torch.optim.AdamW(params, lr=1e-1)], ids=["ours", "torch's"])
+def test_parts_that_the_loss_does_not_use_are_no_finding(make):
+    """A pooler, a mask token, a last layer of which only the input is used, as in LLaVA's vision tower."""
+    model = model_of(None)
+    model.pooler = nn.Linear(32, 32).bfloat16()
+    model.mask_token = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    last = model.model.layers[-1]
+    last.forward = lambda hidden, *args, **kwargs: hidden
+    names = [f"model.layers.1.{name}" for name, _ in last.named_parameters()]
+    findings = train(model, make, unused=("mask_token", *names, "pooler.weight", "pooler.bias"))
+    assert "never_stepped" not in {finding.code for finding in findings}
+
+
+def test_what_is_unused_at_first_is_forgotten_when_it_has_a_gradient():
+    first, second = (nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = hf_lowprec.SGD([first, second], lr=1e-2)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, every=1)
+    for step in range(5):
+        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second) if step == 3 else None
+        optimizer.step()
+        assert monitor.findings() == []
+        assert monitor.unused == (["param_groups[0]['params'][1]"] if step == 2 else [])
 
 
 def test_a_tensor_with_gradients_of_zero():
     model = model_of(None)
     up = model.model.layers[0].mlp.up_proj.weight
     up.register_hook(torch.zeros_like)
-    assert only(train(model, adamw()), "never_stepped").tensors == ("model.layers.0.mlp.up_proj.weight",)
+    finding = only(train(model, adamw()), "never_stepped")
+    assert finding.tensors == ("model.layers.0.mlp.up_proj.weight",)
+    assert "a gradient of zeros in all of 7 measured steps" in finding.message
+
+
+def test_a_tensor_that_was_replaced():
+    model = model_of(None)
+    old = list(model.parameters())
+    model.model.norm.weight = nn.Parameter(torch.ones(32))
+    finding = only(train(model, lambda params: hf_lowprec.AdamW(old), unused=()), "never_stepped")
+    assert finding.tensors == (f"param_groups[0]['params'][{len(old) - 2}]",)
+    assert "are not in the model, so training does not change them. Build the optimizer after" in finding.message
 
 
 def test_embeddings_of_few_words_have_a_gradient():
@@ -143,7 +193,15 @@ def test_a_tensor_that_the_optimizer_does_not_have():
     model = model_of(None)
     norm = model.model.norm
     findings = train(model, lambda params: hf_lowprec.AdamW([p for p in params if p is not norm.weight]))
-    assert only(findings, "never_stepped").tensors == ("model.norm.weight",)
+    finding = only(findings, "never_stepped")
+    assert finding.tensors == ("model.norm.weight",)
+    assert "have gradients but are not among the optimizer's parameters" in finding.message
+
+
+def test_an_unused_tensor_that_the_optimizer_does_not_have():
+    model = model_of(None)
+    model.mask_token = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    assert train(model, lambda params: hf_lowprec.AdamW([p for p in params if p is not model.mask_token])) == []
 
 
 def test_a_head_added_after_the_cast():

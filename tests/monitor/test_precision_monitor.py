@@ -155,7 +155,7 @@ def test_measurements_that_nobody_reads_count_as_well():
     optimizer = torch.optim.SGD([first, second], lr=0.5)
     monitor = hf_lowprec.PrecisionMonitor(optimizer, every=1)
     for _ in range(3):
-        first.grad = torch.ones_like(first)
+        first.grad, second.grad = torch.ones_like(first), torch.zeros_like(second)
         optimizer.step()
     (finding,) = monitor.findings()
     assert (finding.code, finding.tensors) == ("never_stepped", ("param_groups[0]['params'][1]",))

@@ -14,14 +14,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.precision_report import precision_report
+from hf_lowprec.diagnostics.tensor_names import listed
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
-from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_weights, will_be_logged
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
+from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor import Finding, PrecisionMonitor, StepPrecision
+from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.initial_compensation import reset_compensations
@@ -62,7 +63,8 @@ class LowPrecisionCallback(TrainerCallback):
         dtype: `torch.bfloat16` or `torch.float16`.
         keep_fp32: modules to keep in FP32, in addition to norms and rotary embeddings, as for `cast_model`.
         report: print the precision report when training begins.
-        log_lost_updates: measure the precision of logged steps, log it, and warn.
+        log_lost_updates: measure the precision of logged steps, log it, and warn. An error in a measurement ends all
+            measurements, with a warning; with sharded weights, which the ranks measure together, it is raised.
         grad_accumulation: how the gradients of micro-batches are accumulated, as for `prepare_accelerator`.
         check_replicas_every: compare the weights and states of replicas every this many steps; 0 disables the check.
 
@@ -121,9 +123,9 @@ class LowPrecisionCallback(TrainerCallback):
         """The measurement of the step that is being logged; None if it was not measured."""
         self.findings: list[Finding] = []
         """What is wrong at this log."""
-        self._monitor: PrecisionMonitor | None = None
+        self._monitor: RunMonitor | None = None
         self._found: set[str] = set()
-        self._measured = False
+        self._noted_unused = False
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -191,7 +193,7 @@ class LowPrecisionCallback(TrainerCallback):
             )
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
-        self._watch(optimizer, kwargs["model"])
+        self._watch(optimizer, kwargs["model"], state)
         if state.is_world_process_zero:
             lines = self.reduction.lines() if self.reduction else []
             lines += quantization_notes(kwargs["model"])
@@ -206,15 +208,15 @@ class LowPrecisionCallback(TrainerCallback):
             if self.report:
                 print(self.report_text)
 
-    def _watch(self, optimizer: Any, model: nn.Module) -> None:
+    def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
         if self._monitor is not None:
             self._monitor.close()
         self._monitor, self.precision, self.findings = None, None, []
         self._found.clear()
-        self._measured = False
+        self._noted_unused = False
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
-            self._monitor = PrecisionMonitor(optimizer, model)
+            self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
 
     def _warn_of_broken_layers(self, device: torch.device) -> None:
         """Warn about convolutions that this device computes wrongly in 16 bits. Errors here do not stop training."""
@@ -251,10 +253,8 @@ class LowPrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the coming step if it will be logged."""
-        step = state.global_step + 1
-        if self._monitor is not None and will_be_logged(step, args, state, self._measured):
-            self._monitor.measure_next_step(step)
-            self._measured = True
+        if self._monitor is not None:
+            self._monitor.measure_if_logged(args, state)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -276,10 +276,10 @@ class LowPrecisionCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        if self._monitor is not None and self._measured:
-            self._measured = False
-            self.precision = self._monitor.last
-            self._look_for_findings(state)
+        if self._monitor is not None:
+            self._monitor.look()
+            self.precision, self.findings = self._monitor.precision, self._monitor.findings
+            self._report_findings(state, self._monitor.unused)
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -288,15 +288,18 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _look_for_findings(self, state: TrainerState) -> None:
-        """Warn of what was not found before."""
-        assert self._monitor is not None
-        self.findings = self._monitor.findings()
+    def _report_findings(self, state: TrainerState, unused: Sequence[str]) -> None:
+        """Warn of what was not found before, and note parameters that the task does not use."""
         new = [finding for finding in self.findings if finding.code not in self._found]
         self._found.update(finding.code for finding in new)
-        if state.is_world_process_zero:
-            for finding in new:
-                logger.warning("hf_lowprec: %s", finding.message)
+        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
+        if not state.is_world_process_zero:
+            return
+        for finding in new:
+            logger.warning("hf_lowprec: %s", finding.message)
+        if note:
+            reason = "had no gradient in any measured step: the loss does not depend on them"
+            logger.info("hf_lowprec: %s %s", listed(unused), reason)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

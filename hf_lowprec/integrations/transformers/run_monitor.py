@@ -1,0 +1,122 @@
+"""Measures a Trainer's run: the steps that will be logged, if 16-bit weights are trained. Errors do not end the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_lowprec.monitor import Finding, PrecisionMonitor, StepPrecision
+from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+_MEASURE_EVERY = 64
+"""Steps between measurements if it is not known in advance which step will be logged."""
+
+logger = logging.getLogger(__name__)
+
+
+class RunMonitor:
+    """A `PrecisionMonitor` that ends itself, with one warning, if it raises an error.
+
+    It lets the error pass if ranks measure shards together: the others would wait for a rank that has stopped.
+
+    Args:
+        optimizer: the optimizer.
+        model: the model.
+        warns: whether to warn; else another rank does.
+        across_ranks: see `PrecisionMonitor`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, warns: bool, across_ranks: bool) -> None:
+        self.measured = False
+        """Whether a step was measured since the last log."""
+        self.precision: StepPrecision | None = None
+        """The measurement of the step that is being logged."""
+        self.findings: list[Finding] = []
+        """What it gives reason to warn of."""
+        self.unused: list[str] = []
+        """See `PrecisionMonitor.unused`."""
+        self._warns = warns
+        self._ended = False
+        self._monitor: PrecisionMonitor | None = None
+        self._with_others = across_ranks and any(map(is_sharded, _parameters(optimizer)))
+        with self._surviving_errors():
+            self._monitor = PrecisionMonitor(optimizer, model, across_ranks=across_ranks, on_error=self._end)
+
+    def measure_if_logged(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Measure the coming step if it will be logged."""
+        step = state.global_step + 1
+        if self._monitor is None or self._ended or not will_be_logged(step, args, state, self.measured):
+            return
+        with self._surviving_errors():
+            self._monitor.measure_next_step(step)
+            self.measured = True
+
+    def look(self) -> None:
+        """Evaluate what was measured since the last log."""
+        measured, self.measured = self.measured, False
+        self.precision, self.findings = None, []
+        if self._ended:
+            self.close()
+        if self._monitor is None or not measured:
+            return
+        with self._surviving_errors():
+            self.precision, self.findings = self._monitor.last, self._monitor.findings()
+            self.unused = self._monitor.unused
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._monitor is not None:
+            self._monitor.close()
+        self._monitor = None
+
+    @contextmanager
+    def _surviving_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Measure nothing more. The hooks stay until the next log: an optimizer that runs them cannot lose them."""
+        if self._with_others:
+            raise error
+        if self._warns and not self._ended:
+            logger.warning(
+                "hf_lowprec: training goes on, but its precision is not measured any more, because of an error: %r",
+                error,
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+            )
+        self._ended = True
+
+
+def steps_16_bit_weights(optimizer: Any) -> bool:
+    """Whether `optimizer` can be watched, and has parameters in 16 bits."""
+    return isinstance(optimizer, torch.optim.Optimizer) and any(
+        param.dtype in LOW_PRECISION_DTYPES for param in _parameters(optimizer)
+    )
+
+
+def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
+    """Whether to measure step number `step`.
+
+    Args:
+        step: the number of the coming step, from 1.
+        args: the Trainer's arguments.
+        state: the Trainer's state.
+        measured: whether a step was measured since the last log.
+    """
+    if args.logging_strategy == IntervalStrategy.STEPS:
+        return step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
+    return step % _MEASURE_EVERY == 0 or not measured
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
