@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate, stored_values
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
-from hf_lowprec.optim.sharding import is_sharded, local_shard
+from hf_lowprec.optim.sharding import local_shard
 
 NOT_ELEMENTWISE = (
     *("adafactor", "muon", "lamb", "lars", "lbfgs", "shampoo", "soap", "novograd", "galore", "prodigy", "dadapt"),
@@ -96,6 +96,9 @@ class ReplayedUpdates:
         wide = {name: value.double() if is_matrix(value) else value for name, value in state.items()}
         weight = stored_weight.double()
         new_weight, new_state = replay(self.optimizer, self.group, weight, grad.double(), wide)
+        for name, value in new_state.items():  # created by the first step
+            if isinstance(value, Tensor) and value.shape == weight.shape and not is_plain(value):
+                raise ReplayRefused(f"the state {name!r} is stored as codes")
         may_be_random = not is_of_torch(self.optimizer)
         exact = ExactUpdate(
             weight=stored_weight.float(),
@@ -145,9 +148,14 @@ def is_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor, or its local shard, is a floating-point one whose elements are in memory as they are."""
+    return tensor.is_floating_point() and type(local_shard(tensor)) in (Tensor, nn.Parameter)
+
+
 def is_elementwise(value: Any, param: Tensor) -> bool:
-    """Whether a state has one number for each element of its parameter."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape
+    """Whether a state is a plain tensor with one number for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape and is_plain(value)
 
 
 def compensation_of(state: dict[str, Any]) -> Tensor | None:
@@ -191,11 +199,11 @@ def state_signature(state: dict[str, Any], param: Tensor) -> tuple[Any, ...]:
         if value is None or isinstance(value, int | float | str):
             signature += (name, value)
         elif is_elementwise(value, param):
-            if not value.is_floating_point() or not (type(value) is Tensor or is_sharded(value)):
-                raise ReplayRefused(f"the state {name!r} is stored as codes")
             signature += (name, value.dtype)
         elif isinstance(value, Tensor) and value.dim() == 0:
             signature += (name, float(value))
+        elif isinstance(value, Tensor) and value.shape == param.shape:
+            raise ReplayRefused(f"the state {name!r} is stored as codes")
         else:
             raise ReplayRefused(f"the state {name!r} does not have its parameter's shape")
     return tuple(signature)
@@ -220,20 +228,23 @@ def replay(
         **settings: hyperparameters to replace.
 
     Raises:
-        ReplayRefused: the step raises an error.
+        ReplayRefused: the step raises an error, or could change tensors that the optimizer keeps elsewhere.
     """
+    own = {name: value for name, value in vars(optimizer).items() if _belongs_to_clone(name, value)}
+    for name, value in own.items():
+        if _contains_tensors(value):
+            raise ReplayRefused(f"its step may change the tensors in its attribute {name!r}")
     param = nn.Parameter(weight.clone())
     if grad.dtype != weight.dtype:
         param.grad_dtype = None  # any
     param.grad = grad.clone()
     clone = object.__new__(type(optimizer))
-    own = {name: _copied(value) for name, value in vars(optimizer).items() if _belongs_to_clone(name, value)}
     values = {name: _copied(value) for name, value in state.items()}
     shared = {name: _copied(value) for name, value in group.items() if name != "params"}
     try:
         clone.__setstate__(
             {
-                **own,
+                **{name: _copied(value) for name, value in own.items()},
                 "defaults": dict(optimizer.defaults),
                 "state": defaultdict(dict, {param: values} if values else {}),
                 "param_groups": [{**shared, **settings, "params": [param]}],
@@ -252,7 +263,18 @@ def _copied(value: Any) -> Any:
 
 def _belongs_to_clone(name: str, value: Any) -> bool:
     """Whether a clone gets an attribute. Methods that schedulers and others have replaced would step the original."""
+    if name in ("defaults", "state", "param_groups"):  # the clone has its own
+        return False
     return not callable(value) and "hook" not in name and not isinstance(value, OrderedDict | torch.optim.Optimizer)
+
+
+def _contains_tensors(value: Any) -> bool:
+    """Whether a container has tensors in it; a clone would share them with the original."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if not isinstance(value, list | tuple | set):
+        return False
+    return any(isinstance(item, Tensor) or _contains_tensors(item) for item in value)
 
 
 @contextmanager
