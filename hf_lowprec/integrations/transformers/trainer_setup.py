@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from hf_lowprec.optim.initial_compensation import starts_with_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.validation import keywords
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 def build(call: TrainerCall) -> None:
@@ -97,6 +100,7 @@ def create_accelerator(call: TrainerCall) -> None:
 def create_optimizer(call: TrainerCall) -> Any:
     """`Trainer.create_optimizer`: first cast what was added to the model since the Trainer was built."""
     _cast_additions(call.trainer, call.arguments.get("model"))
+    _warn_of_overwritten_weight_decay(call.trainer)
     return call.proceed()
 
 
@@ -144,6 +148,21 @@ def _cast_additions(trainer: Trainer, model: nn.Module | None) -> None:
         attachment = attachment_of(trainer)
         keep_low_bits = attachment is not None and attachment.callback.keep_low_bits
         cast_model(whole, min(dtypes, key=str), keep_low_bits=keep_low_bits)
+
+
+def _warn_of_overwritten_weight_decay(trainer: Trainer) -> None:
+    """Warn, before the optimizer is built, if it will not have the weight decay of `optimizer_cls_and_kwargs`."""
+    cls, kwargs = trainer.optimizer_cls_and_kwargs or (None, dict[str, Any]())
+    if trainer.optimizer is not None or not (isinstance(cls, type) and issubclass(cls, LowPrecisionOptimizer)):
+        return
+    decay = kwargs.get("weight_decay")
+    if decay is not None and decay != trainer.args.weight_decay and trainer.is_world_process_zero():
+        logger.warning(
+            "hf_lowprec: weight_decay=%s in optimizer_cls_and_kwargs has no effect: Trainer gives param groups the "
+            "weight_decay=%s of TrainingArguments, or 0 if its parameters are biases or norms. Set it there",
+            decay,
+            trainer.args.weight_decay,
+        )
 
 
 def _optimizer_settings(arguments: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -52,6 +52,18 @@ def test_every_log_with_the_precision_of_its_step(tmp_path, capsys):
     assert part.run.report in capsys.readouterr().out
 
 
+def test_a_stock_optimizer_writes_it_with_the_callback_only(tmp_path):
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-5, "logging_steps": 1, "max_steps": 1}
+    trained(tmp_path / "stock", model=llama().bfloat16(), **settings)
+    assert not (tmp_path / "stock" / METRICS_NAME).exists()
+    callback = hf_lowprec.LowPrecisionCallback(report=False)
+    trained(tmp_path / "watched", model=llama().bfloat16(), callbacks=[callback], **settings)
+    (part,) = read_metrics(tmp_path / "watched").parts
+    assert (part.run.optimizer, part.run.optim) == ("AdamW", "adamw_torch")
+    assert part.steps[0].measured.by_kind["all"]["lost_updates"] > 0.5
+    assert "were lost in rounding (torch.optim.AdamW" in part.steps[0].measured.findings[0]
+
+
 def test_the_run_record_counts_parameters_by_kind_and_dtype(tmp_path):
     trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
     run = read_metrics(tmp_path).parts[0].run
