@@ -179,7 +179,7 @@ def _activations(model: PreTrainedModel, dtype: str, setup: Setup, notes: dict[s
             found[checkpointing] = estimate_activations(model, *size, checkpointing)
         except InputError as error:
             if checkpointing == setup.gradient_checkpointing:
-                notes[f"Activations are not included: {error}."] = None
+                notes[f"Activations in {dtype} are not included: {error}."] = None
                 return None
     chosen, other = (found.get(each) for each in (setup.gradient_checkpointing, not setup.gradient_checkpointing))
     assert chosen is not None

@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
     T5Config,
     Trainer,
     TrainerCallback,
@@ -399,8 +400,24 @@ def test_activations_that_cannot_be_estimated_are_said_to_be_missing(tmp_path):
     config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     folder = write_config(tmp_path / "vit", config, architectures=["ViTForImageClassification"])
     output = " ".join(run(folder, "--batch-size", 2, "--sequence-length", 8, "--gpu-memory", 80).output.split())
-    assert "Activations are not included: ViTForImageClassification takes pixel_values" in output
+    assert "Activations in BF16 are not included: ViTForImageClassification takes pixel_values" in output
     assert "left for" in output and "free of" not in output
+
+
+def test_activations_may_be_missing_in_one_dtype_only(tmp_path):
+    """torch has no grouped product of FP32 matrices without values, which routed experts need."""
+    config = MixtralConfig(**TINY, num_local_experts=2, num_key_value_heads=2)
+    folder = write_config(tmp_path / "moe", config, architectures=["MixtralForCausalLM"])
+    result = json.loads(run(folder, "--batch-size", 1, "--sequence-length", 16, "--lora", 2, "--json").output)
+    fp32, kahan, _, lora = result["rows"]
+    assert fp32["activations_per_gpu"] is None and lora["activations_per_gpu"] is None
+    assert kahan["activations_per_gpu"] > 0
+    missing, counted, of_lora = result["notes"]
+    assert missing.startswith(
+        "Activations in FP32 are not included: MixtralForCausalLM does not run on tensors without"
+    )
+    assert counted.startswith("Activations of 1 x 16 tokens per GPU in BF16")
+    assert of_lora == "Activations of LoRA are not estimated."
 
 
 def test_why_parameters_stay_in_fp32_is_said_with_their_number(tmp_path):

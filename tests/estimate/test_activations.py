@@ -37,6 +37,10 @@ MODELS = {
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         ),
     ),
+    "mixtral": (
+        MixtralForCausalLM,
+        lambda: MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=4, num_key_value_heads=2),
+    ),
     "bert": (BertForMaskedLM, lambda: BertConfig(**SIZES, **NO_DROPOUT, intermediate_size=128)),
     "t5": (
         T5ForConditionalGeneration,
@@ -83,6 +87,7 @@ CASES = [
     ("llama", "eager", "adamw_torch", True),
     ("gpt2", "sdpa", "adamw_torch", False),
     ("gpt2", "eager", "adamw_bf16_kahan", True),
+    ("mixtral", "sdpa", "adamw_bf16_kahan", False),
     ("bert", "sdpa", "adamw_bf16_kahan", True),
     ("bert", "eager", "adamw_torch", False),
     ("t5", "eager", "adamw_bf16_kahan", False),  # sdpa: a CPU has no fused kernel for a position bias with gradients
@@ -140,8 +145,8 @@ def test_what_cannot_be_estimated_is_said():
         estimate_activations(build("bert", "eager", "meta"), 1, 1000)  # more tokens than positions
 
 
-def test_routed_experts_are_refused():
-    """Which expert gets how many tokens depends on values."""
+def test_routed_experts_in_fp32_are_refused():
+    """torch's grouped product of matrices takes only BF16 on the meta device."""
     with torch.device("meta"):
         model = MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4))
     with pytest.raises(InputError, match="MixtralForCausalLM does not run on tensors without values"):
