@@ -15,7 +15,7 @@ from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
-from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_weights, will_be_logged
+from hf_lowprec.integrations.transformers.measured_steps import is_never_logged, steps_16_bit_weights, will_be_logged
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
@@ -301,11 +301,13 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """If the best weights were loaded, cast adapters again and reset compensations.
+        """Warn of findings if there was no log; if the best weights were loaded, cast adapters again.
 
-        PEFT loads adapters in FP32, and the compensations belong to the last weights.
+        PEFT loads adapters in FP32. Compensations are then reset, since they belong to the last weights.
         """
         if self._monitor is not None:
+            if self._measured and is_never_logged(args, state):
+                self._look_for_findings(state)
             self._monitor.close()
         if not args.load_best_model_at_end:
             return

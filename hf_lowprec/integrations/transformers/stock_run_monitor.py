@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_weights, will_be_logged
+from hf_lowprec.integrations.transformers.measured_steps import is_never_logged, steps_16_bit_weights, will_be_logged
 from hf_lowprec.monitor import PrecisionMonitor
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
@@ -88,7 +88,9 @@ class StockRunMonitor(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop watching."""
+        """Stop watching; a run without logs has its warning now."""
+        if is_never_logged(args, state):
+            self._attempt(self._look)
         self._stop()
 
     def _stop(self) -> None:
