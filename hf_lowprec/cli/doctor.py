@@ -117,6 +117,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.doctor.prediction import count_weights, predict_rounding
     from hf_lowprec.doctor.saved_directions import saved_directions
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+    from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
     from hf_lowprec.user_inputs.model_files import find_model_folder
 
     if plot is not None and find_spec("matplotlib") is None:
@@ -133,7 +134,11 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         raise typer.BadParameter(str(error)) from None
     problems, advice = find_problems(prediction), recommend(prediction, settings["optim_args"])
     if plot is not None:
-        prediction_report.plot_prediction(prediction, plot)
+        try:
+            with explain_input_errors(f"{str(plot)!r} cannot be written"):
+                prediction_report.plot_prediction(prediction, plot)
+        except InputError as error:
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
     if as_json:
         numbers = prediction_report.prediction_numbers(prediction, model, settings["optim_args"])
         typer.echo(json.dumps(numbers, indent=1))
@@ -147,7 +152,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         typer.echo(
             "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come."
         )
-        typer.echo(f"\noptim={run.optim!r}: {'' if problems else 'no problem found.'}")
+        typer.echo(f"\noptim={run.optim!r}:{'' if problems else ' no problem found.'}")
         for problem in problems:
             typer.echo(f"- {problem}")
         typer.echo(f"\n{advice}")

@@ -88,6 +88,11 @@ def test_advice_for_fine_tuning_pretraining_and_no_training_at_all(model):
     assert tiny["advice"]["optim"] is None and "train in FP32" in tiny["advice"]["text"]
 
 
+def test_options_of_another_library_are_not_recommended(model):
+    _, found = numbers(model, *FINE_TUNING, "--optim-args", "foo=1")
+    assert (found["advice"]["optim"], found["advice"]["optim_args"]) == ("adamw_bf16_kahan", None)
+
+
 def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
     options = ("--lr", 2e-5, "--steps", 100, "--scheduler", "constant", "--optim", "adamw_bf16_sr", "--optim-args")
     _, found = numbers(model, *options, "rounding=nearest:0.25|kahan")
@@ -151,6 +156,7 @@ def test_the_plot_is_a_png(tmp_path, model):
     result = run(model, *PRETRAINING, "--plot", tmp_path / "lost.png")
     assert result.exit_code == 1, result.output
     assert (tmp_path / "lost.png").read_bytes()[:4] == b"\x89PNG"
+    assert "lost.xyz' cannot be written: Format 'xyz'" in refused(model, *PRETRAINING, "--plot", tmp_path / "lost.xyz")
 
 
 @pytest.mark.parametrize(
