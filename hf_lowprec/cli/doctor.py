@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -143,19 +144,19 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         numbers = prediction_report.prediction_numbers(prediction, model, settings["optim_args"])
         typer.echo(json.dumps(numbers, indent=1))
     else:
-        console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
+        width = Console().width
+        console = Console(width=max(width, WIDTH))  # a truncated number would be wrong
         console.print(prediction_report.prediction_table(prediction))
         sizes = "as in the checkpoint's moments" if prediction.measured else "as if gradients were noise"
-        typer.echo(
-            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of"
-        )
-        typer.echo(
+        legend = (
+            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of "
             "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come."
         )
+        typer.echo(textwrap.fill(legend, width))
         typer.echo(f"\noptim={run.optim!r}:{'' if problems else ' no problem found.'}")
         for problem in problems:
-            typer.echo(f"- {problem}")
-        typer.echo(f"\n{advice}")
+            typer.echo(textwrap.fill(f"- {problem}", width, subsequent_indent="  "))
+        typer.echo("\n" + textwrap.fill(str(advice), width, break_long_words=False, break_on_hyphens=False))
     raise typer.Exit(int(bool(problems)))
 
 
