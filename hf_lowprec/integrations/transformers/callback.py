@@ -321,9 +321,13 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
-    """The numbers that are added to Trainer's logs."""
+    """The numbers that are added to Trainer's logs; except `lost_updates`, none whose standard error is 1 or more.
+
+    Stochastic rounding changes weights by far more than a small weight decay, of which a step then says nothing.
+    """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
-    shares = [text for name in LOGGED_SHARES for text in (name, f"{name}_error")]
+    known = [name for name in LOGGED_SHARES if name == LOST_UPDATES or whole.get(f"{name}_error", 0.0) < 1]
+    shares = [text for name in known for text in (name, f"{name}_error")]
     numbers = {name: whole[name] for name in shares if name in whole}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if "never_moved" in norms else {})
 
