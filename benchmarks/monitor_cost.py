@@ -7,6 +7,9 @@ model. Measured and plain steps alternate, so that other load affects both alike
 their processor times, which other processes disturb less than the clock, and the difference as a share of a plain step.
 Logged every n-th step, a run pays an n-th of that share.
 
+`under Trainer` is the whole cost at `logging_steps=1`: Trainers with `log_lost_updates` and without it take turns, and
+steps are timed from the beginning of one to the beginning of the next, so that logs and the metrics file count.
+
     python benchmarks/monitor_cost.py [--steps 60] [--output FILE]
 """
 
@@ -16,6 +19,7 @@ import argparse
 import json
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
@@ -39,12 +43,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 INTERVALS = (1, 50, 500)
 BATCH, LENGTH, VOCABULARY, WARM_UP = 8, 128, 512, 4
+STEPS_AT_ONCE = 15
 
 
 def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
     """Train one model with one optimizer, and compare measured steps with plain ones."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **MODELS[model_name]))
+    model = build_model(model_name)
     if optimizer_name.startswith("hf_lowprec"):
         hf_lowprec.cast_model(model)
     else:
@@ -68,6 +72,19 @@ def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         if k >= WARM_UP:
             times[measured].append(time.process_time() - began)
+    return summary(model_name, optimizer_name, model, times)
+
+
+def build_model(name: str) -> LlamaForCausalLM:
+    """One of `MODELS`, with random weights."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=4, **MODELS[name]))
+
+
+def summary(
+    model_name: str, optimizer_name: str, model: torch.nn.Module, times: dict[bool, list[float]]
+) -> dict[str, Any]:
+    """The medians of the times without and with measurement, in seconds, and their difference as a share."""
     plain, with_monitor = (statistics.median(times[which]) for which in (False, True))
     share = (with_monitor - plain) / plain
     return {
@@ -81,6 +98,50 @@ def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
     }
 
 
+class StepTimes(TrainerCallback):
+    """Records the processor time from the beginning of each step to the beginning of the next."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Take the time."""
+        self.began.append(time.process_time())
+
+    def times(self) -> list[float]:
+        """Processor seconds of each step after the first ones."""
+        return [end - begin for begin, end in zip(self.began, self.began[1:], strict=False)][WARM_UP:]
+
+
+def measure_under_trainer(model_name: str, steps: int) -> dict[str, Any]:
+    """Train one model with Trainers that log every step, with `lost_updates` and without."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": ids, "labels": ids}] * (BATCH * STEPS_AT_ONCE)
+    for k in range(2 * max(steps // STEPS_AT_ONCE, 1)):
+        measured, recorder = k % 2 == 1, StepTimes()
+        model = build_model(model_name)
+        with tempfile.TemporaryDirectory() as folder:
+            Trainer(
+                model=model,
+                args=TrainingArguments(
+                    output_dir=folder,
+                    optim="adamw_bf16_kahan",
+                    learning_rate=1e-4,
+                    logging_steps=1,
+                    max_steps=STEPS_AT_ONCE,
+                    per_device_train_batch_size=BATCH,
+                    save_strategy="no",
+                    report_to=[],
+                    disable_tqdm=True,
+                ),
+                train_dataset=rows,
+                callbacks=[hf_lowprec.LowPrecisionCallback(log_lost_updates=measured, report=False), recorder],
+            ).train()
+        times[measured] += recorder.times()
+    return summary(model_name, "adamw_bf16_kahan under Trainer", model, times)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure all combinations and print them; write them to a file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,6 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     results = [measure(model, optimizer, options.steps) for model in MODELS for optimizer in OPTIMIZERS]
+    results += [measure_under_trainer(model, options.steps) for model in MODELS]
     for result in results:
         shares = ", ".join(f"{share:.2%} at {n}" for n, share in result["share of a step by interval"].items())
         print(

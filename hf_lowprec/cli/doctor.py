@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -121,6 +122,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.doctor.prediction import count_weights, predict_rounding
     from hf_lowprec.doctor.saved_directions import saved_directions
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+    from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
     from hf_lowprec.user_inputs.model_files import find_model_folder
 
     try:
@@ -133,24 +135,28 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         raise typer.BadParameter(str(error)) from None
     problems, advice = find_problems(prediction), recommend(prediction, settings["optim_args"])
     if plot is not None:
-        prediction_report.plot_prediction(prediction, plot)
+        try:
+            with explain_input_errors(f"{str(plot)!r} cannot be written"):
+                prediction_report.plot_prediction(prediction, plot)
+        except InputError as error:
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
     if as_json:
         numbers = prediction_report.prediction_numbers(prediction, model, settings["optim_args"])
         typer.echo(json.dumps(numbers, indent=1))
     else:
-        console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
+        width = Console().width
+        console = Console(width=max(width, WIDTH))  # a truncated number would be wrong
         console.print(prediction_report.prediction_table(prediction))
         sizes = "as in the checkpoint's moments" if prediction.measured else "as if gradients were noise"
-        typer.echo(
-            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of"
-        )
-        typer.echo(
+        legend = (
+            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of "
             "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come."
         )
-        typer.echo(f"\noptim={run.optim!r}: {'' if problems else 'no problem found.'}")
+        typer.echo(textwrap.fill(legend, width))
+        typer.echo(f"\noptim={run.optim!r}:{'' if problems else ' no problem found.'}")
         for problem in problems:
-            typer.echo(f"- {problem}")
-        typer.echo(f"\n{advice}")
+            typer.echo(textwrap.fill(f"- {problem}", width, subsequent_indent="  "))
+        typer.echo("\n" + textwrap.fill(str(advice), width, break_long_words=False, break_on_hyphens=False))
     raise typer.Exit(int(bool(problems)))
 
 

@@ -44,24 +44,31 @@ class Setup(NamedTuple):
 def estimate(
     model: Annotated[str, typer.Argument(help="A name on the Hub, or a folder; only its config.json is read.")],
     optim: Annotated[
-        list[str] | None, typer.Option(help="As in TrainingArguments; can be repeated to compare optimizers.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="As in TrainingArguments; can be repeated to compare optimizers."),
     ] = None,
     optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments; applies to every --optim.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs over which FSDP2 shards the training state.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of GPUs over which FSDP2 shards the training state.")
+    ] = 1,
     gradient_accumulation_steps: Annotated[
         int,
         typer.Option(
-            min=1, help="As in TrainingArguments; with more than 1, FSDP2 keeps unsharded gradients on every GPU."
+            min=1,
+            metavar="N",
+            help="As in TrainingArguments; with more than 1, FSDP2 keeps unsharded gradients on every GPU.",
         ),
     ] = 1,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=0, help="Memory of each GPU in GiB; shows how much of it remains.")
+        float | None,
+        typer.Option(min=0, metavar="N", help="Memory of each GPU in GiB; shows how much of it remains."),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per GPU and micro-batch; adds activations.")
+        int | None, typer.Option(min=1, metavar="N", help="Sequences per GPU and micro-batch; adds activations.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence, without padding; goes with --batch-size.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens per sequence, without padding; goes with --batch-size."),
     ] = None,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="As in TrainingArguments.")
@@ -70,7 +77,7 @@ def estimate(
         bool, typer.Option("--compare", help="Also show rounded BF16, 8-bit AdamW and Adafactor.")
     ] = False,
     lora: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Also show LoRA of this rank on all linear layers.")
+        int | None, typer.Option(min=1, metavar="N", help="Also show LoRA of this rank on all linear layers.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:

@@ -99,7 +99,8 @@ def _print(inspection: Inspection, console: Console) -> None:
         sentence(f"- {line}", indent="  ")
     console.print()
     if not inspection.findings:
-        sentence("Nothing wrong was found.")
+        unread = any(facts.notes for facts in inspection.checkpoints)
+        sentence(f"Nothing wrong was found{' in what could be read' if unread else ''}.")
     else:
         sentence(f"{counted(len(inspection.findings), 'finding')}:")
     for number, finding in enumerate(inspection.findings, 1):

@@ -76,11 +76,14 @@ def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:
 
     Args:
         prediction: for a run.
-        optim_args: those that the user has given; the recommendation keeps all but the rounding.
+        optim_args: those that the user has given; the recommendation keeps all but the rounding, and none of another
+            library's optimizer.
     """
     run = prediction.run
     kept = [
-        pair for pair in (optim_args or "").split(",") if pair.partition("=")[0].strip() not in ("", *_ROUNDING_OPTIONS)
+        pair
+        for pair in (optim_args or "").split(",")
+        if run.is_ours and pair.partition("=")[0].strip() not in ("", *_ROUNDING_OPTIONS)
     ]
     stochastic, kahan = (prediction.by_mode[mode] for mode in ("stochastic", "kahan"))
     noise = max((part.noise for part in stochastic.values()), default=0.0)

@@ -16,16 +16,19 @@ _FP32 = "FP32"
 
 
 def prediction_table(prediction: Prediction) -> Table:
-    """One row for each part of the model: what is lost to nearest, and what noise the other modes add."""
+    """One row for each part of the model: what is lost to nearest, and what noise the other modes add.
+
+    It fits 80 columns, unless updates vanish in several stretches of steps.
+    """
     from rich import box
     from rich.table import Table
 
     run = prediction.run
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     for heading, justify in (
-        ("part", "left"), ("parameters", "right"), ("nearest\nlost", "right"), ("\nvanishing in steps", "left"),
-        ("stochastic\nnoise", "right"), ("\nblurred in steps", "left"), ("kahan\nnoise", "right"),
-        ("\nblurred in steps", "left"),
+        ("part", "left"), ("parameters", "right"), ("nearest\n\nlost", "right"), ("\nvanishing\nin steps", "left"),
+        ("stochastic\n\nnoise", "right"), ("\nblurred\nin steps", "left"), ("kahan\n\nnoise", "right"),
+        ("\nblurred\nin steps", "left"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for kind, parameters in prediction.parameters.items():

@@ -48,7 +48,7 @@ def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "nonfinite",
         (name for name, tensor in facts.tensors.items() if tensor.nonfinite),
-        "{count} contain NaN or infinity: {names}. Go back to an earlier checkpoint, and look for the step in the log "
+        "{count} with NaN or infinity: {names}. Go back to an earlier checkpoint, and look for the step in the log "
         'where the gradient norm is not finite; optim_args="skip_nonfinite=True" leaves such steps out.',
     )
 
@@ -62,7 +62,7 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
         return finding(
             "norms_at_initial_value",
             stepped,
-            "{count} stayed at the initial value although gradients reached it: {names}. In 16 bits, a norm at 1.0 "
+            "{count} stayed at the initial value although gradients arrived: {names}. In 16 bits, a norm at 1.0 "
             f"does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). {KEEP_NORMS}.",
             noun="norm",
         )
@@ -111,7 +111,7 @@ def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> lis
     return finding(
         "at_initial_value",
         names,
-        "{count} are at their initial value although gradients have reached them: {names}. Check that nothing resets "
+        "{count} stayed at the initial value although gradients arrived: {names}. Check that nothing resets "
         "them or sets their learning rate to zero.",
     )
 
@@ -162,7 +162,7 @@ def _fp32_among_16_bits(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "fp32_among_16_bits",
         names,
-        f"{{count}} are FP32 matrices in a model of 16-bit matrices: {{names}}. They take {extra:,.1f} MiB more "
+        f"{{count}} in FP32 in a model of 16-bit matrices: {{names}}. This takes {extra:,.1f} MiB more "
         "than in 16 bits, and three times as much again for gradient and moments. If that is not intended, convert "
         "the model with hf_lowprec.cast_model before training.",
     )
@@ -176,7 +176,7 @@ def _norms_of_16_bits(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "norms_of_16_bits",
         low if high >= len(low) else [],
-        f"{{count}} are in 16 bits, while {high} are FP32: {{names}}. hf_lowprec.cast_model keeps all norms "
+        f"{{count}} in 16 bits, while {high} are FP32: {{names}}. hf_lowprec.cast_model keeps all norms "
         "in FP32; load the checkpoint with dtype=torch.float32 and let it convert the rest.",
         noun="norm",
     )

@@ -76,10 +76,12 @@ def lines_on_one(facts: CheckpointFacts) -> Iterator[str]:
 
 def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     low = any(tensor.dtype in LOW_PRECISION_DTYPES for tensor in facts.tensors.values())
+    groups = []
     for group in {id(state.group): state.group for state in facts.states}.values():
         settings = [f"{key} {value:.3g}" for key, value in group.describe().items() if isinstance(value, float)]
         rounding = f"; 16-bit weights: rounding {group.rounding}" if group.rounding and low else ""
-        yield f"Param group of {group.optimizer}: {', '.join(settings)}{rounding}."
+        groups.append(f"Param group of {group.optimizer}: {', '.join(settings)}{rounding}.")
+    yield from dict.fromkeys(groups)
     nbytes: dict[tuple[str, str], int] = defaultdict(int)
     for state in facts.states:
         for name, dtype in state.dtypes.items():

@@ -67,7 +67,8 @@ class Comparison:
     def has_moved(self, name: str) -> bool:
         """Whether a tensor has changed, or has a compensation, which holds changes that are still to come."""
         state = self.later.state_of().get(name)
-        return self.changes[name].moved > 0 or (state is not None and state.compensation)
+        pending = self.steps != 0 and state is not None and state.compensation
+        return self.changes[name].moved > 0 or pending
 
 
 def compare_checkpoints(
@@ -85,7 +86,7 @@ def compare_checkpoints(
         progress: called with the name of each tensor before it is compared.
 
     Raises:
-        InputError: they have no tensor in common, or the second one is the earlier.
+        InputError: they have no tensor of equal name and shape in common, or the second one is the earlier.
     """
     (before, before_facts), (after, after_facts) = earlier, later
     steps = _steps_between(before_facts, after_facts, given)
@@ -103,6 +104,12 @@ def compare_checkpoints(
         progress(name)
         decay = _decay(name, states.get(name), after_facts, given, steps)
         changes[name] = tensor_change(before.weights.read(earlier_name), after.weights.read(name), decay)
+    if not changes:
+        name, (old, new) = next(iter(reshaped.items()))
+        raise InputError(
+            f"{before.name!r} and {after.name!r} have no tensor of the same shape in common, such as {name}, which is "
+            f"{old} in the first and {new} in the second: they are not of the same model"
+        )
     return Comparison(
         before_facts,
         after_facts,

@@ -236,7 +236,7 @@ class PrecisionMonitor:
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        rates = [rate for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
         self._running = _Measurement(number, with_decay, rates, self._gradients.look())
         if isinstance(optimizer, LowPrecisionOptimizer):
             self._prepare_own(optimizer, self._running)

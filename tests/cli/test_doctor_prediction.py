@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def run(*words):
-    return CliRunner().invoke(app, ["doctor", *map(str, words)])
+    return CliRunner().invoke(app, ["doctor", *map(str, words)], env={"COLUMNS": "80"})
 
 
 def refused(*words) -> str:
@@ -44,10 +44,12 @@ def numbers(*words) -> tuple[int, dict]:
 def test_stock_bf16_at_a_small_learning_rate_goes_wrong(model):
     result = run(model, *FINE_TUNING, "--weight-decay", 0.1)
     assert result.exit_code == 1
-    assert "norms in all steps" in result.output
-    assert "Weight decay will not arrive in 100% of the steps" in result.output
-    assert "The second moment will not decay" in result.output
-    assert 'Use optim="adamw_bf16_kahan".' in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    text = " ".join(result.output.split())
+    assert "norms in all steps" in text
+    assert "Weight decay will not arrive in 100% of the steps" in text
+    assert "The second moment will not decay" in text
+    assert 'Use optim="adamw_bf16_kahan".' in text
     rows = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
     assert rows["norms"][2:] == ["1.00", "1-1000", "FP32", "FP32"]
     assert rows["all"][1] == f"{sum(param.numel() for param in llama().parameters()):,}"
@@ -87,6 +89,11 @@ def test_advice_for_fine_tuning_pretraining_and_no_training_at_all(model):
     assert (status, advised["problems"]) == (0, [])
     _, tiny = numbers(model, "--lr", 1e-10, "--steps", 1000)
     assert tiny["advice"]["optim"] is None and "train in FP32" in tiny["advice"]["text"]
+
+
+def test_options_of_another_library_are_not_recommended(model):
+    _, found = numbers(model, *FINE_TUNING, "--optim-args", "foo=1")
+    assert (found["advice"]["optim"], found["advice"]["optim_args"]) == ("adamw_bf16_kahan", None)
 
 
 def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
@@ -152,6 +159,7 @@ def test_the_plot_is_a_png(tmp_path, model):
     result = run(model, *PRETRAINING, "--plot", tmp_path / "lost.png")
     assert result.exit_code == 1, result.output
     assert (tmp_path / "lost.png").read_bytes()[:4] == b"\x89PNG"
+    assert "lost.xyz' cannot be written: Format 'xyz'" in refused(model, *PRETRAINING, "--plot", tmp_path / "lost.xyz")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def test_one_checkpoint(runs, width):
     assert norms[2:] == ["5", "160", "0.00", "160", "0", "100.0%"]
     text = " ".join(result.output.split())
     assert "Norms at the initial value (all 1.0 or all 0.0): 5 of 5" in text and "no compensation" in text
+    assert text.count("Param group of torch.optim") == 2
     assert "4 findings: 1. 5 norms stayed at the initial value" in text
     for remedy in ("Keep norms in FP32", 'state_rounding="stochastic"', 'optim="adamw_bf16_kahan"'):
         assert remedy in text
@@ -52,6 +54,12 @@ def test_two_checkpoints(runs):
     assert "6 steps between the two" in text and "Nothing wrong was found." in text
     assert "compared after rounding to bfloat16" in text
     assert run(runs / "adamw_torch/start", runs / "adamw_torch/checkpoint-6").exit_code == 1
+
+
+def test_equal_param_groups_are_told_once(tmp_path):
+    """Trainer divides the parameters even if none of them is decayed."""
+    trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
+    assert run(tmp_path / "checkpoint-1").output.count("Param group of") == 1
 
 
 def test_the_size_of_an_update(runs):
@@ -98,6 +106,14 @@ def test_plot(runs, tmp_path):
     result = run(start, "--plot", tmp_path / "one.xyz")
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert "cannot be written" in unboxed(result)
+
+
+def test_a_damaged_optimizer_state_is_not_passed_over(runs, tmp_path):
+    folder = tmp_path / "checkpoint-6"
+    shutil.copytree(runs / "adamw_bf16_kahan/checkpoint-6", folder)
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:3000])
+    text = " ".join(run(folder).output.split())
+    assert "cannot be read" in text and "Nothing wrong was found in what could be read." in text
 
 
 def test_errors_are_messages(tmp_path):

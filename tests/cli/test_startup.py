@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_lowprec
@@ -78,6 +79,14 @@ def test_help_version_and_wrong_arguments_need_no_torch(without_torch: Path) -> 
     assert out.count("ended with 0") == len(good), out
     assert out.count("ended with 2") == len(wrong), out
     assert f"hf-lowprec {hf_lowprec.__version__}" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_in_full_on_80_columns(command: str) -> None:
+    """Long metavars take the place of the names, which are then cut."""
+    out = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    names = {name for param in get_command(app).commands[command].params for name in param.opts if name[0] == "-"}  # type: ignore[attr-defined]
+    assert {name for name in names if f" {name} " not in out} == set()
 
 
 def test_python_m_is_the_same_command(without_torch: Path) -> None:

@@ -262,3 +262,21 @@ def test_copies_are_as_small_as_a_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", float32)
     inspect(tmp_path / "a", tmp_path / "b")
     assert max(read) <= 1 << 14 and len(read) > 1000
+
+
+def test_a_checkpoint_and_itself(tmp_path):
+    """Compensations that were there before do not count as movement."""
+    trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, save_strategy="steps", save_steps=2)
+    _, comparison, findings = inspect(tmp_path / "checkpoint-2", tmp_path / "checkpoint-2")
+    assert (comparison.steps, findings) == (0, [])
+
+
+def test_models_of_two_sizes_are_not_compared(tmp_path):
+    """All names are the same, and no shape is."""
+    for width in (32, 64):
+        config = BertConfig(
+            vocab_size=2 * width, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=1,
+            num_attention_heads=2, max_position_embeddings=width, type_vocab_size=2,
+        )  # fmt: skip
+        BertModel(config).save_pretrained(tmp_path / str(width))
+    assert "no tensor of the same shape in common" in refused(tmp_path / "32", tmp_path / "64")

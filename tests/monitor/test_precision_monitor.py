@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 import hf_lowprec
 from hf_lowprec.monitor.step_precision import sum_over_steps
@@ -243,3 +244,12 @@ def test_a_subclass_that_calls_its_parents_step_is_measured_once():
     monitor = hf_lowprec.PrecisionMonitor(optimizer)
     assert measured(optimizer, monitor=monitor).by_kind["all"]["lost_updates"] == 1
     assert monitor.steps == 1
+
+
+def test_an_optimizer_that_chooses_its_learning_rate_is_watched():
+    """Adafactor with `relative_step` has `lr=None` in its parameter groups."""
+    optimizer = Adafactor([weights()])
+    assert optimizer.param_groups[0]["lr"] is None
+    precision = measured(optimizer)
+    assert precision.learning_rate is None
+    assert precision.by_kind["all"]["changed"] == 1  # its first rate is 0.01, more than a spacing below 1

@@ -277,9 +277,7 @@ class LowPrecisionCallback(TrainerCallback):
             return
         additions: dict[str, float] = {}
         if self._monitor is not None:
-            self._monitor.look()
-            self.precision, self.findings = self._monitor.precision, self._monitor.findings
-            self._report_findings(state, self._monitor.unused)
+            self._look(state, self._monitor)
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -288,8 +286,10 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _report_findings(self, state: TrainerState, unused: Sequence[str]) -> None:
-        """Warn of what was not found before, and note parameters that the task does not use."""
+    def _look(self, state: TrainerState, monitor: RunMonitor) -> None:
+        """Evaluate what was measured; warn of what was not found before, and note parameters that are not used."""
+        monitor.look()
+        self.precision, self.findings, unused = monitor.precision, monitor.findings, monitor.unused
         new = [finding for finding in self.findings if finding.code not in self._found]
         self._found.update(finding.code for finding in new)
         note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
@@ -304,11 +304,13 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """If the best weights were loaded, cast adapters again and reset compensations.
+        """Warn of findings if there was no log; if the best weights were loaded, cast adapters again.
 
-        PEFT loads adapters in FP32, and the compensations belong to the last weights.
+        PEFT loads adapters in FP32. Compensations are then reset, since they belong to the last weights.
         """
         if self._monitor is not None:
+            if self._monitor.waits_for_end(args, state):
+                self._look(state, self._monitor)
             self._monitor.close()
         if not args.load_best_model_at_end:
             return
@@ -322,9 +324,13 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
-    """The numbers that are added to Trainer's logs."""
+    """The numbers that are added to Trainer's logs; except `lost_updates`, none whose standard error is 1 or more.
+
+    Stochastic rounding changes weights by far more than a small weight decay, of which a step then says nothing.
+    """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
-    shares = [text for name in LOGGED_SHARES for text in (name, f"{name}_error")]
+    known = [name for name in LOGGED_SHARES if name == LOST_UPDATES or whole.get(f"{name}_error", 0.0) < 1]
+    shares = [text for name in known for text in (name, f"{name}_error")]
     numbers = {name: whole[name] for name in shares if name in whole}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if "never_moved" in norms else {})
 

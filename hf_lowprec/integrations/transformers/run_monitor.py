@@ -1,4 +1,4 @@
-"""Measures a Trainer's run: the steps that will be logged, if 16-bit weights are trained. Errors do not end the run."""
+"""Measures a Trainer's run: the steps that will be logged, or one if none will. Errors do not end the run."""
 
 from __future__ import annotations
 
@@ -59,6 +59,10 @@ class RunMonitor:
             self._monitor.measure_next_step(step)
             self.measured = True
 
+    def waits_for_end(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Whether a step was measured that no log will show, since the run has no training log at all."""
+        return self.measured and _is_never_logged(args, state)
+
     def look(self) -> None:
         """Evaluate what was measured since the last log."""
         measured, self.measured = self.measured, False
@@ -104,8 +108,19 @@ def steps_16_bit_weights(optimizer: Any) -> bool:
     )
 
 
+def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the run has no training log at all, such as one that is shorter than the default of `logging_steps`."""
+    if args.logging_first_step:
+        return False
+    if args.logging_strategy == IntervalStrategy.STEPS:
+        return state.logging_steps > state.max_steps
+    return bool(args.logging_strategy == IntervalStrategy.NO)
+
+
 def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
     """Whether to measure step number `step`.
+
+    Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
 
     Args:
         step: the number of the coming step, from 1.
@@ -113,6 +128,8 @@ def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, meas
         state: the Trainer's state.
         measured: whether a step was measured since the last log.
     """
+    if _is_never_logged(args, state):
+        return step == (state.max_steps + 1) // 2
     if args.logging_strategy == IntervalStrategy.STEPS:
         return step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step)
     return step % _MEASURE_EVERY == 0 or not measured

@@ -62,17 +62,23 @@ class StockRunMonitor(TrainerCallback):
         if self._monitor is None or logs is None or "loss" not in logs:
             return
         self._logs += 1
-        self._monitor.look()
-        found = [finding for finding in self._monitor.findings if finding.code == "updates_vanish"]
+        if self._warn(self._monitor) or self._logs >= max(_MEASURED_LOGS):
+            self._stop()
+
+    def _warn(self, monitor: RunMonitor) -> bool:
+        """Warn if the updates of the measured step vanished, and return whether they did."""
+        monitor.look()
+        found = [finding for finding in monitor.findings if finding.code == "updates_vanish"]
         for finding in found:
             logger.warning("hf_lowprec: %s", finding.message)
-        if found or self._logs >= max(_MEASURED_LOGS):
-            self._stop()
+        return bool(found)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop watching."""
+        """Stop watching; a run without logs has its warning now."""
+        if self._monitor is not None and self._monitor.waits_for_end(args, state):
+            self._warn(self._monitor)
         self._stop()
 
     def _stop(self) -> None:

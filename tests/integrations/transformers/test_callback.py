@@ -137,3 +137,17 @@ def test_bad_words_for_the_callback_are_named_before_the_model_is_touched(tmp_pa
     with pytest.raises(ValueError, match=message):
         trained(tmp_path, model=model, optim="adamw_bf16_sr", optim_args=words)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("optim", "rate", "is_known"), [("sr", 1e-5, False), ("sr", 1e-2, True), ("kahan", 1e-5, True)]
+)
+def test_a_share_that_is_not_known_is_not_logged(tmp_path, optim, rate, is_known):
+    """At a small rate, stochastic rounding moves weights by a thousand times their decay."""
+    trainer = trained(
+        tmp_path, optim=f"adamw_bf16_{optim}", learning_rate=rate, weight_decay=0.1, max_steps=1, logging_steps=1
+    )
+    log = trainer.state.log_history[0]
+    assert "lost_updates" in log and "lost_second_moment" not in log  # the first step has none to decay
+    assert ("lost_weight_decay" in log) == ("lost_weight_decay_error" in log) == is_known
+    assert log.get("lost_weight_decay_error", 0.0) < 1

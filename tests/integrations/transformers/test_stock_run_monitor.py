@@ -49,6 +49,23 @@ def test_later_logs_are_looked_at_as_well(tmp_path, caplog):
     assert "step 16" in message or "step 8" in message
 
 
+@pytest.mark.parametrize("settings", [{"logging_steps": 500}, {"logging_strategy": "no"}])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_bf16_kahan"])
+def test_a_run_without_logs_has_its_warning_at_the_end(tmp_path, caplog, optim, settings):
+    model = llama().bfloat16() if optim == "adamw_torch" else llama()
+    options = {} if optim == "adamw_torch" else {"optim_args": "rounding=nearest"}
+    trainer = trained(tmp_path, model=model, **{**SETTINGS, "optim": optim}, **settings, **options)
+    (message,) = warnings(caplog)
+    assert "of the weight updates of step 6 were lost in rounding" in message  # of 12: learning rates are not at an end
+    assert hooks(trainer) == 0
+
+
+def test_a_healthy_run_without_logs_is_not_warned_of(tmp_path, caplog):
+    """The last steps of a schedule have small rates, and prove nothing."""
+    trained(tmp_path, model=llama().bfloat16(), optim="adamw_torch", learning_rate=1e-2, logging_steps=500)
+    assert warnings(caplog) == []
+
+
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_healthy_runs_are_not_warned_of(tmp_path, caplog, dtype, rate):
     trainer = trained(tmp_path, model=llama().to(dtype), optim="adamw_torch", learning_rate=rate, logging_steps=1)
