@@ -48,7 +48,8 @@ def inspect(
     for an update, FP32 matrices among 16-bit ones, optimizer state. Two: what
     moved and what did not, weight decay and second moments that stood still.
 
-    Exits with 1 if something is wrong. Tensors are read one by one.
+    Exits with 1 if something is wrong, or the optimizer state cannot be read.
+    Tensors are read one by one.
     """
     from rich.console import Console
 
@@ -73,7 +74,12 @@ def inspect(
         typer.echo(to_json(*inspection))
     else:
         _print(inspection, Console())
-    raise typer.Exit(int(bool(inspection.findings)))
+    raise typer.Exit(int(bool(inspection.findings) or _is_unread(inspection)))
+
+
+def _is_unread(inspection: Inspection) -> bool:
+    """Whether something of a checkpoint could not be read."""
+    return any(facts.notes for facts in inspection.checkpoints)
 
 
 def _print(inspection: Inspection, console: Console) -> None:
@@ -99,8 +105,7 @@ def _print(inspection: Inspection, console: Console) -> None:
         sentence(f"- {line}", indent="  ")
     console.print()
     if not inspection.findings:
-        unread = any(facts.notes for facts in inspection.checkpoints)
-        sentence(f"Nothing wrong was found{' in what could be read' if unread else ''}.")
+        sentence(f"Nothing wrong was found{' in what could be read' if _is_unread(inspection) else ''}.")
     else:
         sentence(f"{counted(len(inspection.findings), 'finding')}:")
     for number, finding in enumerate(inspection.findings, 1):

@@ -112,7 +112,9 @@ def test_a_damaged_optimizer_state_is_not_passed_over(runs, tmp_path):
     folder = tmp_path / "checkpoint-6"
     shutil.copytree(runs / "adamw_bf16_kahan/checkpoint-6", folder)
     (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:3000])
-    text = " ".join(run(folder).output.split())
+    result = run(folder)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 1
     assert "cannot be read" in text and "Nothing wrong was found in what could be read." in text
 
 
