@@ -186,7 +186,8 @@ class GradientRelease:
             For each parameter, whether it was stepped, and its gradient freed.
         """
         with self._lock:
-            mine = [id(param) in self._averaged and id(param) in self._running.versions for param in params]
+            arrived = self._running.versions.keys() - self._running.stepped
+            mine = [id(param) in self._averaged and id(param) in arrived for param in params]
             bucket = []
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:

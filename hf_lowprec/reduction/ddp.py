@@ -19,7 +19,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
-from hf_lowprec.reduction.private_torch_apis import forget_comm_hooks, leave_gradients_to_hook
+from hf_lowprec.reduction.private_torch_apis import comm_hook_states, forget_comm_hooks, leave_gradients_to_hook
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
@@ -64,8 +64,7 @@ class BucketAverager:
             reduces all buckets of its first pass at the end, and marks each of them as the first.
 
     Attributes:
-        take_means: those who use averages as soon as they are there, each until it returns None instead of a result;
-            see `hand_over_means`.
+        take_means: those who use averages as soon as they are there; see `hand_over_means`.
     """
 
     def __init__(
@@ -230,21 +229,27 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
     return averager
 
 
-def hand_over_means(model: DistributedDataParallel, averager: BucketAverager, take_means: TakeMeans) -> None:
+def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> None:
     """Hand the averages of each bucket to `take_means` as soon as they are there, during the backward pass.
 
     From then on, DDP itself writes no averages into `param.grad`. The hook does it for parameters whose averages
     nobody has used, so that other optimizers find what they expect.
 
     Args:
-        model: the model whose hook `averager` is.
-        averager: the state of the hook.
+        model: the model.
         take_means: takes the averages.
 
     Raises:
-        RuntimeError: with `find_unused_parameters` or `static_graph`, it is not known before the end of the backward
-            pass which parameters are used.
+        RuntimeError: the model has not been prepared by `reduce_in_fp32`; or with `find_unused_parameters` or
+            `static_graph`, it is not known before the end of the backward pass which parameters are used.
     """
+    averager = next((state for state in comm_hook_states(model) if isinstance(state, BucketAverager)), None)
+    if averager is None:
+        raise RuntimeError(
+            "gradient_release=True under DistributedDataParallel must wait for the mean over ranks, which only "
+            "hf_lowprec's communication hook reports: call hf_lowprec.prepare_accelerator(accelerator) before "
+            "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
+        )
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(model, option):
             raise RuntimeError(

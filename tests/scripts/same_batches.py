@@ -24,7 +24,7 @@ HALF = 3
 DDP = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
 
-def build(kind: str, format: str, rounding: str):
+def build(kind: str, format: str, rounding: str, **options):
     kind, _, variant = kind.partition("-")
     plugin = mesh = None
     if kind != "ddp":
@@ -50,7 +50,7 @@ def build(kind: str, format: str, rounding: str):
         model.gradient_checkpointing_enable()
     hf_lowprec.cast_model(model)
     state_dtype = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}  # one of each
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype, **options)
     hf_lowprec.prepare_accelerator(accelerator)
     return accelerator, *accelerator.prepare(model, optimizer)
 

@@ -201,6 +201,9 @@ def _prepare(
     with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            optimizer.release.watch_parameters()  # accelerate has given it the shards
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
     scratch = reduce_scatter_in_fp32(sharded)
@@ -282,9 +285,20 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 
 
 def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`: compare the ranks before the first step."""
+    """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
+
+    Raises:
+        ValueError: the optimizer releases gradients that the accelerator would accumulate.
+    """
     prepared = original(*args, **kwargs)
-    comparison.watch(unwrap_optimizer(prepared))
+    optimizer = unwrap_optimizer(prepared)
+    steps = comparison.accelerator.gradient_accumulation_steps
+    if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None and steps > 1:
+        raise ValueError(
+            f"gradient_release=True steps after every backward pass, so Accelerator(gradient_accumulation_steps={steps})"
+            " cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+        )
+    comparison.watch(optimizer)
     return prepared
 
 
@@ -329,8 +343,12 @@ def _clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipped = {id(param) for param in parameters if param.grad is not None}
+    given = set(map(id, parameters))
     for optimizer in private_apis.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            if any(id(param) in given for group in groups for param in group["params"]):
+                return optimizer.clip_grad_norm_(max_norm)
         if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.

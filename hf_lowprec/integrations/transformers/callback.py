@@ -19,7 +19,7 @@ from hf_lowprec.integrations.transformers.measured_steps import steps_16_bit_wei
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
-from hf_lowprec.integrations.transformers.training_arguments import check_liger
+from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor import Finding, PrecisionMonitor, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
@@ -173,7 +173,8 @@ class LowPrecisionCallback(TrainerCallback):
 
         Raises:
             RuntimeError: the callback was added after the Trainer was built.
-            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
+            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run, or the
+                optimizer releases gradients that Trainer would accumulate or clip.
         """
         if self.cast_report is None:
             raise RuntimeError(
@@ -189,6 +190,13 @@ class LowPrecisionCallback(TrainerCallback):
                 "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            check_gradient_release(args, optimizer.clip)
+            if self._accumulation != "nearest":
+                raise ValueError(
+                    f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True frees "
+                    "during every backward pass; remove one of the two"
+                )
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"])
