@@ -4,7 +4,8 @@ A hook on each parameter runs when its gradient is final: after autograd has add
 reduce-scatter of FSDP2, which calls the same hooks. Parameters are collected in a bucket. A full bucket is stepped like
 a model of its own, in one launch per spec, and its gradients are freed; `optimizer.step()` steps the rest. A step of
 some parameters has the bits of the ordinary step, because random bits depend on a parameter's number, its step count
-and the element alone.
+and the element alone. The newest gradient always waits for the next one or for `step()`, so that code which writes to
+the gradients in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
 `integrations/ddp_release.py`.
@@ -173,7 +174,7 @@ class GradientRelease:
             bucket = running.waiting[key]
             bucket.append(param)
             if sum(map(Tensor.numel, bucket)) >= BUCKET_ELEMENTS:
-                self._step_waiting(key)
+                self._step_waiting(key, all_but=1)
 
     def average_later(self, params: Collection[Tensor]) -> None:
         """Do not step `params` when their gradients are final, but when `take_means` hands over the means."""
@@ -188,13 +189,13 @@ class GradientRelease:
         with self._lock:
             arrived = self._running.versions.keys() - self._running.stepped
             mine = [id(param) in self._averaged and id(param) in arrived for param in params]
-            bucket = []
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:
                     param.grad = mean
-                    bucket.append(param)
-            if bucket:
-                self._step("means", bucket)
+                    self._running.versions[id(param)] = _version(mean)
+                    self._running.waiting["means", mean.device].append(param)
+            for key in {("means", mean.device) for mean in means}:
+                self._step_waiting(key, all_but=1)
         return mine
 
     # At the end of a step.
@@ -240,7 +241,7 @@ class GradientRelease:
         with self._lock:
             for bucket in self._running.waiting.values():
                 for param in bucket:
-                    del self._running.versions[id(param)]
+                    self._running.versions.pop(id(param), None)
                 bucket.clear()
             self.watch_parameters()
 
@@ -283,7 +284,7 @@ class GradientRelease:
             else:
                 raise RuntimeError(self._second_gradient(param))
         for key in list(running.waiting):
-            self._step_waiting(key)
+            self._step_waiting(key, all_but=0)
         if running.settings is not None and running.settings != self._settings():
             raise RuntimeError(
                 "the learning rate or another setting of a param group was changed between the backward pass and "
@@ -291,8 +292,11 @@ class GradientRelease:
                 "the backward pass"
             )
 
-    def _step_waiting(self, key: Any) -> None:
-        bucket = [param for param in self._running.waiting[key] if param.grad is not None]
+    def _step_waiting(self, key: Any, all_but: int) -> None:
+        """Step the parameters that wait under `key`, except the `all_but` newest of them."""
+        waiting = self._running.waiting[key]
+        stop = max(len(waiting) - all_but, 0)
+        bucket = [param for param in waiting[:stop] if param.grad is not None]
         for param in bucket:
             version = self._running.versions.get(id(param))
             if version is not None and version != _version(param.grad):
@@ -304,7 +308,7 @@ class GradientRelease:
                 )
         if bucket:
             self._step(key, bucket)
-        self._running.waiting[key].clear()
+        del waiting[:stop]
 
     def _step(self, key: Any, bucket: Sequence[Tensor]) -> None:
         """Step the parameters of `bucket`, and free their gradients."""
@@ -390,8 +394,9 @@ def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
     hooks.clear()
 
 
-def _version(grad: Tensor) -> Any:
+def _version(grad: Tensor | None) -> Any:
     """How often a gradient was written to; None if torch does not count that."""
+    assert grad is not None
     try:
         return grad._version, local_shard(grad)._version
     except RuntimeError:  # made in inference mode

@@ -92,6 +92,9 @@ class LowPrecisionOptimizer(Algorithm):
     averaged over ranks.
     """
 
+    release: GradientRelease | None
+    """What steps parameters during the backward pass; None if all are stepped by `step`."""
+
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
         cls.__signature__ = full_signature(cls, LowPrecisionOptimizer)  # type: ignore[attr-defined]
@@ -151,8 +154,7 @@ class LowPrecisionOptimizer(Algorithm):
     def _reset(self) -> None:
         self._plan: StepPlan | None = None
         self._clipping = GradientClipping()
-        self.release: GradientRelease | None = None
-        """What steps parameters during the backward pass; None if all are stepped by `step`."""
+        self.release = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -325,6 +327,20 @@ class LowPrecisionOptimizer(Algorithm):
     def limit(self) -> float | None:
         """The norm to which the coming step clips gradients; None if it does not clip."""
         return self._clipping.limit(self.max_grad_norm)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """`torch.amp.GradScaler` reads this at the beginning of its `step`, before it looks for gradients.
+
+        Raises:
+            RuntimeError: with gradient release, parameters have been stepped with scaled gradients.
+        """
+        if self.release is not None:
+            raise RuntimeError(
+                "GradScaler scales the loss and divides gradients in its step, but gradient_release=True has stepped "
+                "parameters during the backward pass; BF16 needs no loss scaling, so remove the scaler"
+            )
+        return False
 
     @property
     def skipped_steps(self) -> int:

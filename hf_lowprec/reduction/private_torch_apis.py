@@ -34,7 +34,7 @@ def comm_hook_states(model: DistributedDataParallel) -> list[object]:
 
 def leave_gradients_to_hook(model: DistributedDataParallel) -> None:
     """Make `model` copy no averages from its buckets to `param.grad`: its communication hook does. Cannot be undone."""
-    model.reducer._set_optimizer_in_backward()
+    model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -247,22 +247,17 @@ class LowPrecisionCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the rounding mode of the coming step, if `optim_args` schedules it."""
+        """Set the rounding mode of the coming step, if `optim_args` schedules it; measure it, if it will be logged."""
+        step = state.global_step + 1
+        if self._monitor is not None and will_be_logged(step, args, state, self._measured):
+            self._monitor.measure_next_step(step)
+            self._measured = True
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if self.rounding_schedule is None or not isinstance(optimizer, LowPrecisionOptimizer):
             return
         if self.rounding_schedule.apply(optimizer, state.global_step, state.max_steps):
             mode = self.rounding_schedule.mode(state.global_step, state.max_steps)
             logger.info("hf_lowprec: rounding=%r from step %d on", mode, state.global_step + 1)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the coming step if it will be logged."""
-        step = state.global_step + 1
-        if self._monitor is not None and will_be_logged(step, args, state, self._measured):
-            self._monitor.measure_next_step(step)
-            self._measured = True
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
