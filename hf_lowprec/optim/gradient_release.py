@@ -18,6 +18,7 @@ accumulated in the moments instead: Σgᵢ² is not (Σgᵢ)², so every second 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -227,7 +228,7 @@ class GradientRelease:
         optimizer = self._optimizer
         if optimizer.clip != "delayed":
             raise RuntimeError(f"clip_grad_norm_({max_norm!r}): {_NEEDS_ALL}; with Trainer, set max_grad_norm=0")
-        if max_norm != optimizer.max_grad_norm:
+        if max_norm not in (math.inf, optimizer.max_grad_norm):
             raise ValueError(
                 f"clip_grad_norm_({max_norm!r}) comes after parameters were stepped with "
                 f"max_grad_norm={optimizer.max_grad_norm!r}; set optimizer.max_grad_norm before the backward pass"

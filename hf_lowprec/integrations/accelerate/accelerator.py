@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -340,6 +341,9 @@ def _clip_grad_norm_(
 
     Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
     micro-batch.
+
+    Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
+    `max_grad_norm=0`; Trainer then logs none.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipped = {id(param) for param in parameters if param.grad is not None}
@@ -348,7 +352,8 @@ def _clip_grad_norm_(
         groups = optimizer.param_groups
         if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
             if any(id(param) in given for group in groups for param in group["params"]):
-                return optimizer.clip_grad_norm_(max_norm)
+                is_unknown = max_norm == math.inf and optimizer.clip == "exact"
+                return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.
