@@ -1,8 +1,5 @@
 """`optim_args="gradient_release=True"` with the stock Trainer: equal bits, logs, resuming, and what is refused."""
 
-import os
-import signal
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,6 +7,7 @@ from transformers import TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.optim import gradient_release
+from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import PRECISION_LOGS, counting_data, llama, optimizer_of, trained
 
 RELEASED = "gradient_release=True"
@@ -77,28 +75,18 @@ def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
     assert not torch.equal(clipped.model.lm_head.weight, never.model.lm_head.weight)
 
 
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     """The norm of the step before is in the checkpoint: `clip=delayed` clips the first step after it as well."""
     settings = {
         "optim": "adamw_bf16_kahan",
-        "optim_args": DELAYED,
-        "max_grad_norm": 0.05,
+        "optim_args": f"{DELAYED},max_grad_norm=0.05",
         "save_strategy": "steps",
         "save_steps": 2,
         "max_steps": 6,
     }
     whole = trained(tmp_path / "whole", **settings)
-    killed = os.fork()
-    if killed == 0:
-        trained(tmp_path / "killed", callbacks=[Kill()], **settings)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == -signal.SIGKILL
+    run_script("killed_in_step.py", tmp_path / "killed", 3, settings["optim_args"], fails=True)
+    assert (tmp_path / "killed" / "checkpoint-2").exists() and not (tmp_path / "killed" / "checkpoint-4").exists()
     resumed = trained(tmp_path / "killed", resume=True, **settings)
     assert_same_weights(whole, resumed)
 
@@ -141,7 +129,7 @@ def test_an_optimizer_that_is_handed_over_is_checked_when_training_begins(tmp_pa
 def test_an_accelerator_that_accumulates_is_refused():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     hf_lowprec.prepare_accelerator(accelerator)
-    model = hf_lowprec.cast_model(llama()) and llama()
+    model = llama()
     with pytest.raises(ValueError, match=r"Accelerator\(gradient_accumulation_steps=2\) cannot accumulate"):
         accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
 
