@@ -22,7 +22,7 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +78,46 @@ class ReleasingOptimizer(Protocol):
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters."""
+
+
+class GradientBucket:
+    """Parameters whose gradients are final and wait to be stepped together, the newest last."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self._elements = 0
+
+    def add(self, param: Tensor) -> int:
+        """Add a parameter; return how many of the oldest are to be stepped now."""
+        self.params.append(param)
+        self._elements += param.numel()
+        return len(self.params) - 1 if self._elements >= BUCKET_ELEMENTS else 0
+
+    def take(self, count: int) -> list[Tensor]:
+        """Remove the `count` oldest parameters, and return them."""
+        taken, self.params = self.params[:count], self.params[count:]
+        self._elements = sum(map(Tensor.numel, self.params))
+        return taken
+
+
+def gradients_alive(params: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters whose gradients exist at the same time, where they take most memory on this rank.
+
+    Args:
+        params: trainable parameters, in the order in which their gradients become final.
+    """
+    buckets: dict[Any, GradientBucket] = defaultdict(GradientBucket)
+    most: list[Tensor] = []
+    largest = 0
+    for param in params:
+        bucket = buckets[_bucket_key(param)]
+        count = bucket.add(param)
+        alive = [each for other in buckets.values() for each in other.params]
+        size = sum(local_shard(each).nbytes for each in alive)
+        if size > largest:
+            most, largest = alive, size
+        bucket.take(count)
+    return most
 
 
 class BucketObserver(Protocol):
@@ -171,11 +211,8 @@ class GradientRelease:
                 running.versions[id(param)] = None
                 return
             running.versions[id(param)] = _version(param.grad)
-            key = param.device, is_sharded(param)  # FSDP2 reduces on a stream of its own
-            bucket = running.waiting[key]
-            bucket.append(param)
-            if sum(map(Tensor.numel, bucket)) >= BUCKET_ELEMENTS:
-                self._step_waiting(key, all_but=1)
+            key = _bucket_key(param)
+            self._step_waiting(key, running.waiting[key].add(param))
 
     def average_later(self, params: Collection[Tensor]) -> None:
         """Do not step `params` when their gradients are final, but when `take_means` hands over the means."""
@@ -190,13 +227,13 @@ class GradientRelease:
         with self._lock:
             arrived = self._running.versions.keys() - self._running.stepped
             mine = [id(param) in self._averaged and id(param) in arrived for param in params]
+            bucket = self._running.waiting["means"]  # all that is there is stepped, since DDP keeps it in any case
             for param, mean, is_mine in zip(params, means, mine, strict=True):
                 if is_mine:
                     param.grad = mean
                     self._running.versions[id(param)] = _version(mean)
-                    self._running.waiting["means", mean.device].append(param)
-            for key in {("means", mean.device) for mean in means}:
-                self._step_waiting(key, all_but=1)
+                    bucket.add(param)
+            self._step_waiting("means", len(bucket.params) - 1)
         return mine
 
     # At the end of a step.
@@ -241,9 +278,8 @@ class GradientRelease:
         """Forget gradients that no step has taken yet; called by `zero_grad`."""
         with self._lock:
             for bucket in self._running.waiting.values():
-                for param in bucket:
+                for param in bucket.take(len(bucket.params)):
                     self._running.versions.pop(id(param), None)
-                bucket.clear()
             self.watch_parameters()
 
     def forget_step(self) -> None:
@@ -274,18 +310,18 @@ class GradientRelease:
     def _step_rest(self) -> None:
         """Step all parameters that have a gradient and have not been stepped."""
         running = self._running
-        waiting = {id(param) for bucket in running.waiting.values() for param in bucket}
+        waiting = {id(param) for bucket in running.waiting.values() for param in bucket.params}
         for param in self._params():
             if param.grad is None or id(param) in waiting:
                 continue
             if id(param) not in running.stepped:
-                running.waiting[param.device, is_sharded(param)].append(param)
+                running.waiting[_bucket_key(param)].add(param)
             elif id(param) in self._averaged:
                 param.grad = None  # DDP's view of its bucket
             else:
                 raise RuntimeError(self._second_gradient(param))
-        for key in list(running.waiting):
-            self._step_waiting(key, all_but=0)
+        for key, bucket in running.waiting.items():
+            self._step_waiting(key, len(bucket.params))
         if running.settings is not None and running.settings != self._settings():
             raise RuntimeError(
                 "the learning rate or another setting of a param group was changed between the backward pass and "
@@ -293,11 +329,12 @@ class GradientRelease:
                 "the backward pass"
             )
 
-    def _step_waiting(self, key: Any, all_but: int) -> None:
-        """Step the parameters that wait under `key`, except the `all_but` newest of them."""
+    def _step_waiting(self, key: Any, count: int) -> None:
+        """Step the `count` oldest parameters that wait under `key`, unless somebody has set their gradients to None."""
+        if count < 1:
+            return
         waiting = self._running.waiting[key]
-        stop = max(len(waiting) - all_but, 0)
-        bucket = [param for param in waiting[:stop] if param.grad is not None]
+        bucket = [param for param in waiting.params[:count] if param.grad is not None]
         for param in bucket:
             version = self._running.versions.get(id(param))
             if version is not None and version != _version(param.grad):
@@ -309,7 +346,7 @@ class GradientRelease:
                 )
         if bucket:
             self._step(key, bucket)
-        del waiting[:stop]
+        waiting.take(count)
 
     def _step(self, key: Any, bucket: Sequence[Tensor]) -> None:
         """Step the parameters of `bucket`, and free their gradients."""
@@ -368,7 +405,7 @@ class _RunningStep:
 
     Attributes:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
-        waiting: parameters to be stepped, by device and whether they are sharded.
+        waiting: parameters to be stepped, by `_bucket_key`, or "means" for those that DDP has averaged.
         stepped: identities of the parameters that have been stepped.
         buckets: how many buckets have been stepped, by the same keys.
         settings: of the param groups when the first bucket was stepped.
@@ -376,7 +413,7 @@ class _RunningStep:
 
     def __init__(self) -> None:
         self.versions: dict[int, Any] = {}
-        self.waiting: dict[Any, list[Tensor]] = defaultdict(list)
+        self.waiting: dict[Any, GradientBucket] = defaultdict(GradientBucket)
         self.stepped: set[int] = set()
         self.buckets: Counter[Any] = Counter()
         self.settings: list[dict[str, Any]] | None = None
@@ -387,6 +424,11 @@ def _gradient_is_final(release: Callable[[], GradientRelease | None], param: Ten
     """The hook of a parameter. It references `release` weakly, so that parameters do not keep an optimizer alive."""
     if (living := release()) is not None:
         living.gradient_is_final(param)
+
+
+def _bucket_key(param: Tensor) -> Any:
+    """Parameters of one key share a bucket. FSDP2 reduces gradients on a stream of its own."""
+    return param.device, is_sharded(param)
 
 
 def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
