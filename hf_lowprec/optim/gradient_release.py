@@ -201,9 +201,7 @@ class GradientRelease:
                 "graph; build the optimizer without it"
             )
         with self._lock:
-            if not self._checked:
-                self._optimizer.run_first_gradient_checks()
-                self._checked = True
+            self._check_once()
             running = self._running
             if id(param) in running.versions:
                 raise RuntimeError(self._second_gradient(param))
@@ -213,6 +211,11 @@ class GradientRelease:
             running.versions[id(param)] = _version(param.grad)
             key = _bucket_key(param)
             self._step_waiting(key, running.waiting[key].add(param))
+
+    def _check_once(self) -> None:
+        if not self._checked:
+            self._optimizer.run_first_gradient_checks()
+            self._checked = True
 
     def average_later(self, params: Collection[Tensor]) -> None:
         """Do not step `params` when their gradients are final, but when `take_means` hands over the means."""
@@ -309,6 +312,7 @@ class GradientRelease:
 
     def _step_rest(self) -> None:
         """Step all parameters that have a gradient and have not been stepped."""
+        self._check_once()
         running = self._running
         waiting = {id(param) for bucket in running.waiting.values() for param in bucket.params}
         for param in self._params():

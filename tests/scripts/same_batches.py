@@ -21,7 +21,8 @@ from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 HALF = 3
-DDP = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+DDP = {name: {name: True} for name in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")}
+DDP["small_buckets"] = {"bucket_cap_mb": 0.01}
 
 
 def build(kind: str, format: str, rounding: str, **options):
@@ -42,7 +43,7 @@ def build(kind: str, format: str, rounding: str, **options):
         cpu=True,
         fsdp_plugin=plugin,
         parallelism_config=mesh,
-        kwargs_handlers=[DistributedDataParallelKwargs(**{variant: True})] if variant in DDP else [],
+        kwargs_handlers=[DistributedDataParallelKwargs(**DDP[variant])] if variant in DDP else [],
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager") if variant == "compiled" else None,
     )
     model = llama()
