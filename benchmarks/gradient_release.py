@@ -1,0 +1,105 @@
+"""Time of a training step with gradient release relative to the ordinary one, and the gradients that exist at once.
+
+A Llama trains on a few tokens, so that the optimizer's share of the step is large. Both kinds of steps alternate; ratios
+are medians of pairs. "CPU" is the time of the process on all of its cores, which other processes disturb less.
+
+    python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim adamw_bf16_kahan]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_lowprec
+from hf_lowprec.optim import LowPrecisionOptimizer, gradient_release
+
+WARMUP = 3
+BUCKETS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Elements; at the default size, a layer has 4 million."""
+
+
+class Run:
+    """A model and its optimizer.
+
+    Attributes:
+        bucket: elements of a bucket; None does not release.
+    """
+
+    def __init__(self, options: argparse.Namespace, bucket: int | None) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=options.vocabulary,
+            hidden_size=options.hidden,
+            intermediate_size=4 * options.hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=8,
+        )
+        self.bucket = bucket
+        self.model = LlamaForCausalLM(config)
+        hf_lowprec.cast_model(self.model)
+        cls, kwargs = hf_lowprec.optimizer_factory(options.optim, gradient_release=bucket is not None)
+        self.optimizer: LowPrecisionOptimizer = cls(self.model.parameters(), **kwargs)
+        self.tokens = torch.randint(0, options.vocabulary, (1, options.tokens))
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; return its seconds, of the clock and of the CPU."""
+        gradient_release.BUCKET_ELEMENTS = self.bucket or gradient_release.BUCKET_ELEMENTS
+        start, used = time.perf_counter(), time.process_time()
+        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start, time.process_time() - used
+
+    def gradient_bytes(self) -> int:
+        """The most bytes of gradients that exist at once in a step."""
+        most, params = 0, list(self.model.parameters())
+
+        def count(grad: torch.Tensor) -> None:
+            nonlocal most
+            most = max(most, grad.nbytes + sum(p.grad.nbytes for p in params if p.grad is not None))
+
+        handles = [param.register_hook(count) for param in params]
+        self.step()
+        for handle in handles:
+            handle.remove()
+        return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("hidden", 512), ("layers", 8), ("vocabulary", 8192), ("tokens", 64), ("rounds", 30)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--optim", default="adamw_bf16_kahan")
+    parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    ordinary = Run(options, None)
+    count = sum(param.numel() for param in ordinary.model.parameters())
+    print(f"{count / 1e6:.1f} million parameters in {len(list(ordinary.model.parameters()))} tensors, {options.optim}")
+    print(f"ordinary: {ordinary.gradient_bytes() / 2**20:.1f} MiB of gradients")
+    print("| elements of a bucket | gradients at once, MiB | ms per step | ratio, clock | ratio, CPU |")
+    print("|---:|---:|---:|---:|---:|")
+    for bucket in options.buckets:
+        released = Run(options, bucket)
+        alive = released.gradient_bytes()
+        pairs = []
+        for round_number in range(options.rounds + WARMUP):
+            order = (ordinary, released) if round_number % 2 else (released, ordinary)
+            times = {run: run.step() for run in order}
+            pairs.append((times[ordinary], times[released]))
+        pairs = pairs[WARMUP:]
+        clock, cpu = (statistics.median(new[k] / old[k] for old, new in pairs) for k in (0, 1))
+        milliseconds = 1e3 * statistics.median(new[0] for _, new in pairs)
+        print(f"| {bucket:,} | {alive / 2**20:.1f} | {milliseconds:.0f} | {clock:.3f} | {cpu:.3f} |", flush=True)
+        del released
+
+
+if __name__ == "__main__":
+    main()
