@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.sharding import is_sharded, local_shard
@@ -62,7 +63,7 @@ class ReleasingOptimizer(Protocol):
     max_grad_norm: float | None
 
     def check_gradient_release(self) -> None:
-        """Raise ValueError if attributes have been set that gradient release does not support."""
+        """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
 
     def run_first_step_checks(self) -> None:
         """Run the checks before the first step."""
@@ -150,9 +151,11 @@ class GradientRelease:
         self._averaged: set[int] = set()
         self._checked = self._stepped_once = False
         self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self._taken_over: set[int] = set()
+        self._started = False
         self._lock = threading.RLock()  # autograd has a thread per device
         weakref.finalize(self, _remove_all, self._hooks)
-        self.watch_parameters()
+        self.start()
 
     @property
     def _optimizer(self) -> ReleasingOptimizer:
@@ -160,30 +163,39 @@ class GradientRelease:
         assert optimizer is not None, "the optimizer owns this object"
         return optimizer
 
+    def start(self) -> None:
+        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers."""
+        self._started = True
+        self._taken_over.clear()
+        self.watch_parameters()
+
+    def stop(self) -> None:
+        """Remove the hooks until `start` is called. `step()` then steps all parameters."""
+        self._started = False
+        _remove_all(self._hooks)
+
     def watch_parameters(self) -> None:
-        """Give every parameter that requires a gradient a hook, and remove the hooks of all others.
+        """Give new parameters a hook, and remove the hooks of those that are gone.
 
         Called wherever parameters may have been added, unfrozen or replaced, as FSDP2 replaces them.
         """
         params = {id(param): param for param in self._params() if param.requires_grad}
-        if params.keys() == self._hooks.keys():
+        for number in self._taken_over & params.keys():
+            del params[number]
+        if params.keys() == self._hooks.keys() or not self._started:
             return
         for number in self._hooks.keys() - params.keys():
             self._hooks.pop(number)[1].remove()
         hook = functools.partial(_gradient_is_final, weakref.ref(self))
         for number in params.keys() - self._hooks.keys():
+            owner = _owners.get(params[number], lambda: None)()
+            if owner is not None and number in owner._hooks:  # an earlier optimizer of the same model
+                owner._hooks.pop(number)[1].remove()
+                owner._taken_over.add(number)
             handle = params[number].register_post_accumulate_grad_hook(hook)
             self._hooks[number] = params[number], handle
+            _owners[params[number]] = weakref.ref(self)
         self._checked = False
-
-    def stop(self) -> None:
-        """Remove the hooks.
-
-        Raises:
-            RuntimeError: a step is under way.
-        """
-        self.check_between_steps("stop_gradient_release()")
-        _remove_all(self._hooks)
 
     # During the backward pass.
 
@@ -402,6 +414,10 @@ class GradientRelease:
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
             "gradient checkpointing, or build the optimizer without gradient_release"
         )
+
+
+_owners: Any = WeakIdKeyDictionary()
+"""Parameter → a weak reference to the release whose hook it has."""
 
 
 class _RunningStep:

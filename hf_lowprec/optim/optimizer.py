@@ -238,7 +238,6 @@ class LowPrecisionOptimizer(Algorithm):
             earlier: the plan of an earlier step, which is returned if it fits.
             params: the identities of the parameters.
         """
-        self._check_groups()
         return self._updated_plan(earlier, self.limit is not None, params)
 
     def _check_groups(self) -> None:
@@ -275,7 +274,8 @@ class LowPrecisionOptimizer(Algorithm):
             check(self)
 
     def check_gradient_release(self) -> None:
-        """Raise ValueError if attributes have been set that gradient release does not support."""
+        """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
+        self._check_groups()
         validation.check_gradient_release(
             self.release is not None, self.clip, self.capturable, self.max_grad_norm, self.skip_nonfinite
         )
@@ -287,6 +287,7 @@ class LowPrecisionOptimizer(Algorithm):
             RuntimeError: parameters have been stepped since the last `step()`.
         """
         if self.release is not None:
+            self.release.check_between_steps("stop_gradient_release()")
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 

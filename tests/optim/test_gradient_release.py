@@ -408,6 +408,21 @@ def test_hooks_do_not_keep_an_optimizer_alive_and_end_with_it():
     train(model, AdamW(model.parameters()), range(1))
 
 
+def test_a_new_optimizer_takes_the_parameters_over():
+    model, first = released()
+    train(model, first, range(2))
+    second = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    assert hooks_of(model) == 6
+    loss_of(model, 2).backward()
+    assert len(first.release._running.versions) == 0 < len(second.release._running.versions)
+    first.zero_grad()
+    first.step()  # nothing is left for it
+    second.step()
+    assert hooks_of(model) == 6
+    assert {int(state["step"]) for state in first.state.values()} == {2}
+    assert {int(state["step"]) for state in second.state.values()} == {1}
+
+
 def test_the_release_can_be_stopped():
     model, optimizer = released(clip="delayed", max_grad_norm=1e9)
     train(model, optimizer, range(2))

@@ -197,6 +197,7 @@ class LowPrecisionCallback(TrainerCallback):
                     f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True frees "
                     "during every backward pass; remove one of the two"
                 )
+            optimizer.release.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"])
@@ -304,19 +305,21 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """If the best weights were loaded, cast adapters again and reset compensations.
+        """Release no more gradients. If the best weights were loaded, cast adapters again and reset compensations.
 
         PEFT loads adapters in FP32, and the compensations belong to the last weights.
         """
         if self._monitor is not None:
             self._monitor.close()
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            optimizer.release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
             return
         if not any(
             map(is_sharded, kwargs["model"].parameters())
         ):  # FSDP2 loads into the existing tensors and keeps their dtypes
             cast_model(kwargs["model"], self.dtype, self._patterns)
-        optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             reset_compensations(optimizer)
 

@@ -91,6 +91,20 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     assert_same_weights(whole, resumed)
 
 
+def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=RELEASED, max_grad_norm=0, max_steps=3)
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    tokens = counting_data(1)[0]["input_ids"][None]
+    trainer.model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.model.state_dict().items())
+    assert all(param.grad is not None for param in trainer.model.parameters())
+    alive = MostAlive()
+    trainer.add_callback(alive)
+    trainer.model.zero_grad()
+    trainer.train()
+    assert 0 < alive.most < 0.35
+
+
 # What is refused, before anything is changed.
 
 
