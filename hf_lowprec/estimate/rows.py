@@ -108,7 +108,9 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
         releases = kwargs.get("gradient_release", False)
         if releases and steps > 1:
-            raise InputError("gradient_release=True does not accumulate gradients; gradient_accumulation_steps must be 1")
+            raise InputError(
+                "gradient_release=True does not accumulate gradients; gradient_accumulation_steps must be 1"
+            )
         optimizer = cls(model.parameters(), **kwargs)
         memory = expected_memory(model, optimizer)
         optimizer.stop_gradient_release()

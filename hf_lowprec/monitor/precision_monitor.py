@@ -118,7 +118,7 @@ class PrecisionMonitor:
         self._begun = False
         self._watch_parameters()
         if self._release is not None:
-            self._release.observers.append(self)
+            self._release.before_bucket.append(self._run_before_bucket)
         self._hooks = [
             self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
             self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
@@ -166,8 +166,8 @@ class PrecisionMonitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._release is not None and self in self._release.observers:
-            self._release.observers.remove(self)
+        if self._release is not None and self._run_before_bucket in self._release.before_bucket:
+            self._release.before_bucket.remove(self._run_before_bucket)
         self._running = self._finished = None
         self._blocks.clear()
 
@@ -245,26 +245,17 @@ class PrecisionMonitor:
         else:
             self._prepare_replay(running)
 
-    def before_bucket(self, plan: StepPlan) -> None:
-        """Measure the parameters that gradient release is about to step, if the step is measured."""
+    def _run_before_bucket(self, plan: StepPlan) -> None:
         self._run_hook("_before_bucket", plan)
 
     @torch.no_grad()
     def _before_bucket(self, plan: StepPlan) -> None:
+        """Gradient release is about to step the parameters of `plan`."""
         if not self._begun:
             self._begin(has_closure=False)
         if self._running is not None:
             assert isinstance(self.optimizer, LowPrecisionOptimizer)
             self._prepare_plan(self.optimizer, plan, self._running)
-
-    def after_bucket(self, plan: StepPlan) -> None:
-        """Measure what the parameters took in."""
-        self._run_hook("_after_bucket", plan)
-
-    @torch.no_grad()
-    def _after_bucket(self, plan: StepPlan) -> None:
-        if self._running is not None:
-            self._add_up(self._running)
 
     def _begin(self, has_closure: bool) -> None:
         """Begin a step: if it is to be measured, set `_running`."""
@@ -304,20 +295,15 @@ class PrecisionMonitor:
             if self._release is not None:
                 self._blocks = running.blocks_of_groups
                 self._add_unstepped(running.stepped, running)
-            self._add_up(running)
+            for block in running.blocks:
+                sums = block.sums(self._first_weights, self._first_compensations)
+                if self.across_ranks:
+                    sum_over_shards(sums, block.sharding)
+                running.results.append((block.rows, sums))
+                block.exact = block.weight = block.grad_seen = None
             self._finished = running
         if self.steps == 1 and not _is_capturing():
             self._record_first_compensations()
-
-    def _add_up(self, running: _Measurement) -> None:
-        """Add up what the running blocks were to take in and did."""
-        for block in running.blocks:
-            sums = block.sums(self._first_weights, self._first_compensations)
-            if self.across_ranks:
-                sum_over_shards(sums, block.sharding)
-            running.results.append((block.rows, sums))
-            block.exact = block.weight = block.grad_seen = None
-        running.blocks = []
 
     def _check_replay(self, running: _Measurement) -> None:
         """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
@@ -442,7 +428,7 @@ class _Measurement:
         number: of the step.
         with_decay: whether the weight decay is measured.
         learning_rates: those of the parameter groups.
-        blocks: what is measured together, and not added up yet.
+        blocks: what is measured together.
         blocks_of_groups: the blocks of one of our optimizers, by fused group.
         stepped: rows of the parameters that one of our optimizers steps.
         results: the rows of each block with their sums, after the step.

@@ -121,22 +121,13 @@ def gradients_alive(params: Iterable[Tensor]) -> list[Tensor]:
     return most
 
 
-class BucketObserver(Protocol):
-    """Sees each bucket before and after its step; the plan has gradients, scalars, clip factors and tensor means."""
-
-    def before_bucket(self, plan: StepPlan) -> None:
-        """The plan's parameters are about to be stepped."""
-
-    def after_bucket(self, plan: StepPlan) -> None:
-        """They have been stepped."""
-
-
 class GradientRelease:
     """Steps the parameters of an optimizer as soon as their gradients are final.
 
     Attributes:
         clipping: clips by the norm of the step before, if the optimizer was built with `clip="delayed"`.
-        observers: called around the step of each bucket.
+        before_bucket: called with the plan of each bucket that is about to be stepped. The plan has gradients, scalars,
+            clip factors and tensor means.
 
     Args:
         optimizer: the optimizer. It is referenced weakly; when it is deleted, the hooks are removed.
@@ -145,7 +136,7 @@ class GradientRelease:
     def __init__(self, optimizer: ReleasingOptimizer) -> None:
         self._reference = weakref.ref(optimizer)
         self.clipping = DelayedClipping()
-        self.observers: list[BucketObserver] = []
+        self.before_bucket: list[Callable[[StepPlan], None]] = []
         self._running = _RunningStep()
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         self._averaged: set[int] = set()
@@ -377,16 +368,14 @@ class GradientRelease:
         with torch.no_grad(), optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
             self._plans[slot] = plan
             optimizer.prepare_step(plan)
-            for observer in self.observers:
-                observer.before_bucket(plan)
+            for call in self.before_bucket:
+                call(plan)
             with interrupts.deferred():
                 optimizer.run_step(plan)
                 running.buckets[key] += 1
                 running.stepped.update(map(id, bucket))
                 for param in bucket:
                     param.grad = None
-            for observer in self.observers:
-                observer.after_bucket(plan)
 
     def _settings(self) -> list[dict[str, Any]]:
         """The settings of the param groups, as values that can be compared."""

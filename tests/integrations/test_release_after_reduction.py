@@ -97,7 +97,9 @@ def test_averages_that_nobody_takes_are_in_the_gradients():
     optimizer = hf_lowprec.AdamW(model.module[0].parameters(), lr=0.01, gradient_release=True)
     backward(model)
     doubled = []
-    averager.take_means.insert(0, lambda params, means: [mean.mul_(2) is None for mean in means])  # as if ranks differed
+    averager.take_means.insert(
+        0, lambda params, means: [mean.mul_(2) is None for mean in means]
+    )  # as if ranks differed
     expected = [param.grad.clone() for param in model.module[2].parameters()]
     optimizer.step()
     assert all(param.grad is None for param in model.module[0].parameters())

@@ -154,6 +154,20 @@ def test_parameters_that_are_unfrozen_and_added_later():
     assert_same_bits(*both(network, make, run))
 
 
+def test_an_unfrozen_parameter_is_released_from_its_second_step_on_without_zero_grad():
+    model = network()
+    model[2].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    model[2].requires_grad_(True)
+    for left in (True, False):
+        loss_of(model, 1).backward()
+        assert (model[2].weight.grad is not None) == left
+        optimizer.step()
+        assert model[2].weight.grad is None
+
+
 def test_learning_rates_of_a_scheduler():
     def run(model, optimizer):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
@@ -538,4 +552,4 @@ def test_the_precision_monitor_measures_the_same(name):
         found.append((monitor.last.step, monitor.last.by_kind))
         monitor.close()
     assert found[0] == found[1]
-    assert optimizer.release.observers == []
+    assert optimizer.release.before_bucket == []

@@ -23,16 +23,13 @@ gradient_release.BUCKET_ELEMENTS = 4000  # of 44,000
 
 
 class MostAlive:
-    """Counts the elements of gradients that exist when a bucket is about to be stepped."""
+    """Counts the elements of gradients that exist when a bucket is about to be stepped; one of `before_bucket`."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params, self.most = params, 0
 
-    def before_bucket(self, plan) -> None:
+    def __call__(self, plan) -> None:
         self.most = max(self.most, sum(param.grad.numel() for param in self.params if param.grad is not None))
-
-    def after_bucket(self, plan) -> None:
-        pass
 
 
 def train(kind: str, **options) -> tuple[str, float, list[float]]:
@@ -42,7 +39,7 @@ def train(kind: str, **options) -> tuple[str, float, list[float]]:
     rows = text(64)
     for step in range(STEPS):
         if step == 1 and optimizer.optimizer.release is not None:  # DDP chooses its buckets in the first step
-            optimizer.optimizer.release.observers.append(alive)
+            optimizer.optimizer.release.before_bucket.append(alive)
         tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         if "clip" in options:

@@ -56,7 +56,11 @@ def test_weights_and_logs_are_those_of_the_ordinary_step(tmp_path, optim):
     released = trained(tmp_path / "b", optim_args=RELEASED, callbacks=[alive], **settings)
     assert_same_weights(ordinary, released)
     assert logged(ordinary) == logged(released)
-    assert PRECISION_LOGS - {"norms_never_moved"} <= {*logged(released)[0], "lost_weight_decay", "lost_weight_decay_error"}
+    assert PRECISION_LOGS - {"norms_never_moved"} <= {
+        *logged(released)[0],
+        "lost_weight_decay",
+        "lost_weight_decay_error",
+    }
     assert alive.most < 0.35
     assert not any("grad_norm" in entry for entry in released.state.log_history)  # no step needs it
 
@@ -67,7 +71,9 @@ def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
         tmp_path / "b", optim="adamw_bf16_kahan", optim_args=DELAYED, max_grad_norm=1e6, logging_steps=1, max_steps=4
     )
     assert_same_weights(unclipped, never)
-    norms = [[entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry] for run in (unclipped, never)]
+    norms = [
+        [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry] for run in (unclipped, never)
+    ]
     # FP64 sums of the same squares in another order, rounded to FP32 once
     assert norms[1] == pytest.approx(norms[0], rel=2**-23)
     clipped = trained(tmp_path / "c", optim="adamw_bf16_kahan", optim_args=DELAYED, max_steps=4)
