@@ -1,9 +1,9 @@
 """Time of a training step with gradient release relative to the ordinary one, and the gradients that exist at once.
 
-A Llama trains on a few tokens, so that the optimizer's share of the step is large. Both kinds of steps alternate; ratios
-are medians of pairs. "CPU" is the time of the process on all of its cores, which other processes disturb less.
+A Llama trains on a few tokens, so that the optimizer's share of the step is large. Both kinds of steps alternate;
+ratios are medians of pairs. "CPU" is the time of the process on all of its cores, which other processes disturb less.
 
-    python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim adamw_bf16_kahan]
+    python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim NAME]
 """
 
 from __future__ import annotations

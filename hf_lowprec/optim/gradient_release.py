@@ -347,8 +347,8 @@ class GradientRelease:
             if version is not None and version != _version(param.grad):
                 raise RuntimeError(
                     f"the gradient of {self._name(param)} was written to after autograd had computed it, as by "
-                    "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but gradient_release=True has stepped other "
-                    f"parameters without that. To clip, {ALTERNATIVES}; to change gradients one by one, use "
+                    "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but gradient_release=True has stepped "
+                    f"other parameters without that. To clip, {ALTERNATIVES}; to change gradients one by one, use "
                     "param.register_hook"
                 )
         if bucket:

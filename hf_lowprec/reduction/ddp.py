@@ -248,7 +248,8 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> No
         raise RuntimeError(
             "gradient_release=True under DistributedDataParallel must wait for the mean over ranks, which only "
             "hf_lowprec's communication hook reports: call hf_lowprec.prepare_accelerator(accelerator) before "
-            "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
+            "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped "
+            "model"
         )
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(model, option):

@@ -1,4 +1,4 @@
-"""Gradient release on several ranks: the bits of the ordinary step, whatever the wrapper, and gradients that are freed."""
+"""Gradient release on several ranks: the bits of the ordinary step, whatever the wrapper, and freed gradients."""
 
 import pytest
 

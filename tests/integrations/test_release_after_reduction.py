@@ -43,7 +43,7 @@ def test_ddp_without_our_hook_is_an_error():
     """Its averages would come after the step, and replicas would diverge."""
     model = DistributedDataParallel(network())
     optimizer = hf_lowprec.AdamW(model.parameters(), gradient_release=True)
-    with pytest.raises(RuntimeError, match="call hf_lowprec.prepare_accelerator.*reduce_in_fp32"):
+    with pytest.raises(RuntimeError, match=r"call hf_lowprec\.prepare_accelerator.*reduce_in_fp32"):
         backward(model)
     assert not optimizer.state
 

@@ -306,7 +306,7 @@ def released(**options) -> tuple[nn.Sequential, AdamW]:
 
 
 def test_a_second_gradient_is_an_error_that_names_the_parameter():
-    model, optimizer = released()
+    model, _optimizer = released()
     loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"4\.\w+ got a second gradient.*cannot be accumulated"):
         loss_of(model, 1).backward()
@@ -360,7 +360,7 @@ def test_clipping_from_outside_is_an_error():
 def test_attributes_set_later_are_checked():
     model, optimizer = released()
     optimizer.max_grad_norm = 1.0
-    with pytest.raises(ValueError, match="max_grad_norm=1.0 with clip='exact'"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 with clip='exact'"):
         loss_of(model, 0).backward()
 
 

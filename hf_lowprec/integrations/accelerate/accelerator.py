@@ -296,8 +296,8 @@ def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: An
     steps = comparison.accelerator.gradient_accumulation_steps
     if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None and steps > 1:
         raise ValueError(
-            f"gradient_release=True steps after every backward pass, so Accelerator(gradient_accumulation_steps={steps})"
-            " cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+            f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
+            "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
         )
     comparison.watch(optimizer)
     return prepared
@@ -350,10 +350,10 @@ def _clip_grad_norm_(
     given = set(map(id, parameters))
     for optimizer in private_apis.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
-        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
-            if any(id(param) in given for group in groups for param in group["params"]):
-                is_unknown = max_norm == math.inf and optimizer.clip == "exact"
-                return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
+        releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None
+        if releases and any(id(param) in given for group in groups for param in group["params"]):
+            is_unknown = max_norm == math.inf and optimizer.clip == "exact"
+            return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.

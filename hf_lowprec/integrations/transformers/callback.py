@@ -194,8 +194,8 @@ class LowPrecisionCallback(TrainerCallback):
             check_gradient_release(args, optimizer.clip)
             if self._accumulation != "nearest":
                 raise ValueError(
-                    f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True frees "
-                    "during every backward pass; remove one of the two"
+                    f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
+                    "frees during every backward pass; remove one of the two"
                 )
             optimizer.release.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:

@@ -150,7 +150,7 @@ def test_what_cannot_be_is_refused_before_training(tmp_path, settings, message):
 
 
 def test_an_optimizer_that_is_handed_over_is_checked_when_training_begins(tmp_path):
-    with pytest.raises(ValueError, match="max_grad_norm=1.0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0"):
         trained(
             tmp_path,
             optimizer_cls_and_kwargs=hf_lowprec.optimizer_factory("adamw_bf16_kahan", gradient_release=True),
