@@ -184,7 +184,7 @@ def test_a_loop_with_accelerate():
     accelerator = Accelerator(cpu=True)
     hf_lowprec.prepare_accelerator(accelerator)
     model = llama()
-    model, optimizer = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
+    model, _optimizer = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1\.0\): .*StableAdamW"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     assert accelerator.clip_grad_norm_(model.parameters(), float("inf")) is None
