@@ -1,7 +1,7 @@
 """Time of a training step with gradient release relative to the ordinary one, and the gradients that exist at once.
 
-A Llama trains on a few tokens, so that the optimizer's share of the step is large. Both kinds of steps alternate;
-ratios are medians of pairs. "CPU" is the time of the process on all of its cores, which other processes disturb less.
+A Llama trains on a few tokens, so that the optimizer's share of the step is large. All kinds of steps take turns;
+ratios are medians over rounds. "CPU" is the time of the process on all of its cores; other processes disturb it less.
 
     python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim NAME]
 """
@@ -80,25 +80,23 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    ordinary = Run(options, None)
-    count = sum(param.numel() for param in ordinary.model.parameters())
-    print(f"{count / 1e6:.1f} million parameters in {len(list(ordinary.model.parameters()))} tensors, {options.optim}")
-    print(f"ordinary: {ordinary.gradient_bytes() / 2**20:.1f} MiB of gradients")
+    runs = [Run(options, bucket) for bucket in (None, *options.buckets)]
+    params = list(runs[0].model.parameters())
+    print(f"{sum(p.numel() for p in params) / 1e6:.1f} million parameters in {len(params)} tensors, {options.optim}")
+    alive = [run.gradient_bytes() for run in runs]
+    rounds = []
+    for number in range(options.rounds + WARMUP):
+        first = number % len(runs)
+        times = {run: run.step() for run in runs[first:] + runs[:first]}
+        rounds.append([times[run] for run in runs])
     print("| elements of a bucket | gradients at once, MiB | ms per step | ratio, clock | ratio, CPU |")
     print("|---:|---:|---:|---:|---:|")
-    for bucket in options.buckets:
-        released = Run(options, bucket)
-        alive = released.gradient_bytes()
-        pairs = []
-        for round_number in range(options.rounds + WARMUP):
-            order = (ordinary, released) if round_number % 2 else (released, ordinary)
-            times = {run: run.step() for run in order}
-            pairs.append((times[ordinary], times[released]))
-        pairs = pairs[WARMUP:]
-        clock, cpu = (statistics.median(new[k] / old[k] for old, new in pairs) for k in (0, 1))
+    for k, run in enumerate(runs):
+        pairs = [(times[0], times[k]) for times in rounds[WARMUP:]]
+        clock, cpu = (statistics.median(new[which] / old[which] for old, new in pairs) for which in (0, 1))
         milliseconds = 1e3 * statistics.median(new[0] for _, new in pairs)
-        print(f"| {bucket:,} | {alive / 2**20:.1f} | {milliseconds:.0f} | {clock:.3f} | {cpu:.3f} |", flush=True)
-        del released
+        name = "not released" if run.bucket is None else f"{run.bucket:,}"
+        print(f"| {name} | {alive[k] / 2**20:.1f} | {milliseconds:.0f} | {clock:.3f} | {cpu:.3f} |")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ class GradientRelease:
         self._running = _RunningStep()
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         self._averaged: set[int] = set()
-        self._checked = self._stepped_once = False
+        self._checked = self._ended_once = False
         self._hooks: dict[int, tuple[Tensor, Any]] = {}
         self._taken_over: set[int] = set()
         self._started = False
@@ -256,6 +256,9 @@ class GradientRelease:
         with self._lock:
             self._step_rest()
             running = self._running
+            if running.stepped and not self._ended_once:
+                self._optimizer.run_first_step_checks()  # only now all gradients have been there
+                self._ended_once = True
             norm = self.clipping.end_step() if self._optimizer.clip == "delayed" and running.stepped else None
             self._running = _RunningStep()
             self.watch_parameters()
@@ -294,6 +297,10 @@ class GradientRelease:
             self._running = _RunningStep()
             self.clipping.forget_step()
             self.watch_parameters()
+
+    def has_stepped(self, param: Tensor) -> bool:
+        """Whether `param` has been stepped since the last `step()`."""
+        return id(param) in self._running.stepped
 
     def check_between_steps(self, call: str) -> None:
         """Raise RuntimeError if parameters have been stepped since the last `step()`.
@@ -361,9 +368,6 @@ class GradientRelease:
         if running.settings is None:
             optimizer.check_gradient_release()
             running.settings = self._settings()
-        if not self._stepped_once:
-            optimizer.run_first_step_checks()
-            self._stepped_once = True
         slot = key, running.buckets[key]
         with torch.no_grad(), optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
             self._plans[slot] = plan
