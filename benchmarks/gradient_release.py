@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,14 +71,14 @@ class Run:
         return most
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("hidden", 512), ("layers", 8), ("vocabulary", 8192), ("tokens", 64), ("rounds", 30)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--optim", default="adamw_bf16_kahan")
     parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(options.threads)
 
     runs = [Run(options, bucket) for bucket in (None, *options.buckets)]

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.monitor import PrecisionMonitor
@@ -529,6 +530,20 @@ def test_the_norm_is_saved_and_resumed():
         train(twin, resumed, range(2, 5))
         equal = all(map(torch.equal, model.parameters(), twin.parameters()))
         assert equal == norm_is_saved
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_hold_the_norm(flat):
+    """Loading initializes the states of a new optimizer by a step with zero gradients given by hand."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = released(clip="delayed", max_grad_norm=0.05)
+    train(model, optimizer, range(2))
+    weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    train(model, optimizer, range(2, 4))
+    twin, resumed = released(clip="delayed", max_grad_norm=0.05)
+    set_state_dict(twin, resumed, model_state_dict=weights, optim_state_dict=states, options=options)
+    train(twin, resumed, range(2, 4))
+    assert_same_bits(contents(model, optimizer), contents(twin, resumed))
 
 
 def test_clip_grad_norm_of_another_norm_is_an_error():
