@@ -251,11 +251,14 @@ def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> No
             "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped "
             "model"
         )
-    for option in ("find_unused_parameters", "static_graph"):
+    for option, ways in (
+        ("find_unused_parameters", "find_unused_parameters=False (with Trainer: ddp_find_unused_parameters=False)"),
+        ("static_graph", "static_graph=False (with Trainer: ddp_static_graph=False)"),
+    ):
         if getattr(model, option):
             raise RuntimeError(
                 f"gradient_release=True does not support DistributedDataParallel({option}=True), which finds out at "
-                f"the end of the backward pass which parameters have gradients; set {option}=False, or use FSDP2"
+                f"the end of the backward pass which parameters have gradients; set {ways}, or use FSDP2"
             )
     leave_gradients_to_hook(model)
     averager.take_means.append(take_means)

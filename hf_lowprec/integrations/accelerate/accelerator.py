@@ -352,6 +352,7 @@ def _clip_grad_norm_(
         groups = optimizer.param_groups
         releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None
         if releases and any(id(param) in given for group in groups for param in group["params"]):
+            comparison.compare(optimizer, max_norm)
             is_unknown = max_norm == math.inf and optimizer.clip == "exact"
             return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
