@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release import gradients_alive
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
 
@@ -58,6 +59,7 @@ def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
 def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
     """Count the tensors that a step will need: gradients of all trainable parameters, and all states.
 
+    With gradient release, the gradients that will exist at once, if those of the last parameters are final first.
     Parameters may be on the meta device.
     """
     parameters = list(model.parameters())
@@ -67,9 +69,16 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
     return MemoryUse(
         sum(local_shard(p).numel() for p in parameters),
         _bytes(parameters),
-        _bytes(p for p in parameters if p.requires_grad),
+        _bytes(expected_gradients(parameters, optimizer)),
         state,
     )
+
+
+def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Those of the model's `params` whose gradients will exist at once."""
+    trainable = [param for param in params if param.requires_grad]
+    releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.gradient_release
+    return gradients_alive(reversed(trainable)) if releases else trainable
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.diagnostics.memory_estimate import expected_states, storage_tensors
+from hf_lowprec.diagnostics.memory_estimate import expected_gradients, expected_states, storage_tensors
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
@@ -35,7 +35,8 @@ def precision_report(
     frozen = _by_dtype(_frozen(model))
     lines = [f"hf_lowprec: {dtype_name(cast.dtype)} training of {type(model).__name__}"]
     lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
-    lines.append(_row("gradients", trainable))
+    alive = _by_dtype(expected_gradients(model.parameters(), optimizer))
+    lines.append(_row("gradients", alive, trainable if alive != trainable else None))
     if isinstance(optimizer, LowPrecisionOptimizer):
         lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
@@ -80,12 +81,19 @@ def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     return count
 
 
-def _row(title: str, count: Counter[torch.dtype]) -> str:
-    """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype."""
-    total = sum(count.values())
+def _row(title: str, count: Counter[torch.dtype], of: Counter[torch.dtype] | None = None) -> str:
+    """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype.
+
+    Args:
+        title: what is counted.
+        count: the elements that exist at once.
+        of: all of them, if they do not exist at once.
+    """
+    total = sum((of or count).values())
     size = sum(n * dtype.itemsize for dtype, n in count.items())
     # An element of quantized data may hold several weights, or part of one.
     floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
+    shares += f" at once, of {sum(of.values()):,}: released during the backward pass" if of else ""
     return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowprec.estimate.live_memory import LiveMemory
+from hf_lowprec.optim.gradient_release import GradientBucket
 from hf_lowprec.user_inputs.input_errors import InputError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Activations(NamedTuple):
         peak: the most that exists at once apart from weights, accumulated gradients and states.
         with_gradients: the same where the gradients of the weights are new tensors, which appear one after the other
             during the backward, as in training without gradient accumulation.
+        with_release: the same with gradient release, which frees them on the way.
         per_layer: what a layer keeps from its forward until its backward, on average.
         layers: the number of layers.
         rest: the other part of `peak`: embeddings, logits, the loss and what the backward needs for a moment.
@@ -39,6 +41,7 @@ class Activations(NamedTuple):
 
     peak: int
     with_gradients: int
+    with_release: int
     per_layer: float
     layers: int
 
@@ -104,7 +107,8 @@ def estimate_activations(
             param.grad = None
         if gradient_checkpointing:
             getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
-    return Activations(memory.peak, memory.peak_with_gradients, sum(kept) / max(len(kept), 1), len(kept))
+    peaks = memory.peak, memory.peak_with_gradients, memory.peak_with_release
+    return Activations(*peaks, sum(kept) / max(len(kept), 1), len(kept))
 
 
 def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
@@ -137,11 +141,13 @@ def _hooks(model: nn.Module, memory: LiveMemory, kept: list[int]) -> Iterator[No
             kept.append(memory.live - begun)
 
     in_backward: list[bool] = []
+    bucket = GradientBucket()
 
     def note_gradient(param: Tensor) -> None:
         in_backward[:] = [True]
         if param.grad is not None:
             memory.count_as_gradient(param.grad)
+            memory.released += sum(each.nbytes for each in bucket.take(bucket.add(param)))
 
     handles = []
     for layer in _layers(model):

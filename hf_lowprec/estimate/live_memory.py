@@ -21,13 +21,16 @@ class LiveMemory(TorchDispatchMode):
     Attributes:
         live: bytes that exist now, gradients excluded.
         gradients: bytes that exist now and were declared gradients by `count_as_gradient`.
+        released: bytes of these gradients that gradient release would have freed by now; set by others.
         peak: the largest `live` so far.
-        peak_with_gradients: the largest sum of both so far.
+        peak_with_gradients: the largest sum of `live` and `gradients` so far.
+        peak_with_release: the largest such sum without what was released.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.gradients = self.peak = self.peak_with_gradients = 0
+        self.live = self.gradients = self.released = 0
+        self.peak = self.peak_with_gradients = self.peak_with_release = 0
         self._sizes: dict[int, int] = {}
         self._gradients: set[int] = set()
 
@@ -57,7 +60,9 @@ class LiveMemory(TorchDispatchMode):
             self._sizes[key] = size
             self.live += size
             self.peak = max(self.peak, self.live)
-            self.peak_with_gradients = max(self.peak_with_gradients, self.live + self.gradients)
+            with_gradients = self.live + self.gradients
+            self.peak_with_gradients = max(self.peak_with_gradients, with_gradients)
+            self.peak_with_release = max(self.peak_with_release, with_gradients - self.released)
             weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:

@@ -45,6 +45,7 @@ class Row(NamedTuple):
         step: bytes that the optimizer step needs for a moment, on every GPU.
         fp32_parts: which parameters a cast keeps in FP32: their number, by reason.
         activations: of one forward and backward on one GPU; None if not estimated.
+        releases: whether gradients are released during the backward; `memory` has those that exist at once.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Row(NamedTuple):
     step: int = 0
     fp32_parts: dict[str, int] | None = None
     activations: Activations | None = None
+    releases: bool = False
 
     def total(self, gpus: int = 1) -> float:
         """Bytes on all GPUs together while the optimizer steps; no activations."""
@@ -77,7 +79,8 @@ class Row(NamedTuple):
         if gpus > 1 or gradient_accumulation_steps > 1 or self.accumulation:
             forward_and_backward = self.per_gpu(gpus) - self.step + self.activations.peak
         else:
-            forward_and_backward = self.memory.total - self.memory.gradients.total() + self.activations.with_gradients
+            backward = self.activations.with_release if self.releases else self.activations.with_gradients
+            forward_and_backward = self.memory.total - self.memory.gradients.total() + backward
         return max(self.per_gpu(gpus), forward_and_backward)
 
 
@@ -103,10 +106,17 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         report = cast_model(model, keep_fp32=options.keep_fp32)
         return_float32(model, next_to_loss=False)
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        releases = kwargs.get("gradient_release", False)
+        if releases and steps > 1:
+            raise InputError(
+                "gradient_release=True does not accumulate gradients; gradient_accumulation_steps must be 1"
+            )
         optimizer = cls(model.parameters(), **kwargs)
         memory = expected_memory(model, optimizer)
+        optimizer.stop_gradient_release()
     accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
-    return Row(name, memory, accumulation, step_peak(optimizer), _fp32_parts(model, report))
+    peak = step_peak(optimizer)
+    return Row(name, memory, accumulation, peak, _fp32_parts(model, report), releases=releases)
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,9 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     in_16_bits = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
-    if any(param.grad is None and param.requires_grad for param in params):
-        _search(_replaced_parameters, params)
+    without_grad = [param for param in params if param.requires_grad and not _has_gradient(optimizer, param)]
+    if without_grad:
+        _search(_replaced_parameters, without_grad, len(params))
     if any(param.dim() == 1 for param in in_16_bits):
         _search(_converted_after_cast, in_16_bits)
     if not in_16_bits and any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
@@ -54,23 +56,33 @@ def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
         _search(_fsdp2_sums if any(map(is_sharded, in_16_bits)) else _ddp_sums, in_16_bits)
 
 
-def _search(find: Callable[[list[Tensor]], str | None], params: list[Tensor]) -> None:
+def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
+    released = optimizer.release is not None and optimizer.release.has_stepped(param)
+    return released or param.grad is not None
+
+
+def _search(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
     """Log the warning that `find` returns for `params`, once. Stops searching after a number of searches."""
     if _searches_left[find] > 0:
-        text = find(params)
+        text = find(params, *further)
         _searches_left[find] = 0 if text else _searches_left[find] - 1
         if text:
             logger.warning("hf_lowprec: %s", text)
 
 
-def _replaced_parameters(params: list[Tensor]) -> str | None:
-    """Warn if some of an optimizer's parameters have no gradient and are in no module: others took their place."""
+def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:
+    """Warn if some of an optimizer's parameters have no gradient and are in no module: others took their place.
+
+    Args:
+        without_grad: the trainable parameters without gradients.
+        count: the number of all parameters.
+    """
     in_modules = {id(param) for module in live_modules() for param in module._parameters.values()}
-    replaced = [p for p in params if p.grad is None and p.requires_grad and id(p) not in in_modules]
+    replaced = [param for param in without_grad if id(param) not in in_modules]
     if not replaced:
         return None
     return (
-        f"{len(replaced)} of the optimizer's {len(params)} parameters (shape {tuple(replaced[0].shape)}, …) have no "
+        f"{len(replaced)} of the optimizer's {count} parameters (shape {tuple(replaced[0].shape)}, …) have no "
         "gradient and are in no module any more: after the optimizer was built, something replaced them, as "
         "model.resize_token_embeddings or fully_shard does. The new parameters are not trained; build the optimizer "
         "after that line"
@@ -163,7 +175,7 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
             yield module
 
 
-_searches_left: dict[Callable[[list[Tensor]], str | None], int] = dict.fromkeys(
+_searches_left: dict[Callable[..., str | None], int] = dict.fromkeys(
     (_replaced_parameters, _converted_after_cast, _uncast_model, _ddp_sums, _fsdp2_sums), _SEARCHES
 )
 """Search -> how often it may still be made."""

@@ -35,8 +35,9 @@ from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
+from hf_lowprec.optim.gradient_release import GradientRelease
 from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
-from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means
+from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 DECAY_EVERY = 8
@@ -63,6 +64,9 @@ class PrecisionMonitor:
     formula; for others, by repeating their step on the sample in FP64. Updates that cannot be computed element by
     element (Adafactor, Muon, 8-bit states) are not: then only the share of weights that changed is known. A step with a
     closure, and one that `skip_nonfinite` skips, is not measured.
+
+    With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
+    `measure_next_step` before it.
 
     With sharded parameters (FSDP2), all ranks must measure the same steps, and get the same numbers.
 
@@ -112,7 +116,10 @@ class PrecisionMonitor:
         self._running: _Measurement | None = None
         self._finished: _Measurement | None = None
         self._decay_measured_at: int | None = None
+        self._begun = False
         self._watch_parameters()
+        if self._release is not None:
+            self._release.before_bucket.append(self._run_before_bucket)
         self._hooks = [
             self.optimizer.register_step_pre_hook(partial(self._run_hook, "_before_step")),
             self.optimizer.register_step_post_hook(partial(self._run_hook, "_after_step")),
@@ -120,7 +127,7 @@ class PrecisionMonitor:
 
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
-        self._due, self._number, self._depth = True, number, 0
+        self._due, self._number, self._depth, self._begun = True, number, 0, False
 
     @property
     def last(self) -> StepPrecision | None:
@@ -160,8 +167,14 @@ class PrecisionMonitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._release is not None and self._run_before_bucket in self._release.before_bucket:
+            self._release.before_bucket.remove(self._run_before_bucket)
         self._running = self._finished = None
         self._blocks.clear()
+
+    @property
+    def _release(self) -> GradientRelease | None:
+        return self.optimizer.release if isinstance(self.optimizer, LowPrecisionOptimizer) else None
 
     # What is watched.
 
@@ -221,6 +234,32 @@ class PrecisionMonitor:
         self._depth += 1
         if self._depth > 1:  # a subclass that calls its parent's `step`, which has the hooks as well
             return
+        if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
+            # A closure computes the gradients only now.
+            self._begin(kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None))
+        running = self._running
+        if running is None or self._release is not None:
+            return
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            self._prepare_own(optimizer, running)
+        else:
+            self._prepare_replay(running)
+
+    def _run_before_bucket(self, plan: StepPlan) -> None:
+        self._run_hook("_before_bucket", plan)
+
+    @torch.no_grad()
+    def _before_bucket(self, plan: StepPlan) -> None:
+        """Gradient release is about to step the parameters of `plan`."""
+        if not self._begun:
+            self._begin(has_closure=False)
+        if self._running is not None:
+            assert isinstance(self.optimizer, LowPrecisionOptimizer)
+            self._prepare_plan(self.optimizer, plan, self._running)
+
+    def _begin(self, has_closure: bool) -> None:
+        """Begin a step: if it is to be measured, set `_running`."""
+        self._begun = True
         self._running = None
         due = self._due or (self.every > 0 and (self.steps == 0 or (self.steps + 1) % self.every == 0))
         self._due = False
@@ -229,19 +268,16 @@ class PrecisionMonitor:
         if self._finished is not None:  # what adds up over measurements needs each of them
             self._evaluate(self._finished)
         self._finished, self._last = None, None
-        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None) or _is_capturing():
-            return  # a closure computes the gradients only now
-        if len(self._params) != sum(len(group["params"]) for group in optimizer.param_groups):
+        if has_closure or _is_capturing():
+            return
+        groups = self.optimizer.param_groups
+        if len(self._params) != sum(len(group["params"]) for group in groups):
             self._watch_parameters()
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
-        rates = [rate for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
+        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
         self._running = _Measurement(number, with_decay, rates, self._gradients.look())
-        if isinstance(optimizer, LowPrecisionOptimizer):
-            self._prepare_own(optimizer, self._running)
-        else:
-            self._prepare_replay(self._running)
         if with_decay:
             self._decay_measured_at = self.steps
 
@@ -251,10 +287,17 @@ class PrecisionMonitor:
         if self._depth:
             return
         self.steps += 1
+        self._begun = False
         running, self._running = self._running, None
         if running is not None:
             if not self._gradients.steps:  # once is enough
                 self._check_replay(running)
+            if self._release is not None:
+                self._blocks = running.blocks_of_groups
+                self._add_unstepped(running.stepped, running)
+                # Of the gradients that are there now, only those that the optimizer does not step were never released.
+                count = len(self._params)
+                running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
             for block in running.blocks:
                 sums = block.sums(self._first_weights, self._first_compensations)
                 if self.across_ranks:
@@ -282,29 +325,30 @@ class PrecisionMonitor:
     def _prepare_own(self, optimizer: LowPrecisionOptimizer, running: _Measurement) -> None:
         """Compute the exact updates of an optimizer of this package."""
         with optimizer.plan_step() as plan:
-            for fused_group in plan.fused_groups:
-                fused_group.compute_scalars(optimizer.scalars)
-            optimizer.clip_step(plan)
-            compute_tensor_means(plan.backend_steps)
-            stepped: set[int] = set()
-            for backend_step in plan.backend_steps:
-                fused_group = backend_step.fused_group
-                rows = [self._row[entry.param] for entry in fused_group.entries]
-                stepped.update(rows)
-                block = self._blocks.get(fused_group)
-                if block is None:
-                    samples = ParameterSamples(fused_group.weights, self._size)
-                    measured = fused_group.spec.param_dtype in self.dtypes
-                    updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
-                    block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
-                if block.updates is not None:
-                    block.exact = block.updates.compute(running.with_decay)
-                block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradients.nonzero)
-                running.blocks.append(block)
-                if fused_group.enabled is not None:
-                    running.enabled = fused_group.enabled
-            self._blocks = dict(zip(plan.fused_groups, running.blocks, strict=True))
-        self._add_unstepped(stepped, running)
+            optimizer.prepare_step(plan)
+            self._prepare_plan(optimizer, plan, running)
+        self._blocks = running.blocks_of_groups
+        self._add_unstepped(running.stepped, running)
+
+    def _prepare_plan(self, optimizer: LowPrecisionOptimizer, plan: StepPlan, running: _Measurement) -> None:
+        """Compute the exact updates of the parameters of a plan, for which `prepare_step` was called."""
+        for backend_step in plan.backend_steps:
+            fused_group = backend_step.fused_group
+            rows = [self._row[entry.param] for entry in fused_group.entries]
+            running.stepped.update(rows)
+            block = self._blocks.get(fused_group)
+            if block is None:
+                samples = ParameterSamples(fused_group.weights, self._size)
+                measured = fused_group.spec.param_dtype in self.dtypes
+                updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
+                block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
+            if block.updates is not None:
+                block.exact = block.updates.compute(running.with_decay)
+            block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradients.nonzero)
+            running.blocks.append(block)
+            running.blocks_of_groups[fused_group] = block
+            if fused_group.enabled is not None:
+                running.enabled = fused_group.enabled
 
     def _prepare_replay(self, running: _Measurement) -> None:
         """Compute the exact updates of any other optimizer."""
@@ -388,6 +432,8 @@ class _Measurement:
         learning_rates: those of the parameter groups.
         gradients: which parameters have one, see `GradientRecord.look`.
         blocks: what is measured together.
+        blocks_of_groups: the blocks of one of our optimizers, by fused group.
+        stepped: rows of the parameters that one of our optimizers steps.
         results: the rows of each block with their sums, after the step.
         enabled: whether the step is taken, a bool scalar on its device; None is yes.
     """
@@ -400,6 +446,8 @@ class _Measurement:
         self.with_decay = with_decay
         self.gradients = gradients
         self.blocks: list[ParameterBlock] = []
+        self.blocks_of_groups: dict[Any, ParameterBlock] = {}
+        self.stepped: set[int] = set()
         self.results: list[tuple[list[int], Tensor]] = []
         self.enabled: Tensor | None = None
 

@@ -26,6 +26,8 @@ class Algorithm(torch.optim.Optimizer):
     capturable: bool
     max_grad_norm: float | None
     skip_nonfinite: bool
+    gradient_release: bool = False
+    clip: str = "exact"
 
     update: ClassVar[Update]
     """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.shared_keywords import Backend, InitialCompensation, full_signature
+from hf_lowprec.optim.gradient_release import GradientRelease
+from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.state_dict import (
+    NORM_BEFORE,
     Prepared,
     prepare_for_loading,
     restore_dtypes,
@@ -68,6 +70,11 @@ class LowPrecisionOptimizer(Algorithm):
             does not clip.
         skip_nonfinite: skip steps whose gradient norm is not finite, leaving weights and states unchanged;
             `skipped_steps` counts them.
+        gradient_release: step parameters during the backward pass, a few at a time, and free their gradients, so that
+            those of the whole model never exist at once; `step()` steps the rest. Weights and states are those of the
+            ordinary step, bit for bit. See `gradient_release.py` for what it excludes.
+        clip: `"exact"`: `max_grad_norm` clips by the norm of the step's own gradients. `"delayed"`, only with
+            `gradient_release`: by the norm of the step before. The first step is not clipped.
 
     Raises:
         TypeError: a keyword is unknown. For torch's `foreach`, `fused` and `differentiable`, and a few of other
@@ -80,6 +87,13 @@ class LowPrecisionOptimizer(Algorithm):
     """Functions called before the first step after construction or loading. The layers above, which know about models
     and ranks, add them here. They may warn but not raise.
     """
+    first_gradient_checks: ClassVar[list[Callable[[LowPrecisionOptimizer], None]]] = []
+    """The same for the first gradient that is released. They may raise: gradients must not be released before they are
+    averaged over ranks.
+    """
+
+    release: GradientRelease | None
+    """What steps parameters during the backward pass; None if all are stepped by `step`."""
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
@@ -100,11 +114,14 @@ class LowPrecisionOptimizer(Algorithm):
         capturable: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
+        gradient_release: bool = False,
+        clip: Clip = "exact",
         **unexpected: Any,
     ) -> None:
         validation.check_unexpected_keywords(type(self), unexpected)
         selection.check_backend(backend)
         validation.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
+        validation.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation started with a dither."""
@@ -112,6 +129,8 @@ class LowPrecisionOptimizer(Algorithm):
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
         self.skip_nonfinite = skip_nonfinite
+        self.gradient_release = bool(gradient_release)
+        self.clip = clip
         self.grad_norm: Tensor | None = None
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
@@ -125,19 +144,23 @@ class LowPrecisionOptimizer(Algorithm):
         }
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
         if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
-            execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite)
+            execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite, gradient_release)
             given = (defaults["rounding"], str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
             kind = (type(self), *given)
             if number := parameter_numbers.next_number((*kind, *execution)):
                 self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
+        self.release = GradientRelease(self) if self.gradient_release else None
 
     def _reset(self) -> None:
         self._plan: StepPlan | None = None
         self._clipping = GradientClipping()
+        self.release = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
+
+        With `gradient_release`, step the parameters that the backward pass has left, and end the step.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -159,21 +182,37 @@ class LowPrecisionOptimizer(Algorithm):
                 loss = closure()
 
         parameter_numbers.reset_numbers()
+        if self.release is not None:
+            self.grad_norm = self.release.end_step()
+            return loss
         with self.plan_step() as plan:  # check groups, reuse or build the plan, collect gradients, choose backends
-            for fused_group in plan.fused_groups:
-                fused_group.compute_scalars(self.scalars)
-            norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
-            compute_tensor_means(plan.backend_steps)
+            norm = self.prepare_step(plan)
             with interrupts.deferred():
-                for backend_step in plan.backend_steps:
-                    for entries in parts_to_step(self, backend_step):
-                        backend_step.run(entries)
-                for fused_group in plan.fused_groups:
-                    fused_group.count_step()
-                plan.copy_back()
+                self.run_step(plan)
                 self.grad_norm = norm
                 self._clipping.step_taken(norm, self.capturable, self.skip_nonfinite)
         return loss
+
+    def prepare_step(self, plan: StepPlan) -> Tensor | None:
+        """Compute what the formula needs in addition to tensors: scalars, clip factor, means. Changes nothing.
+
+        Returns:
+            The norm of the gradients, FP32 scalar; None if the step needs none.
+        """
+        for fused_group in plan.fused_groups:
+            fused_group.compute_scalars(self.scalars)
+        norm = self.clip_step(plan)  # the gradients' norm, the clip factor, whether the step is skipped
+        compute_tensor_means(plan.backend_steps)
+        return norm
+
+    def run_step(self, plan: StepPlan) -> None:
+        """Step the plan's parameters, after `prepare_step`."""
+        for backend_step in plan.backend_steps:
+            for entries in parts_to_step(self, backend_step):
+                backend_step.run(entries)
+        for fused_group in plan.fused_groups:
+            fused_group.count_step()
+        plan.copy_back()
 
     def plan_step(self) -> StepPlan:
         """Return the plan of the coming step, with its gradients. Creates missing states and changes nothing else, but
@@ -192,6 +231,15 @@ class LowPrecisionOptimizer(Algorithm):
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(self.limit)
 
+    def plan_bucket(self, earlier: StepPlan | None, params: Collection[int]) -> StepPlan:
+        """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release.py`.
+
+        Args:
+            earlier: the plan of an earlier step, which is returned if it fits.
+            params: the identities of the parameters.
+        """
+        return self._updated_plan(earlier, self.limit is not None, params)
+
     def _check_groups(self) -> None:
         self._spell_out_modes()
         for k, group in enumerate(self.param_groups):
@@ -204,17 +252,54 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _plan_with_gradients(self, limit: float | None) -> StepPlan:
         """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed."""
-        plan, clipped = self._plan, limit is not None
+        if self.release is not None:
+            raise RuntimeError(
+                "gradient_release=True steps parameters during the backward pass, so there is no step of all "
+                "gradients, and no norm before it; optimizer.grad_norm is that of the last step with clip='delayed'"
+            )
+        if self._plan is None:
+            check_not_capturing()
+            self.run_first_step_checks()
+        self._plan = self._updated_plan(self._plan, limit is not None)
+        return self._plan
+
+    def run_first_step_checks(self) -> None:
+        """Call the functions of `first_step_checks`."""
+        for check in self.first_step_checks:
+            check(self)
+
+    def run_first_gradient_checks(self) -> None:
+        """Call the functions of `first_gradient_checks`."""
+        for check in self.first_gradient_checks:
+            check(self)
+
+    def check_gradient_release(self) -> None:
+        """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
+        self._check_groups()
+        validation.check_gradient_release(
+            self.release is not None, self.clip, self.capturable, self.max_grad_norm, self.skip_nonfinite
+        )
+
+    def stop_gradient_release(self) -> None:
+        """Step all parameters in `step()` from now on, and let their gradients exist until then.
+
+        Raises:
+            RuntimeError: parameters have been stepped since the last `step()`.
+        """
+        if self.release is not None:
+            self.release.check_between_steps("stop_gradient_release()")
+            self.release.stop()
+        self.release, self.gradient_release, self.clip = None, False, "exact"
+
+    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Collection[int] | None = None) -> StepPlan:
+        """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
         try:
-            if plan is None or not plan.collect_gradients(self, clipped):
+            if plan is None or not plan.collect_gradients(self, clipped, only):
                 check_not_capturing()
-                for check in self.first_step_checks if plan is None else ():
-                    check(self)
-                earlier, plan = plan, StepPlan(self, clipped)
+                earlier, plan = plan, StepPlan(self, clipped, only)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
-                self._plan = plan
-                plan.collect_gradients(self, clipped)
+                plan.collect_gradients(self, clipped, only)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
             check_capture(plan.backend_steps, self.capturable)
@@ -233,12 +318,30 @@ class LowPrecisionOptimizer(Algorithm):
         Raises:
             RuntimeError: gradients were written to after `clip_grad_norm_`.
         """
+        if self.release is not None:
+            if self.limit is not None:
+                self.release.clipping.clip(plan.backend_steps, self.limit)
+            return None
         return self._clipping.clip_step(plan.backend_steps, self.max_grad_norm, self.skip_nonfinite)
 
     @property
     def limit(self) -> float | None:
         """The norm to which the coming step clips gradients; None if it does not clip."""
         return self._clipping.limit(self.max_grad_norm)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """`torch.amp.GradScaler` reads this at the beginning of its `step`, before it looks for gradients.
+
+        Raises:
+            RuntimeError: with gradient release, parameters have been stepped with scaled gradients.
+        """
+        if self.release is not None:
+            raise RuntimeError(
+                "GradScaler scales the loss and divides gradients in its step, but gradient_release=True has stepped "
+                "parameters during the backward pass; BF16 needs no loss scaling, so remove the scaler"
+            )
+        return False
 
     @property
     def skipped_steps(self) -> int:
@@ -274,11 +377,14 @@ class LowPrecisionOptimizer(Algorithm):
             synchronize with the device.
 
         Raises:
-            RuntimeError: gradients were changed or added after an earlier call.
-            ValueError: `max_norm` is not a number above 0.
+            RuntimeError: gradients were changed or added after an earlier call; or they are released during the
+                backward pass, and `clip` is not "delayed". With "delayed", the parameters that are left are stepped.
+            ValueError: `max_norm` is not a number above 0; or with `clip="delayed"`, it is not `max_grad_norm`.
         """
         if max_norm != math.inf:
             validation.check_max_norm("max_norm", max_norm)
+        if self.release is not None:
+            return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
 
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
@@ -300,6 +406,8 @@ class LowPrecisionOptimizer(Algorithm):
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None
         super().zero_grad(set_to_none)
+        if self.release is not None:
+            self.release.forget_waiting()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
@@ -315,6 +423,8 @@ class LowPrecisionOptimizer(Algorithm):
         except Exception:
             self.param_groups.pop()
             raise
+        if self.release is not None:
+            self.release.watch_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, as `torch.optim.Optimizer.state_dict` does, with dtypes as strings.
@@ -322,9 +432,17 @@ class LowPrecisionOptimizer(Algorithm):
         Every checkpoint format can store it. Each group's `state_rounding` is a JSON object that holds its value, the
         name of the `optimizer` and the `format`. Low bits of weights that have not been stepped yet are saved under the
         key `low_bits`.
+
+        Raises:
+            RuntimeError: gradient release has stepped parameters since the last `step()`.
         """
         self._spell_out_modes()
-        return to_saved_form(self, super().state_dict())
+        if self.release is not None:
+            self.release.check_between_steps("state_dict()")
+        state_dict = super().state_dict()
+        if self.release is not None and self.clip == "delayed":
+            state_dict["param_groups"][0][NORM_BEFORE] = float(self.release.clipping.norm_before)
+        return to_saved_form(self, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
@@ -354,12 +472,21 @@ class LowPrecisionOptimizer(Algorithm):
             handle.remove()
         restore_dtypes(self, final[0].state_dict)
         restore_low_bits(self, final[0].state_dict)
+        norms = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
+        if self.release is not None:
+            self.release.forget_step()
+            self.release.clipping.norm_before = torch.tensor(float(norms[0]), dtype=torch.float32, device="cpu")
         for note in final[0].notes:
             warnings.warn(note, RuntimeWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
+        norm_before = {}
+        if self.release is not None:
+            self.release.check_between_steps("copy or pickle")
+            norm_before = {NORM_BEFORE: float(self.release.clipping.norm_before)}
         return {
             **super().__getstate__(),
+            **norm_before,
             **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 
@@ -368,3 +495,6 @@ class LowPrecisionOptimizer(Algorithm):
         self._reset()
         for group in self.param_groups:
             group.setdefault("maximize", False)
+        if self.gradient_release:
+            self.release = GradientRelease(self)
+            self.release.clipping.norm_before = torch.tensor(state.get(NORM_BEFORE, 0.0), dtype=torch.float32)

@@ -15,6 +15,9 @@ InitialCompensation = Literal["low_bits", "dither", "zero"]
 Backend = Literal["auto", "triton", "native", "eager"]
 """The values of the argument `backend`."""
 
+Clip = Literal["exact", "delayed"]
+"""The values of the argument `clip`."""
+
 
 class Shared(TypedDict, total=False):
     """The keyword arguments that every algorithm passes on to `LowPrecisionOptimizer`, which documents them."""
@@ -29,6 +32,8 @@ class Shared(TypedDict, total=False):
     capturable: bool
     max_grad_norm: float | None
     skip_nonfinite: bool
+    gradient_release: bool
+    clip: Clip
 
 
 def full_signature(algorithm: type, base: type) -> inspect.Signature:

@@ -31,7 +31,10 @@ FORMAT = 2
 HEADER = "header"
 """Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
 
-ADDED_KEYS: tuple[str, ...] = ("first_parameter",)
+NORM_BEFORE = "norm_before"
+"""Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
+
+ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE)
 """Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
 group are those of format 1."""
 

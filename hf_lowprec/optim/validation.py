@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import check_placements, is_sharded
-from hf_lowprec.optim.shared_keywords import InitialCompensation
+from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation
 from hf_lowprec.rounding import MODES, Rounding, StateRounding
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ FOREIGN_ARGUMENTS = {
     "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
 }
 """Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
-EXECUTION_ARGUMENTS = {"initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite"}
+EXECUTION_ARGUMENTS = {
+    *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
+}
 """Arguments that apply to the whole optimizer and cannot be set per parameter group."""
 
 
@@ -102,6 +104,36 @@ def check_execution_arguments(
             raise ValueError(f"{name}={value!r} is not True or False")
     if max_grad_norm is not None:
         check_max_norm("max_grad_norm", max_grad_norm)
+
+
+def check_gradient_release(
+    gradient_release: Any, clip: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
+) -> None:
+    """Raise ValueError if `gradient_release` or `clip` is invalid, or excluded by one of the other arguments."""
+    if not is_boolean(gradient_release):
+        raise ValueError(f"gradient_release={gradient_release!r} is not True or False")
+    if clip not in get_args(Clip):
+        raise ValueError(f"clip={clip!r} is unknown; valid are {', '.join(map(repr, get_args(Clip)))}")
+    if clip == "delayed" and not gradient_release:
+        raise ValueError(
+            "clip='delayed' is only for gradient_release=True; without it, clip='exact' clips by the norm of the step "
+            "itself, at the same cost"
+        )
+    if clip == "delayed" and max_grad_norm is None:
+        raise ValueError("clip='delayed' needs max_grad_norm, the norm to which it clips")
+    if not gradient_release:
+        return
+    freed = "gradient_release=True frees gradients during the backward pass"
+    if max_grad_norm is not None and clip == "exact":
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} with clip='exact' needs all gradients before the first parameter is "
+            f"stepped, but {freed}; use clip='delayed', which clips by the norm of the step before, or StableAdamW, "
+            "which clips each tensor's update by itself, without max_grad_norm"
+        )
+    if skip_nonfinite:
+        raise ValueError(f"skip_nonfinite=True needs all gradients to decide, but {freed}; use one of the two")
+    if capturable:
+        raise ValueError(f"capturable=True: a CUDA graph cannot hold a step whose parts run in hooks, and {freed}")
 
 
 def is_boolean(value: Any) -> bool:

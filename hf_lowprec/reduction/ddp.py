@@ -7,7 +7,7 @@ same dtype. (NVIDIA's Megatron-LM has this reduce-scatter too: `reduce_scatter_w
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
-from hf_lowprec.reduction.private_torch_apis import forget_comm_hooks
+from hf_lowprec.reduction.private_torch_apis import comm_hook_states, forget_comm_hooks, leave_gradients_to_hook
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""
+
+
+TakeMeans = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[bool]]
+"""Takes parameters and their averaged gradients, views of a bucket; says for each whether it has used the gradient."""
 
 
 @dataclass
@@ -58,6 +62,9 @@ class BucketAverager:
         on_last_bucket: called when the last bucket of a backward pass is done, if there is more than one rank.
         wait_for_first: complete a bucket that is marked as the first before returning. DDP with `static_graph=True`
             reduces all buckets of its first pass at the end, and marks each of them as the first.
+
+    Attributes:
+        take_means: those who use averages as soon as they are there; see `hand_over_means`.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class BucketAverager:
         self.group = group
         self.wait_for_first = wait_for_first
         self.on_last_bucket = on_last_bucket
+        self.take_means: list[TakeMeans] = []
         self.scratch = ScratchBuffers()
         self._in_flight: list[_ChunkInFlight] = []
         self._parity = 0  # of the next chunk; selects between the scratch buffers of two chunks in flight
@@ -78,19 +86,27 @@ class BucketAverager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(dist.group.WORLD, **state)  # type: ignore[misc]
 
-    def __call__(self, gradient: Tensor, is_first: bool, is_last: bool) -> torch.futures.Future:
+    def __call__(
+        self, gradient: Tensor, is_first: bool, is_last: bool, on_mean: Callable[[], None] | None = None
+    ) -> torch.futures.Future:
         """Average one bucket in place.
 
         Args:
             gradient: the bucket, a flat tensor. Buckets come in the same order on all ranks.
             is_first: whether it is the first bucket of a backward pass.
             is_last: whether it is the last one.
+            on_mean: called when the averages are in `gradient`, before the future is completed.
 
         Returns:
             A future of `gradient`, completed when the averages are in it.
         """
         future = _future(gradient.device)
-        set_result = functools.partial(future.set_result, gradient)
+
+        def set_result() -> None:
+            if on_mean is not None:
+                on_mean()
+            future.set_result(gradient)
+
         if self.group.size() == 1:
             set_result()
             return future
@@ -174,7 +190,10 @@ class BucketAverager:
 
 def fp32_mean_hook(state: BucketAverager, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket; the hook that `DistributedDataParallel.register_comm_hook` takes."""
-    return state(bucket.buffer(), bucket.index() == 0, bucket.is_last())
+    on_mean = None
+    if state.take_means:  # by now, DDP has copied the gradients into the bucket
+        on_mean = functools.partial(_give_means, state.take_means, bucket.parameters(), bucket.gradients())
+    return state(bucket.buffer(), bucket.index() == 0, bucket.is_last(), on_mean)
 
 
 class FP32MeanDDP(DistributedDataParallel):
@@ -208,6 +227,55 @@ def reduce_in_fp32(model: DistributedDataParallel) -> BucketAverager:
         model.__class__ = FP32MeanDDP
         model.averager = averager  # type: ignore[assignment]
     return averager
+
+
+def hand_over_means(model: DistributedDataParallel, take_means: TakeMeans) -> None:
+    """Hand the averages of each bucket to `take_means` as soon as they are there, during the backward pass.
+
+    From then on, DDP itself writes no averages into `param.grad`. The hook does it for parameters whose averages
+    nobody has used, so that other optimizers find what they expect.
+
+    Args:
+        model: the model.
+        take_means: takes the averages.
+
+    Raises:
+        RuntimeError: the model has not been prepared by `reduce_in_fp32`; or with `find_unused_parameters` or
+            `static_graph`, it is not known before the end of the backward pass which parameters are used.
+    """
+    averager = next((state for state in comm_hook_states(model) if isinstance(state, BucketAverager)), None)
+    if averager is None:
+        raise RuntimeError(
+            "gradient_release=True under DistributedDataParallel must wait for the mean over ranks, which only "
+            "hf_lowprec's communication hook reports: call hf_lowprec.prepare_accelerator(accelerator) before "
+            "accelerator.prepare or, without Accelerate, hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped "
+            "model"
+        )
+    for option, ways in (
+        ("find_unused_parameters", "find_unused_parameters=False (with Trainer: ddp_find_unused_parameters=False)"),
+        ("static_graph", "static_graph=False (with Trainer: ddp_static_graph=False)"),
+    ):
+        if getattr(model, option):
+            raise RuntimeError(
+                f"gradient_release=True does not support DistributedDataParallel({option}=True), which finds out at "
+                f"the end of the backward pass which parameters have gradients; set {ways}, or use FSDP2"
+            )
+    leave_gradients_to_hook(model)
+    averager.take_means.append(take_means)
+
+
+def _give_means(take_means: list[TakeMeans], params: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+    """Give a bucket's averages to those who use them, and the others to `param.grad`."""
+    used = [False] * len(params)
+    for take in take_means:
+        used = [before or now for before, now in zip(used, take(params, means), strict=True)]
+    for param, mean, is_used in zip(params, means, used, strict=True):
+        if is_used:
+            continue
+        if param.grad is None:
+            param.grad = mean.clone()
+        elif param.grad.data_ptr() != mean.data_ptr():
+            param.grad.copy_(mean)
 
 
 def _future(device: torch.device) -> torch.futures.Future:

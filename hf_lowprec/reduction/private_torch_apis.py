@@ -27,6 +27,16 @@ def forget_comm_hooks(model: DistributedDataParallel) -> None:
     model._comm_hooks.clear()
 
 
+def comm_hook_states(model: DistributedDataParallel) -> list[object]:
+    """The states of the communication hooks of `model`."""
+    return [state for _, state in model._comm_hooks]
+
+
+def leave_gradients_to_hook(model: DistributedDataParallel) -> None:
+    """Make `model` copy no averages from its buckets to `param.grad`: its communication hook does. Cannot be undone."""
+    model.reducer._set_optimizer_in_backward()  # type: ignore[attr-defined]
+
+
 def version_of(tensor: Tensor) -> int:
     """How often `tensor`, or the storage that it is a view of, was changed in place."""
     return tensor._version

@@ -68,6 +68,8 @@ def optimizer_settings(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
     settings: dict[str, Any] = {
         "the optimizer": f"{cls.__module__}.{cls.__qualname__}",
         "skip_nonfinite": getattr(optimizer, "skip_nonfinite", None),
+        "gradient_release": getattr(optimizer, "gradient_release", None),
+        "clip": getattr(optimizer, "clip", None),
         "the number of param_groups": len(optimizer.param_groups),
     }
     for k, group in enumerate(optimizer.param_groups):

@@ -144,6 +144,22 @@ def test_tensors_that_belong_to_no_model(caplog):
     assert not said(caplog)
 
 
+def test_released_gradients_were_there(caplog, monkeypatch):
+    """Parameters that were stepped during the backward pass have no gradient any more. None of these has a module."""
+    monkeypatch.setattr("hf_lowprec.optim.gradient_release.BUCKET_ELEMENTS", 1)
+    params = [nn.Parameter(torch.zeros(64, 64, dtype=BF16)) for _ in range(3)]
+    optimizer = hf_lowprec.AdamW(params, lr=1e-3, gradient_release=True)
+    sum(param.float().sum() for param in params).backward()
+    assert params[2].grad is None or params[0].grad is None
+    optimizer.step()
+    assert not said(caplog)
+    optimizer = hf_lowprec.AdamW([*params, nn.Parameter(torch.ones(3))], lr=1e-3, gradient_release=True)
+    sum(param.float().sum() for param in params).backward()
+    optimizer.step()
+    (text,) = said(caplog)
+    assert "1 of the optimizer's 4 parameters (shape (3,), …) have no gradient" in text
+
+
 def test_norms_and_adapters_alone_in_their_optimizer(caplog):
     """One of several optimizers: the model counts, not what this one trains."""
     model = cast(llama(), keep_fp32="lm_head")

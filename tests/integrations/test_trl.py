@@ -243,3 +243,13 @@ def test_what_contradicts_is_refused_by_name(saved, tmp_path, cls, settings, mes
             trl.GRPOTrainer(model=saved, reward_funcs=lambda completions, **_: [0.0], args=args, train_dataset=rows)
         else:
             trl.SFTTrainer(model=saved, args=args, train_dataset=rows.remove_columns("prompt"))
+
+
+def test_gradient_release_gives_the_same_bits(saved, tmp_path):
+    """TRL switches gradient checkpointing on and adds its own hooks and metrics."""
+    ordinary = sft(saved, tmp_path / "a", "adamw_bf16_kahan", max_grad_norm=0, max_steps=3)
+    released = sft(
+        saved, tmp_path / "b", "adamw_bf16_kahan", max_grad_norm=0, max_steps=3, optim_args="gradient_release=True"
+    )
+    pairs = zip(ordinary.model.parameters(), released.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

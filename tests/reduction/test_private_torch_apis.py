@@ -9,8 +9,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32
 from hf_lowprec.reduction.private_torch_apis import (
+    comm_hook_states,
     forget_comm_hooks,
     is_view,
+    leave_gradients_to_hook,
     names_ignored_by_ddp,
     reduce_scatters_in_16_bits,
     version_of,
@@ -70,3 +72,23 @@ def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):
     ours = sharded()
     reduce_scatter_in_fp32(ours)
     assert not reduce_scatters_in_16_bits(ours), HERE
+
+
+def test_ddp_leaves_gradients_to_its_hook(one_rank):
+    """After `leave_gradients_to_hook`, the averages stay in DDP's buckets."""
+    left = []
+    for leave in (False, True):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+        def doubled(state, bucket):
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer().mul_(2))
+            return future
+
+        model.register_comm_hook("its state", doubled)
+        assert comm_hook_states(model) == ["its state"], HERE
+        if leave:
+            leave_gradients_to_hook(model)
+        model(torch.ones(1, 2)).sum().backward()
+        left.append(model.module.bias.grad.tolist())
+    assert left == [[2.0, 2.0], [1.0, 1.0]], HERE

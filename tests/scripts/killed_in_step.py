@@ -1,6 +1,6 @@
 """Train the tiny Llama with Kahan summation and a checkpoint every two steps; kill the process after a step.
 
-killed_in_step.py FOLDER STEP
+killed_in_step.py FOLDER STEP [KEY=VALUE of optim_args,…]
 """
 
 import os
@@ -10,6 +10,7 @@ import sys
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401
+from hf_lowprec.optim import gradient_release
 from tests.support.training.tiny_trainer import trained
 
 
@@ -19,4 +20,7 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-trained(sys.argv[1], callbacks=[Kill()], optim="adamw_bf16_kahan", save_strategy="steps", save_steps=2, max_steps=6)
+gradient_release.BUCKET_ELEMENTS = 4000  # of 23,000
+optim_args = sys.argv[3] if len(sys.argv) > 3 else None
+saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+trained(sys.argv[1], callbacks=[Kill()], optim="adamw_bf16_kahan", optim_args=optim_args, **saving)

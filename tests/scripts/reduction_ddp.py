@@ -61,10 +61,10 @@ def record_buckets() -> None:
     """Note what the hook is given."""
     original = BucketAverager.__call__
 
-    def call(self, gradient, is_first, is_last):
+    def call(self, gradient, is_first, is_last, on_mean=None):
         seen.append((gradient.numel(), gradient.dtype))
         ends.append((is_first, is_last))
-        return original(self, gradient, is_first, is_last)
+        return original(self, gradient, is_first, is_last, on_mean)
 
     BucketAverager.__call__ = call
 

@@ -21,10 +21,11 @@ from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 HALF = 3
-DDP = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+DDP = {name: {name: True} for name in ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")}
+DDP["small_buckets"] = {"bucket_cap_mb": 0.01}
 
 
-def build(kind: str, format: str, rounding: str):
+def build(kind: str, format: str, rounding: str, **options):
     kind, _, variant = kind.partition("-")
     plugin = mesh = None
     if kind != "ddp":
@@ -42,7 +43,7 @@ def build(kind: str, format: str, rounding: str):
         cpu=True,
         fsdp_plugin=plugin,
         parallelism_config=mesh,
-        kwargs_handlers=[DistributedDataParallelKwargs(**{variant: True})] if variant in DDP else [],
+        kwargs_handlers=[DistributedDataParallelKwargs(**DDP[variant])] if variant in DDP else [],
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager") if variant == "compiled" else None,
     )
     model = llama()
@@ -50,7 +51,7 @@ def build(kind: str, format: str, rounding: str):
         model.gradient_checkpointing_enable()
     hf_lowprec.cast_model(model)
     state_dtype = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}  # one of each
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype)
+    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype, **options)
     hf_lowprec.prepare_accelerator(accelerator)
     return accelerator, *accelerator.prepare(model, optimizer)
 

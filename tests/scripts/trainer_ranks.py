@@ -8,6 +8,7 @@ With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
 With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, with a tokenizer.
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
+With BUCKET_ELEMENTS=n gradient release has buckets of that size.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
+from hf_lowprec.optim import gradient_release
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
@@ -95,6 +97,7 @@ def main(kind: str, *words: str) -> None:
     )
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    gradient_release.BUCKET_ELEMENTS = int(os.environ.get("BUCKET_ELEMENTS", gradient_release.BUCKET_ELEMENTS))
     rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
     processing = tokenizer() if "SAVED_TO" in os.environ else None
     datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -201,6 +202,9 @@ def _prepare(
     with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
+    for optimizer in private_apis.prepared_optimizers(accelerator):
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            optimizer.release.watch_parameters()  # accelerate has given it the shards
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
     scratch = reduce_scatter_in_fp32(sharded)
@@ -282,9 +286,20 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
 
 
 def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`: compare the ranks before the first step."""
+    """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
+
+    Raises:
+        ValueError: the optimizer releases gradients that the accelerator would accumulate.
+    """
     prepared = original(*args, **kwargs)
-    comparison.watch(unwrap_optimizer(prepared))
+    optimizer = unwrap_optimizer(prepared)
+    steps = comparison.accelerator.gradient_accumulation_steps
+    if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None and steps > 1:
+        raise ValueError(
+            f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
+            "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
+        )
+    comparison.watch(optimizer)
     return prepared
 
 
@@ -326,11 +341,20 @@ def _clip_grad_norm_(
 
     Accelerate's own method runs for a subset of the parameters, for other norms and optimizers, and before the last
     micro-batch.
+
+    Returns None where gradient release has freed gradients and only their norm is asked for, as by Trainer with
+    `max_grad_norm=0`; Trainer then logs none.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipped = {id(param) for param in parameters if param.grad is not None}
+    given = set(map(id, parameters))
     for optimizer in private_apis.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
+        releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None
+        if releases and any(id(param) in given for group in groups for param in group["params"]):
+            comparison.compare(optimizer, max_norm)
+            is_unknown = max_norm == math.inf and optimizer.clip == "exact"
+            return None if is_unknown else optimizer.clip_grad_norm_(max_norm)
         if clipped == {id(p) for group in groups for p in group["params"] if p.grad is not None}:
             comparison.compare(optimizer, max_norm)  # the norm of shards is a collective, as the comparison is
             # Before the last micro-batch, the gradients must be clipped at once: more will be added to them.

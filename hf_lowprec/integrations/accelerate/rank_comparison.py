@@ -39,7 +39,9 @@ class RankComparison:
             self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.compare(optimizer, getattr(optimizer, "limit", None))
+        if optimizer in self._hooks:
+            del self._hooks[optimizer]  # the hook stays, since torch is going through the hooks; it does nothing more
+            self._compare(optimizer, getattr(optimizer, "limit", None))
 
     def compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         """Compare the optimizer's class, settings, parameters and their values, if it is watched; stop watching it.
@@ -52,9 +54,11 @@ class RankComparison:
             RuntimeError: on every rank; the message names the ranks and the difference.
         """
         hook = self._hooks.pop(optimizer, None)
-        if hook is None:
-            return
-        hook.remove()
+        if hook is not None:
+            hook.remove()
+            self._compare(optimizer, max_grad_norm)
+
+    def _compare(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         names = {
             param: name
             for model in private_apis.prepared_models(self.accelerator)

@@ -20,7 +20,7 @@ from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
-from hf_lowprec.integrations.transformers.training_arguments import check_liger
+from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
@@ -175,7 +175,8 @@ class LowPrecisionCallback(TrainerCallback):
 
         Raises:
             RuntimeError: the callback was added after the Trainer was built.
-            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run.
+            ValueError: `optim` is one of our names and the optimizer is not one of ours, or Liger cannot run, or the
+                optimizer releases gradients that Trainer would accumulate or clip.
         """
         if self.cast_report is None:
             raise RuntimeError(
@@ -191,6 +192,14 @@ class LowPrecisionCallback(TrainerCallback):
                 "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            check_gradient_release(args, optimizer.clip)
+            if self._accumulation != "nearest":
+                raise ValueError(
+                    f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
+                    "frees during every backward pass; remove one of the two"
+                )
+            optimizer.release.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
@@ -241,20 +250,15 @@ class LowPrecisionCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Set the rounding mode of the coming step, if `optim_args` schedules it."""
+        """Set the rounding mode of the coming step, if `optim_args` schedules it; measure it, if it will be logged."""
+        if self._monitor is not None:
+            self._monitor.measure_if_logged(args, state)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         if self.rounding_schedule is None or not isinstance(optimizer, LowPrecisionOptimizer):
             return
         if self.rounding_schedule.apply(optimizer, state.global_step, state.max_steps):
             mode = self.rounding_schedule.mode(state.global_step, state.max_steps)
             logger.info("hf_lowprec: rounding=%r from step %d on", mode, state.global_step + 1)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the coming step if it will be logged."""
-        if self._monitor is not None:
-            self._monitor.measure_if_logged(args, state)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -304,7 +308,7 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn of findings if there was no log; if the best weights were loaded, cast adapters again.
+        """Release no more gradients; warn of findings if there was no log; if the best weights were loaded, cast again.
 
         PEFT loads adapters in FP32. Compensations are then reset, since they belong to the last weights.
         """
@@ -312,13 +316,15 @@ class LowPrecisionCallback(TrainerCallback):
             if self._monitor.waits_for_end(args, state):
                 self._look(state, self._monitor)
             self._monitor.close()
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+            optimizer.release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
             return
         if not any(
             map(is_sharded, kwargs["model"].parameters())
         ):  # FSDP2 loads into the existing tensors and keeps their dtypes
             cast_model(kwargs["model"], self.dtype, self._patterns)
-        optimizer = unwrap_optimizer(kwargs["optimizer"])
         if isinstance(optimizer, LowPrecisionOptimizer):
             reset_compensations(optimizer)
 

@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
+from hf_lowprec.integrations.release_after_reduction import release_after_reduction
 from hf_lowprec.integrations.transformers import trainer_setup
 from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
@@ -62,6 +63,7 @@ def register(unpickle: Callable[[str], Any]) -> None:
     """
     if warn_before_first_step not in LowPrecisionOptimizer.first_step_checks:
         LowPrecisionOptimizer.first_step_checks.append(warn_before_first_step)
+        LowPrecisionOptimizer.first_gradient_checks.append(release_after_reduction)
     private_apis.add_optimizer_names(OPTIMIZER_NAMES, trainer_setup.optimizer_for, unpickle)
     torch.serialization.add_safe_globals([unpickle])
     for name, wrapper in _EVERY_TRAINER.items():

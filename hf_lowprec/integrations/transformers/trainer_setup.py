@@ -220,6 +220,7 @@ def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
+    Unless told otherwise, its DDP looks for unused parameters, which excludes gradient release.
     """
     if "weight_decay" in kwargs:
         if args.weight_decay not in (0, kwargs["weight_decay"]):
@@ -229,6 +230,8 @@ def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
         args.weight_decay = kwargs["weight_decay"]
     if "max_grad_norm" in kwargs:
         args.max_grad_norm = kwargs["max_grad_norm"]
+    if kwargs.get("gradient_release") and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = False
 
 
 def _needs_outputs(trainer: Trainer) -> bool:

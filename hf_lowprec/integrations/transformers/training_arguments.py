@@ -33,6 +33,8 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     options = optim_args_of(args).optimizer
     kwargs |= {"lr": args.learning_rate, "seed": args.seed}
     kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in options})
+    if options.get("clip") == "delayed" and args.max_grad_norm:
+        kwargs["max_grad_norm"] = args.max_grad_norm  # known before the backward pass, unlike in other modes
     return cls, {**kwargs, **copy.deepcopy(dict(options))}  # a copy, because the parsed options are cached
 
 
@@ -41,7 +43,7 @@ def checked_arguments(args: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: see `optimizer_arguments`; or a value is out of range; or `optim_target_modules` or TRL's
-            `cast_lm_head_to_fp32` is set, which these optimizers do not support.
+            `cast_lm_head_to_fp32` is set, which these optimizers do not support; or see `check_gradient_release`.
     """
     cls, kwargs = optimizer_arguments(args)
     if args.optim_target_modules:
@@ -54,9 +56,35 @@ def checked_arguments(args: Any) -> dict[str, Any]:
             "cast_lm_head_to_fp32=True comes after the cast to 16 bits; set optim_args='keep_fp32=lm_head'"
         )
     param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    if kwargs.get("gradient_release"):
+        check_gradient_release(args, str(kwargs.get("clip", "exact")))
     # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
     cls([param], **{"first_parameter": 0, **kwargs})
     return kwargs
+
+
+def check_gradient_release(args: Any, clip: str) -> None:
+    """Raise ValueError if Trainer's arguments are incompatible with an optimizer with `gradient_release=True`.
+
+    Args:
+        args: Trainer's arguments.
+        clip: the optimizer's argument.
+    """
+    steps = args.gradient_accumulation_steps
+    if steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} accumulates gradients, but gradient_release=True steps parameters "
+            "and frees their gradients during every backward pass. Set gradient_accumulation_steps=1 and raise "
+            "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or remove "
+            "gradient_release"
+        )
+    if args.max_grad_norm and clip == "exact":
+        raise ValueError(
+            f"max_grad_norm={args.max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
+            "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
+            "max_grad_norm=0 (StableAdamW, optim='stableadamw_bf16_kahan', clips each tensor's update by itself); or "
+            "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before"
+        )
 
 
 def check_liger(args: Any, heads: Iterable[str]) -> None:

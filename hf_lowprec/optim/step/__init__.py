@@ -12,4 +12,7 @@
    it. For matrices that an algorithm orthogonalizes, `whole_tensor_quantities.py` does that right before it, for one
    matrix or a few small ones at a time.
 7. Step counts are incremented, contiguous copies are copied back, and `StepPlan.release` releases the gradients.
+
+With `gradient_release`, `optim/gradient_release.py` takes the same path for some parameters at a time, during the
+backward pass, and `delayed_clipping.py` clips.
 """

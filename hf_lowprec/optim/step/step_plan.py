@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -69,6 +70,7 @@ class StepPlan:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
+        only: identities of the parameters to step, if not all that have gradients; see `gradient_release.py`.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
@@ -78,9 +80,11 @@ class StepPlan:
     `mode_change.py`.
     """
 
-    def __init__(self, optimizer: Algorithm, clipped: bool) -> None:
-        _check_params(optimizer)
+    def __init__(self, optimizer: Algorithm, clipped: bool, only: Collection[int] | None = None) -> None:
+        params = _params(optimizer, only)
+        _check_params(optimizer, set(map(id, params)))
         warn_about_unused_low_bits(optimizer)
+        self._only = None if only is None else set(only)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
         self._entries: list[ParamEntry] = []
@@ -101,8 +105,8 @@ class StepPlan:
         self.param_dtypes = {entry.param: entry.param.dtype for entry in self._entries}
         self._sharded = any(map(is_sharded, self._tensors))
         # Identities mean something as long as the objects are there.
-        self._alive = [(param, state.copy()) for param, state in optimizer.state.items() if isinstance(state, dict)]
-        params = _params(optimizer)
+        states = optimizer.state if only is None else {param: optimizer.state[param] for param in self.param_dtypes}
+        self._alive = [(param, state.copy()) for param, state in states.items() if isinstance(state, dict)]
         self._fingerprint = self._compute_fingerprint(optimizer, clipped, params, [param.grad for param in params])
 
     def _add_param_group(
@@ -118,7 +122,7 @@ class StepPlan:
         specs: dict[tuple[torch.dtype, ...], StepSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
-            if grad is None:
+            if grad is None or (self._only is not None and id(param) not in self._only):
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
@@ -159,8 +163,8 @@ class StepPlan:
             self.contiguous_copies.append(ContiguousCopy(tensor, dense))
         return dense
 
-    def collect_gradients(self, optimizer: Algorithm, clipped: bool) -> bool:
-        """Give every entry its gradient for the coming step.
+    def collect_gradients(self, optimizer: Algorithm, clipped: bool, only: Collection[int] | None = None) -> bool:
+        """Give every entry its gradient for the coming step. The arguments are those of the constructor.
 
         Returns:
             False if something that the plan was built on has changed: parameters, which of them have gradients, their
@@ -169,7 +173,9 @@ class StepPlan:
         Raises:
             RuntimeError: the memory of a gradient was freed.
         """
-        params = _params(optimizer)
+        if (only is None) != (self._only is None):
+            return False
+        params = _params(optimizer, only)
         maybe_grads = [param.grad for param in params]
         if self._compute_fingerprint(optimizer, clipped, params, maybe_grads) != self._fingerprint:
             return False
@@ -192,7 +198,9 @@ class StepPlan:
     ) -> _Fingerprint:
         """Compute the fingerprint as of now. A dozen calls per parameter, all from C, since every step runs this."""
         grads = [grad for grad in maybe_grads if grad is not None]
-        states = optimizer.state.values()
+        states: Collection[Any] = optimizer.state.values()
+        if self._only is not None:
+            states = [optimizer.state[param] for param in params if param in optimizer.state]
         try:
             state_tensors = list(map(id, chain.from_iterable(map(dict.values, states))))
         except TypeError:  # hooks may leave something else there, under keys that are no parameters
@@ -201,6 +209,7 @@ class StepPlan:
             settings=_settings(optimizer, clipped),
             param_groups=list(map(id, optimizer.param_groups)),
             params=list(map(id, params)),
+            positions=None if self._only is None else list(map(id, _params(optimizer))),
             without_grad=[grad is None for grad in maybe_grads],
             param_layouts=list(map(_LAYOUT, params)),
             grad_layouts=list(map(_LAYOUT, grads)),
@@ -243,7 +252,8 @@ class _Fingerprint(NamedTuple):
     Attributes:
         settings: what shapes the arithmetic, see `_settings`.
         param_groups: identities.
-        params: identities.
+        params: identities of those to step.
+        positions: identities of all, if only some are stepped.
         without_grad: for every parameter, whether it has no gradient.
         param_layouts: dtype, shape and layout.
         grad_layouts: the same of the gradients that are there.
@@ -257,6 +267,7 @@ class _Fingerprint(NamedTuple):
     settings: list[tuple[Any, ...]]
     param_groups: list[int]
     params: list[int]
+    positions: list[int] | None
     without_grad: list[bool]
     param_layouts: list[Any]
     grad_layouts: list[Any]
@@ -267,14 +278,16 @@ class _Fingerprint(NamedTuple):
     placements: list[Any] | None
 
 
-def _params(optimizer: Algorithm) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _params(optimizer: Algorithm, only: Collection[int] | None = None) -> list[Tensor]:
+    """The parameters of the optimizer, in its order; with `only`, those with these identities."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return params if only is None else [param for param in params if id(param) in only]
 
 
-def _check_params(optimizer: Algorithm) -> None:
-    """Raise RuntimeError or ValueError unless all parameters and their gradients can be stepped."""
+def _check_params(optimizer: Algorithm, only: Collection[int]) -> None:
+    """Raise RuntimeError or ValueError unless the parameters with these identities can be stepped."""
     for k, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
+        for param in (param for param in group["params"] if id(param) in only):
             validation.check_param(param, group, f"param group {k}")
             if optimizer.orthogonalizes(group):
                 check_matrix(param)

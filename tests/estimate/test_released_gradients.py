@@ -1,0 +1,99 @@
+"""The estimate counts the gradients that exist at once under gradient release, and the peak of a training step."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+import hf_lowprec
+from hf_lowprec.casting import return_float32
+from hf_lowprec.diagnostics.memory_estimate import expected_memory, memory_use
+from hf_lowprec.diagnostics.precision_report import precision_report
+from hf_lowprec.estimate.activations import estimate_activations
+from hf_lowprec.estimate.rows import low_precision_row
+from hf_lowprec.optim import gradient_release
+from hf_lowprec.user_inputs.input_errors import InputError
+from tests.support.training.peak_allocation import peak_allocation
+from tests.support.training.tiny_trainer import arguments, counting_data, llama
+
+BATCH, LENGTH, WORDS, BUCKET = 2, 16, 2048, 1 << 17
+RELEASED = "gradient_release=True"
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", BUCKET)
+
+
+def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    size = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with torch.device(device):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, tie_word_embeddings=tied, **size))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("optim_args", [None, RELEASED])
+def test_the_peak_of_a_training_step_is_the_estimate(tied, optim_args):
+    """Within 3%: kernels' scratch memory, scalars and tables are not counted."""
+    model = build(tied)
+    hf_lowprec.cast_model(model)
+    return_float32(model, next_to_loss=False)
+    optimizer = hf_lowprec.AdamW(model.parameters(), gradient_release=optim_args is not None)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH))
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    held = memory_use(model, optimizer).total
+    found = held + peak_allocation(step)
+    empty = build(tied, "meta")
+    row = low_precision_row(empty, "adamw_bf16_kahan", optim_args)
+    row = row._replace(activations=estimate_activations(empty, BATCH, LENGTH))
+    assert row.peak(1, 1) == pytest.approx(found, rel=0.03)
+    gradients = row.memory.gradients.total()
+    everything = sum(param.nbytes for param in model.parameters())
+    assert gradients < everything / 2 if optim_args else gradients == everything
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_gradients_alive_are_those_of_a_backward_pass(tied):
+    """Layers compute the gradients of a few projections in another order than that of their parameters."""
+    model = build(tied)
+    hf_lowprec.cast_model(model)
+    optimizer = hf_lowprec.AdamW(model.parameters(), gradient_release=True)
+    most = 0
+
+    def count(grad: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, grad.nbytes + sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
+
+    for param in model.parameters():
+        param.register_hook(count)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    expected = expected_memory(model, optimizer)
+    assert expected.gradients.total() == pytest.approx(most, rel=0.1)
+    assert abs(expected.gradients.total() - most) < 0.03 * expected.total
+
+
+def test_the_report_says_it(tmp_path):
+    args = arguments(tmp_path, optim="adamw_bf16_sr", optim_args=RELEASED, max_grad_norm=0, max_steps=1)
+    trainer = Trainer(llama(), args, train_dataset=counting_data(8))
+    trainer.train()
+    report = hf_lowprec.cast_model(build(True))
+    text = precision_report(trainer.model, trainer.optimizer.optimizer, report)
+    total = sum(param.numel() for param in trainer.model.parameters())
+    (line,) = (line for line in text.splitlines() if "gradients" in line)
+    assert line.endswith(f"(bfloat16 {total - 160:,}, float32 160)")  # the whole model is less than a bucket
+    optimizer = hf_lowprec.AdamW((model := build(True)).parameters(), gradient_release=True)
+    (line,) = (line for line in precision_report(model, optimizer, report).splitlines() if "gradients" in line)
+    count = sum(param.numel() for param in model.parameters())
+    assert line.endswith(f" at once, of {count:,}: released during the backward pass)")
+
+
+def test_accumulation_is_refused():
+    with pytest.raises(InputError, match="does not accumulate gradients"):
+        low_precision_row(build(True, "meta"), "adamw_bf16_kahan", RELEASED, steps=2)

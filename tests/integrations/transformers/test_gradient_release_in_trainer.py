@@ -1,0 +1,190 @@
+"""`optim_args="gradient_release=True"` with the stock Trainer: equal bits, logs, resuming, and what is refused."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+
+import hf_lowprec
+from hf_lowprec.optim import gradient_release
+from tests.support.processes.ranks import run_script
+from tests.support.training.tiny_trainer import PRECISION_LOGS, counting_data, llama, optimizer_of, trained
+
+RELEASED = "gradient_release=True"
+DELAYED = "gradient_release=True,clip=delayed"
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", 4000)  # of 23,000
+
+
+def assert_same_weights(first, second) -> None:
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], tensor), name
+
+
+def logged(trainer) -> list[dict[str, float]]:
+    ignored = {"grad_norm", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+    return [{key: value for key, value in entry.items() if key not in ignored} for entry in trainer.state.log_history]
+
+
+class MostAlive(TrainerCallback):
+    """The largest share of all gradients that existed at once."""
+
+    def __init__(self):
+        self.most = 0.0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        params = list(model.parameters())
+        total = sum(param.numel() for param in params)
+
+        def count(grad):
+            alive = grad.numel() + sum(param.grad.numel() for param in params if param.grad is not None)
+            self.most = max(self.most, alive / total)
+
+        for param in params:
+            param.register_hook(count)
+
+
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "stableadamw_bf16_sr", "muon_bf16_kahan"])
+def test_weights_and_logs_are_those_of_the_ordinary_step(tmp_path, optim):
+    """With a scheduler, and the precision of logged steps measured as each bucket is stepped."""
+    settings = {"optim": optim, "max_grad_norm": 0, "warmup_steps": 3, "logging_steps": 2, "max_steps": 6}
+    alive = MostAlive()
+    ordinary = trained(tmp_path / "a", **settings)
+    released = trained(tmp_path / "b", optim_args=RELEASED, callbacks=[alive], **settings)
+    assert_same_weights(ordinary, released)
+    assert logged(ordinary) == logged(released)
+    assert PRECISION_LOGS - {"norms_never_moved"} <= {
+        *logged(released)[0],
+        "lost_weight_decay",
+        "lost_weight_decay_error",
+    }
+    assert alive.most < 0.35
+    assert not any("grad_norm" in entry for entry in released.state.log_history)  # no step needs it
+
+
+def test_delayed_clipping_takes_trainers_norm_and_logs_the_steps_own(tmp_path):
+    unclipped = trained(tmp_path / "a", optim="adamw_bf16_kahan", max_grad_norm=1e6, logging_steps=1, max_steps=4)
+    never = trained(
+        tmp_path / "b", optim="adamw_bf16_kahan", optim_args=DELAYED, max_grad_norm=1e6, logging_steps=1, max_steps=4
+    )
+    assert_same_weights(unclipped, never)
+    norms = [
+        [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry] for run in (unclipped, never)
+    ]
+    # FP64 sums of the same squares in another order, rounded to FP32 once
+    assert norms[1] == pytest.approx(norms[0], rel=2**-23)
+    clipped = trained(tmp_path / "c", optim="adamw_bf16_kahan", optim_args=DELAYED, max_steps=4)
+    assert optimizer_of(clipped).max_grad_norm == 1.0  # Trainer's default
+    assert not torch.equal(clipped.model.lm_head.weight, never.model.lm_head.weight)
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    """The norm of the step before is in the checkpoint: `clip=delayed` clips the first step after it as well."""
+    settings = {
+        "optim": "adamw_bf16_kahan",
+        "optim_args": f"{DELAYED},max_grad_norm=0.05",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 6,
+    }
+    whole = trained(tmp_path / "whole", **settings)
+    run_script("killed_in_step.py", tmp_path / "killed", 3, settings["optim_args"], fails=True)
+    assert (tmp_path / "killed" / "checkpoint-2").exists() and not (tmp_path / "killed" / "checkpoint-4").exists()
+    resumed = trained(tmp_path / "killed", resume=True, **settings)
+    assert_same_weights(whole, resumed)
+
+
+@pytest.mark.parametrize("method", ["lora", "saved_both", "tokens"])
+def test_adapters_get_the_same_bits(tmp_path, method):
+    """Frozen weights, copies of modules that are trained whole, tied to a head, and single rows of an embedding."""
+    adapters = pytest.importorskip("tests.support.training.peft_adapters")
+    runs = [
+        trained(tmp_path / args, adapters.adapted(method), optim="adamw_bf16_kahan", optim_args=args, **settings)
+        for args in ("gradient_release=False", RELEASED)
+        for settings in ({"max_grad_norm": 0, "max_steps": 4},)
+    ]
+    assert_same_weights(*runs)
+
+
+def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args=RELEASED, max_grad_norm=0, max_steps=3)
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    tokens = counting_data(1)[0]["input_ids"][None]
+    trainer.model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.model.state_dict().items())
+    assert all(param.grad is not None for param in trainer.model.parameters())
+    alive = MostAlive()
+    trainer.add_callback(alive)
+    trainer.model.zero_grad()
+    trainer.train()
+    assert 0 < alive.most < 0.35
+
+
+# What is refused, before anything is changed.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optim_args": RELEASED}, r"max_grad_norm=1\.0 \(Trainer's default is 1\.0\).*clip=delayed"),
+        (
+            {"optim_args": RELEASED, "max_grad_norm": 0, "gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps=2 accumulates gradients.*gradient_checkpointing",
+        ),
+        ({"optim_args": "gradient_release=True,skip_nonfinite=True", "max_grad_norm": 0}, "skip_nonfinite=True"),
+        ({"optim_args": DELAYED, "max_grad_norm": 0}, "clip='delayed' needs max_grad_norm"),
+        ({"optim_args": "clip=delayed"}, "only for gradient_release=True"),
+        ({"optim_args": "gradient_release=perhaps"}, "gradient_release='perhaps' cannot be parsed"),
+        (
+            {"optim_args": RELEASED + ",grad_accumulation=fp32", "max_grad_norm": 0},
+            "grad_accumulation='fp32' keeps sums",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, optim="adamw_bf16_kahan", **settings)
+
+
+def test_an_optimizer_that_is_handed_over_is_checked_when_training_begins(tmp_path):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0"):
+        trained(
+            tmp_path,
+            optimizer_cls_and_kwargs=hf_lowprec.optimizer_factory("adamw_bf16_kahan", gradient_release=True),
+            callbacks=[hf_lowprec.LowPrecisionCallback()],
+        )
+
+
+def test_an_accelerator_that_accumulates_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    hf_lowprec.prepare_accelerator(accelerator)
+    model = llama()
+    with pytest.raises(ValueError, match=r"Accelerator\(gradient_accumulation_steps=2\) cannot accumulate"):
+        accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
+
+
+def test_a_loop_with_accelerate():
+    def run(**options):
+        accelerator = Accelerator(cpu=True)
+        hf_lowprec.prepare_accelerator(accelerator)
+        model = llama()
+        hf_lowprec.cast_model(model)
+        model, optimizer = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), lr=1e-2, **options))
+        for row in counting_data(3):
+            tokens = row["input_ids"][None]
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert all(map(torch.equal, run(), run(gradient_release=True)))
+    accelerator = Accelerator(cpu=True)
+    hf_lowprec.prepare_accelerator(accelerator)
+    model = llama()
+    model, _optimizer = accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1\.0\): .*StableAdamW"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert accelerator.clip_grad_norm_(model.parameters(), float("inf")) is None

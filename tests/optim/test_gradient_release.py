@@ -1,0 +1,570 @@
+"""`gradient_release=True`: the bits of the ordinary step, gradients that are freed on the way, and what is excluded."""
+
+import copy
+import functools
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.utils.checkpoint import checkpoint
+
+from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.optim import SGD, AdamW, gradient_release
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from tests.support.optim.every_optimizer import build, every_configuration
+from tests.support.optim.optimizer_contents import assert_equal, everything
+
+BUCKET = 300
+"""Elements; the models below have several buckets of it."""
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", BUCKET)
+
+
+def network(dtype=torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 4)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    return model(batch(step, next(model.parameters()).dtype)).float().square().mean()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps=range(STEPS)) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
+    return [*model.parameters(), *(optimizer.state[param] for param in model.parameters())]
+
+
+def assert_same_bits(first: list, second: list) -> None:
+    for one, other in zip(first, second, strict=True):
+        if isinstance(one, dict):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        else:
+            assert torch.equal(one, other)
+
+
+def both(make_model, make_optimizer, train=train) -> list[list]:
+    """Weights and states after training, ordinary and released."""
+    found = []
+    for options in ({}, {"gradient_release": True}):
+        model = make_model()
+        optimizer = make_optimizer(model, **options)
+        train(model, optimizer)
+        found.append(contents(model, optimizer))
+    return found
+
+
+# The same bits.
+
+
+@every_configuration
+def test_weights_and_states_are_those_of_the_ordinary_step(name, dtype, options):
+    def make(model, **release):
+        return build(name, model.parameters(), lr=0.01, **options, **release)
+
+    assert_same_bits(*both(functools.partial(network, dtype), make))
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+def test_backends_give_the_same_bits(backend):
+    assert_same_bits(*both(network, lambda model, **o: AdamW(model.parameters(), lr=0.01, backend=backend, **o)))
+
+
+def test_groups_keep_their_settings_and_numbers():
+    def make(model, **options):
+        params = list(model.parameters())
+        groups = [
+            {"params": params[::2], "lr": 1e-2, "weight_decay": 0.1},
+            {"params": params[1::2], "rounding": "stochastic", "seed": 7},
+        ]
+        return AdamW(groups, lr=1e-3, **options)
+
+    assert_same_bits(*both(network, make))
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, as in most language models, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(16, 24))
+        self.layer = nn.Linear(24, 24)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.to(torch.bfloat16)
+
+    def forward(self, x):
+        return self.frozen(self.layer(self.layer(x @ self.table).tanh())) @ self.table.T
+
+
+def test_tied_frozen_and_unused_parameters():
+    assert_same_bits(*both(Tied, lambda model, **options: AdamW(model.parameters(), lr=0.01, **options)))
+
+
+def test_a_changing_order_of_the_backward_pass():
+    class Shuffled(Tied):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            extra = self.unused.sum() if self.calls % 2 else 0
+            return super().forward(x) + extra
+
+    assert_same_bits(*both(Shuffled, lambda model, **options: AdamW(model.parameters(), lr=0.01, **options)))
+
+
+def test_parameters_that_are_unfrozen_and_added_later():
+    def run(model, optimizer):
+        train(model, optimizer, range(2))
+        model[2].requires_grad_(True)
+        train(model, optimizer, range(2, 4))
+        optimizer.add_param_group({"params": model[4].parameters(), "lr": 1e-3})
+        train(model, optimizer, range(4, 6))
+        if optimizer.release is not None:
+            most = most_alive(model, optimizer, range(6, 7))
+            assert most < sum(param.numel() for param in model.parameters())
+        else:
+            train(model, optimizer, range(6, 7))
+
+    def make(model, **options):
+        model[2].requires_grad_(False)
+        return AdamW([*model[0].parameters(), *model[2].parameters()], lr=0.01, **options)
+
+    assert_same_bits(*both(network, make, run))
+
+
+def test_an_unfrozen_parameter_is_released_from_its_second_step_on_without_zero_grad():
+    model = network()
+    model[2].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    model[2].requires_grad_(True)
+    for left in (True, False):
+        loss_of(model, 1).backward()
+        assert (model[2].weight.grad is not None) == left
+        optimizer.step()
+        assert model[2].weight.grad is None
+
+
+def test_learning_rates_of_a_scheduler():
+    def run(model, optimizer):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    assert_same_bits(*both(network, lambda model, **o: AdamW(model.parameters(), lr=0.01, **o), run))
+
+
+def test_a_closure():
+    def run(model, optimizer):
+        for step in range(STEPS):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+
+    assert_same_bits(*both(network, lambda model, **o: AdamW(model.parameters(), lr=0.01, **o), run))
+
+
+def test_gradient_hooks_of_others_come_first():
+    def run(model, optimizer):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad * 0.5)
+        train(model, optimizer)
+
+    assert_same_bits(*both(network, lambda model, **o: AdamW(model.parameters(), lr=0.01, **o), run))
+
+
+def test_gradient_checkpointing():
+    class Checkpointed(Tied):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert_same_bits(*both(Checkpointed, lambda model, **o: AdamW(model.parameters(), lr=0.01, **o)))
+
+
+def test_a_compiled_model():
+    def run(model, optimizer):
+        compiled = torch.compile(model, backend="aot_eager")
+        for step in range(STEPS):
+            loss_of(model if step == 0 else compiled, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_bits(*both(network, lambda model, **o: AdamW(model.parameters(), lr=0.01, **o), run))
+
+
+def test_gradients_given_by_hand_are_stepped_by_step():
+    found = []
+    for release in (False, True):
+        model = network()
+        optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=release)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        found.append(contents(model, optimizer))
+    assert_same_bits(*found)
+
+
+# Gradients are freed.
+
+
+def most_alive(model: nn.Module, optimizer: torch.optim.Optimizer, steps) -> int:
+    """The most elements of gradients that exist at once, seen by hooks that run before those of the optimizer."""
+    most = 0
+
+    def count(grad: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, grad.numel() + sum(p.grad.numel() for p in model.parameters() if p.grad is not None))
+
+    handles = [param.register_hook(count) for param in model.parameters()]
+    train(model, optimizer, steps)
+    for handle in handles:
+        handle.remove()
+    return most
+
+
+def test_the_gradients_that_exist_at_once_are_those_of_a_bucket():
+    model = network()
+    largest = max(param.numel() for param in model.parameters())
+    everything = sum(param.numel() for param in model.parameters())
+    assert most_alive(model, AdamW(model.parameters(), lr=0.01), range(2)) == everything
+    optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    assert most_alive(model, optimizer, range(2)) < BUCKET + largest < everything
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_plans_of_buckets_are_reused():
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    train(model, optimizer, range(2))
+    plans = dict(optimizer.release._plans)
+    assert len(plans) > 1
+    train(model, optimizer, range(2, 5))
+    assert optimizer.release._plans == plans
+
+
+# What is excluded.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_release": "True"}, "gradient_release='True' is not True or False"),
+        ({"gradient_release": True, "max_grad_norm": 1.0}, "use clip='delayed', .* or StableAdamW"),
+        ({"gradient_release": True, "skip_nonfinite": True}, "skip_nonfinite=True needs all gradients"),
+        ({"gradient_release": True, "capturable": True}, "capturable=True: a CUDA graph"),
+        ({"gradient_release": True, "clip": "delayed"}, "clip='delayed' needs max_grad_norm"),
+        ({"clip": "delayed", "max_grad_norm": 1.0}, "clip='delayed' is only for gradient_release=True"),
+        ({"clip": "norm"}, "clip='norm' is unknown; valid are 'exact', 'delayed'"),
+    ],
+)
+def test_arguments_that_exclude_each_other(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(network().parameters(), **options)
+
+
+@pytest.mark.parametrize("cls", ALGORITHMS.values())
+def test_every_signature_has_the_keywords(cls):
+    params = [nn.Parameter(torch.zeros(2, 2))]
+    optimizer = cls(params, gradient_release=True, **({"matrices": params} if cls.__name__ == "Muon" else {}))
+    assert optimizer.gradient_release and optimizer.release is not None
+
+
+def released(**options) -> tuple[nn.Sequential, AdamW]:
+    model = network()
+    return model, AdamW(model.named_parameters(), lr=0.01, gradient_release=True, **options)
+
+
+def test_a_second_gradient_is_an_error_that_names_the_parameter():
+    model, _optimizer = released()
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"4\.\w+ got a second gradient.*cannot be accumulated"):
+        loss_of(model, 1).backward()
+
+
+def test_a_parameter_that_was_stepped_may_get_no_gradient_by_hand():
+    model, optimizer = released()
+    loss_of(model, 0).backward()
+    stepped = next(param for param in model.parameters() if param.grad is None)
+    stepped.grad = torch.ones_like(stepped)
+    with pytest.raises(RuntimeError, match="got a second gradient"):
+        optimizer.step()
+
+
+def test_zero_grad_drops_gradients_that_were_not_released(monkeypatch):
+    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", 1 << 20)
+    model, optimizer = released()
+    twin, reference = network(), None
+    reference = AdamW(twin.parameters(), lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    train(twin, reference, [1])
+    assert_same_bits(contents(model, optimizer), contents(twin, reference))
+
+
+def test_a_shared_layer_in_reentrant_checkpoints_is_an_error():
+    """Every reentrant checkpoint has a backward pass of its own, so the layer gets two gradients."""
+    layer = nn.Linear(24, 24)
+    optimizer = AdamW(layer.parameters(), gradient_release=True)
+    x = torch.ones(2, 24, requires_grad=True)
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="got a second gradient"):
+        y.sum().backward()
+    del optimizer
+
+
+def test_clipping_from_outside_is_an_error():
+    model, optimizer = released()
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1\.0\): .* StableAdamW.*clip='delayed'"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="no norm before it"):
+        optimizer.global_grad_norm()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"gradient of 0\.\w+ was written to .*StableAdamW"):
+        optimizer.step()
+
+
+def test_attributes_set_later_are_checked():
+    model, optimizer = released()
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 with clip='exact'"):
+        loss_of(model, 0).backward()
+
+
+def test_a_learning_rate_that_changes_after_the_backward_pass_is_an_error():
+    model, optimizer = released()
+    loss_of(model, 0).backward()
+    optimizer.param_groups[0]["lr"] = 0.02
+    with pytest.raises(RuntimeError, match="change settings before the backward pass"):
+        optimizer.step()
+
+
+def test_a_grad_scaler_is_an_error():
+    model, optimizer = released()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler scales the loss"):
+        scaler.step(optimizer)
+
+
+def test_nothing_is_saved_in_the_middle_of_a_step():
+    model, optimizer = released()
+    loss_of(model, 0).backward()
+    for save in (optimizer.state_dict, lambda: copy.deepcopy(optimizer), optimizer.stop_gradient_release):
+        with pytest.raises(RuntimeError, match="between the backward pass and step"):
+            save()
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
+
+
+def test_loading_forgets_the_step_that_was_under_way():
+    model, optimizer = released()
+    train(model, optimizer, [0])
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    loss_of(model, 1).backward()
+    model.zero_grad()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, [1, 2])
+    twin, reference = released()
+    train(twin, reference, range(3))
+    assert_same_bits(contents(model, optimizer), contents(twin, reference))
+
+
+# Hooks, copies.
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
+
+
+def test_hooks_do_not_keep_an_optimizer_alive_and_end_with_it():
+    model, optimizer = released()
+    assert hooks_of(model) == 6
+    reference = weakref.ref(optimizer)
+    train(model, optimizer, range(2))
+    del optimizer
+    gc.collect()
+    assert reference() is None and hooks_of(model) == 0
+    train(model, AdamW(model.parameters()), range(1))
+
+
+def test_a_new_optimizer_takes_the_parameters_over():
+    model, first = released()
+    train(model, first, range(2))
+    second = AdamW(model.parameters(), lr=0.01, gradient_release=True)
+    assert hooks_of(model) == 6
+    loss_of(model, 2).backward()
+    assert len(first.release._running.versions) == 0 < len(second.release._running.versions)
+    first.zero_grad()
+    first.step()  # nothing is left for it
+    second.step()
+    assert hooks_of(model) == 6
+    assert {int(state["step"]) for state in first.state.values()} == {2}
+    assert {int(state["step"]) for state in second.state.values()} == {1}
+
+
+def test_the_release_can_be_stopped():
+    model, optimizer = released(clip="delayed", max_grad_norm=1e9)
+    train(model, optimizer, range(2))
+    optimizer.stop_gradient_release()
+    assert hooks_of(model) == 0
+    train(model, optimizer, range(2, 4))
+    twin = network()
+    reference = AdamW(twin.parameters(), lr=0.01)
+    train(twin, reference)
+    assert_same_bits(contents(model, optimizer), contents(twin, reference))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_of_model_and_optimizer_release_too(duplicate):
+    model, optimizer = released(clip="delayed", max_grad_norm=0.1)
+    train(model, optimizer, range(2))
+    twin, copied = duplicate((model, optimizer))
+    assert hooks_of(twin) == 6
+    for each in ((model, optimizer), (twin, copied)):
+        assert most_alive(*each, range(2, 4)) < sum(param.numel() for param in model.parameters())
+    assert_same_bits(contents(model, optimizer), contents(twin, copied))
+
+
+def test_a_model_with_hooks_can_be_saved():
+    model, optimizer = released()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert_equal(list(torch.load(buffer, weights_only=False).parameters()), list(model.parameters()))
+    assert everything(optimizer) is not None
+
+
+# Clipping by the norm of the step before.
+
+
+def test_delayed_clipping_clips_by_the_norm_of_the_step_before():
+    """Against torch's SGD in FP64; ours computes w - lr · g in FP32, five roundings of relative size 2^-24 per step."""
+    limit, lr = 0.02, 0.5
+    model, exact = network(torch.float32), network(torch.float32).double()
+    optimizer = SGD(model.parameters(), lr=lr, gradient_release=True, clip="delayed", max_grad_norm=limit)
+    reference = torch.optim.SGD(exact.parameters(), lr=lr)
+    before = 0.0
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        assert float(optimizer.clip_grad_norm_(limit)) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(exact, step).backward()
+        norm = float(torch.nn.utils.get_total_norm([param.grad for param in exact.parameters()]))
+        assert float(optimizer.grad_norm) == pytest.approx(norm, rel=1e-5)
+        for param in exact.parameters():
+            param.grad *= min(1.0, limit / (before + 1e-6))
+        reference.step()
+        reference.zero_grad()
+        before = norm
+        assert norm > limit
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_that_is_never_exceeded_changes_nothing():
+    assert_same_bits(
+        *both(
+            network,
+            lambda model, gradient_release=False: AdamW(
+                model.parameters(),
+                lr=0.01,
+                gradient_release=gradient_release,
+                max_grad_norm=1e9,
+                clip="delayed" if gradient_release else "exact",
+            ),
+        )
+    )
+
+
+def test_the_norm_is_saved_and_resumed():
+    options = {"clip": "delayed", "max_grad_norm": 0.05}
+    model, optimizer = released(**options)
+    train(model, optimizer, range(2))
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(2, 5))
+    for norm_is_saved in (True, False):
+        twin, resumed = released(**options)
+        twin.load_state_dict(weights)
+        resumed.load_state_dict(saved)
+        assert "norm_before" not in resumed.param_groups[0]
+        assert 0.05 < float(resumed.release.clipping.norm_before) < math.inf
+        if not norm_is_saved:
+            resumed.release.clipping.norm_before.zero_()
+        train(twin, resumed, range(2, 5))
+        equal = all(map(torch.equal, model.parameters(), twin.parameters()))
+        assert equal == norm_is_saved
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_hold_the_norm(flat):
+    """Loading initializes the states of a new optimizer by a step with zero gradients given by hand."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = released(clip="delayed", max_grad_norm=0.05)
+    train(model, optimizer, range(2))
+    weights, states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    train(model, optimizer, range(2, 4))
+    twin, resumed = released(clip="delayed", max_grad_norm=0.05)
+    set_state_dict(twin, resumed, model_state_dict=weights, optim_state_dict=states, options=options)
+    train(twin, resumed, range(2, 4))
+    assert_same_bits(contents(model, optimizer), contents(twin, resumed))
+
+
+def test_clip_grad_norm_of_another_norm_is_an_error():
+    model, optimizer = released(clip="delayed", max_grad_norm=1.0)
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match=r"set optimizer\.max_grad_norm before the backward pass"):
+        optimizer.clip_grad_norm_(0.5)
+
+
+# Measuring.
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "StableAdamW"])
+def test_the_precision_monitor_measures_the_same(name):
+    found = []
+    for release in (False, True):
+        model = network()
+        optimizer = build(name, model.named_parameters(), lr=0.01, gradient_release=release)
+        monitor = PrecisionMonitor(optimizer, model, every=2)
+        train(model, optimizer)
+        found.append((monitor.last.step, monitor.last.by_kind))
+        monitor.close()
+    assert found[0] == found[1]
+    assert optimizer.release.before_bucket == []

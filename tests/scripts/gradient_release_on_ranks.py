@@ -1,0 +1,67 @@
+"""Gradient release gives the bits of the ordinary step on several ranks, and frees gradients on the way.
+
+gradient_release_on_ranks.py KIND[,…]   (as same_batches.py has them)
+
+For each kind, rank 0 prints the digests of an ordinary run and of a released one, the largest share of the gradients
+that existed at once after the first step, and the norms by which `clip="delayed"` clips.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from hf_lowprec.optim import gradient_release
+from hf_lowprec.reduction import check_replicas
+from tests.scripts.same_batches import build
+from tests.scripts.trainer_ranks import digest, text
+from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.ranks import leave
+
+STEPS = 3
+gradient_release.BUCKET_ELEMENTS = 4000  # of 44,000
+
+
+class MostAlive:
+    """Counts the elements of gradients that exist when a bucket is about to be stepped; one of `before_bucket`."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        self.params, self.most = params, 0
+
+    def __call__(self, plan) -> None:
+        self.most = max(self.most, sum(param.grad.numel() for param in self.params if param.grad is not None))
+
+
+def train(kind: str, **options) -> tuple[str, float, list[float]]:
+    accelerator, model, optimizer = build(kind, "full", "kahan", **options)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    everything, alive, norms = sum(map(torch.Tensor.numel, params)), MostAlive(params), []
+    rows = text(64)
+    for step in range(STEPS):
+        if step == 1 and optimizer.optimizer.release is not None:  # DDP chooses its buckets in the first step
+            optimizer.optimizer.release.before_bucket.append(alive)
+        tokens = torch.stack([row["input_ids"] for row in rows[2 * step : 2 * step + 2]])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        if "clip" in options:
+            accelerator.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
+        optimizer.step()
+        if "clip" in options:
+            norms.append(float(optimizer.optimizer.grad_norm))
+        optimizer.zero_grad()
+    check_replicas(model, optimizer)
+    return digest(model, optimizer.optimizer), alive.most / everything, norms
+
+
+def main(kinds: str) -> None:
+    allow_fsdp_on_cpu()
+    for kind in kinds.split(","):
+        ordinary, _, _ = train(kind)
+        released, share, _ = train(kind, gradient_release=True)
+        _, _, norms = train(kind, gradient_release=True, clip="delayed", max_grad_norm=0.25)
+        if dist.get_rank() == 0:
+            print(kind, ordinary, released, f"{share:.3f}", *norms)
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
