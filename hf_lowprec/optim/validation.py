@@ -358,8 +358,9 @@ def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch
     if param_dtype == torch.float32:
         return torch.float32
     requested = group["state_dtype"]
-    if any(name == state.name for state in MODES[group["rounding"]].auxiliary):
-        return torch.bfloat16
+    for state in MODES[group["rounding"]].auxiliary:
+        if state.name == name and state.dtype is not None:
+            return state.dtype
     if isinstance(requested, Mapping):
         return requested.get(name, torch.bfloat16)
     return requested or torch.bfloat16

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.rounding import MODES
 from tests.support.triton_available import require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -106,8 +107,8 @@ def normal(param: torch.Tensor, step: int, generator: torch.Generator) -> torch.
 
 CASES = [
     pytest.param(cls, dtype, {"rounding": rounding}, id=f"{cls.__name__}-{dtype}-{rounding}")
-    for cls, dtype, rounding in itertools.product((AdamW, SGD), (BF16, FP16, FP32), ("kahan", "stochastic", "nearest"))
-    if (dtype, rounding) != (FP16, "stochastic")
+    for cls, dtype, rounding in itertools.product((AdamW, SGD), (BF16, FP16, FP32), tuple(MODES))
+    if dtype in MODES[rounding].dtypes
 ]
 
 
@@ -142,7 +143,7 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):
     assert_backends_agree(other, cls, contiguous(BF16, SMALL), normal, rounding=rounding, seed=-3, **options)
@@ -156,7 +157,7 @@ LOOKING_AT_WHOLE_TENSORS = [(StableAdamW, {"weight_decay": 0.1}), (StableAdamW, 
 LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov": False, "skip_nonfinite": True})]
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("make", "options"), LOOKING_AT_WHOLE_TENSORS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding):
     """Around a chunk's end; sums in FP64 differ in their order, which does not reach the FP32 mean."""
@@ -193,7 +194,7 @@ def test_backends_agree_on_huge_and_invalid_gradients(other, cls, dtype, options
     assert param[1].isfinite().all()
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", list(MODES))
 @pytest.mark.parametrize("cls", [AdamW, SGD])
 def test_backends_agree_on_fp32_gradients_of_bf16_parameters(other, cls, rounding):
     """torch allows them where `grad_dtype` says so; infinities and the largest values among them."""
@@ -233,16 +234,23 @@ def test_the_sign_of_zero(other, cls, dtype, options, maximize):
     assert (param == 0).all()
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+NANS = {
+    FP32: torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(FP32),
+    FP16: torch.tensor([0x7FFF, -1, 0x7C01, -0x3FF], dtype=torch.int16).view(FP16),
+}
+
+
+@pytest.mark.parametrize("grad_dtype", NANS, ids=str)
+@pytest.mark.parametrize("rounding", list(MODES))
 @pytest.mark.parametrize(("cls", "options"), [(AdamW, {}), (SGD, {"momentum": 0.9})], ids=["AdamW", "SGD"])
-def test_a_nan_with_a_full_payload_stays_a_nan(other, cls, options, rounding):
+def test_a_nan_with_a_full_payload_stays_a_nan(other, cls, options, rounding, grad_dtype):
     """NVIDIA's own NaN is 0x7FFFFFFF; random bits added to its pattern would carry into the sign and give −0."""
-    patterns = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(FP32).repeat(16)
+    patterns = NANS[grad_dtype].repeat(16)
     assert patterns.isnan().all()
 
     def make():
         params = contiguous(BF16, [(64,)])()
-        params[0].grad_dtype = FP32
+        params[0].grad_dtype = grad_dtype
         return params
 
     (param,) = assert_backends_agree(

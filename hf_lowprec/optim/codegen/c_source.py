@@ -5,7 +5,7 @@ The C compiler must neither contract nor re-associate floating-point operations;
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,16 +25,31 @@ _PARTIAL_SUMS = 16
 """Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
-_STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
-_TO_FLOAT = {torch.float32: "quiet({0})", torch.bfloat16: "as_float((uint32_t){0} << 16)", torch.float16: "(float){0}"}
-_FROM_FLOAT = {torch.float32: "{0}", torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)", torch.float16: "(_Float16){0}"}
+# How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
+_STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16", torch.int16: "int16_t"}
+_LOAD = {
+    torch.float32: "quiet({0})",
+    torch.bfloat16: "as_float((uint32_t){0} << 16)",
+    torch.float16: "quiet((float){0})",
+    torch.int16: "(uint32_t){0}",
+}
+_STORE = {
+    torch.float32: "{0}",
+    torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)",
+    torch.float16: "(_Float16){0}",
+    torch.int16: "(int16_t){0}",
+}
+# The same for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
+_LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
+_LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
+_STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
 
 
 class CRenderer(Renderer):
     """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
 
     def assign(self, name: str, expression: str, is_float: bool) -> str:
-        return f"const {'float' if is_float else 'uint32_t'} {name} = {expression};"
+        return f"const {_value_type(is_float)} {name} = {expression};"
 
     def number(self, value: float, is_float: bool) -> str:
         return f"{float(value).hex()}f" if is_float else f"0x{int(value) & 0xFFFFFFFF:x}u"
@@ -85,8 +100,8 @@ _HEADER = """\
 #include <stdint.h>
 #include <string.h>
 
-/* Two adjacent BF16 elements, loaded or stored together: half as many memory accesses and no shuffles. */
-typedef uint32_t bf16_pair __attribute__((aligned(2), may_alias));
+/* Two adjacent elements of 16 bits, loaded or stored together: half as many memory accesses and no shuffles. */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
 
 static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
 static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
@@ -139,7 +154,7 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
 {pairs}
 #pragma GCC ivdep
         for (int i = done; i < count; i++) {{
-            float {outputs};
+{outputs}
             fused_step(
                 {arguments});
 {stores}
@@ -151,8 +166,7 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
 _PAIRS = """\
 #pragma GCC ivdep
         for (int i = 0; i < count / 2; i++) {{
-            float {even_outputs};
-            float {odd_outputs};
+{outputs}
 {loads}
             fused_step(
                 {even_arguments});
@@ -165,13 +179,13 @@ _PAIRS = """\
 
 
 def _render_step(spec: StepSpec) -> str:
-    """Render `step`; where all tensors are BF16, its inner loop handles two elements at a time."""
+    """Render `step`; where all tensors have 16 bits, its inner loop handles two elements at a time."""
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
     key1s = [f"key{word}_1" for word in spec.random_words]
     weyls = [f"weyl{word}" for word in spec.random_words]
-    lines, results = statements(trace(spec), CRenderer(), {"index", *keys})
+    lines, results = statements(trace(spec), CRenderer(), {"index", *keys, *spec.integer_tensors})
 
     chunk_inputs = _load_chunk_inputs(spec, scalars, output_tensors)
     if keys:
@@ -182,9 +196,9 @@ def _render_step(spec: StepSpec) -> str:
         chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
     chunk_inputs += [f"uint32_t weyl{word} = first_index * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
 
-    parameters = [f"float {name}" for name in [*tensors, *scalars]]
+    parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
-    parameters += [f"float *new_{name}" for name in output_tensors]
+    parameters += _declarations(output_tensors, "*new_{0}")
 
     def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
         sequences = [name + weyl_offset for name in weyls]
@@ -195,22 +209,21 @@ def _render_step(spec: StepSpec) -> str:
         return [f"{name} += {increment};" for name in weyls]
 
     pairs = ""
-    if set(tensors.values()) == {torch.bfloat16}:
+    if set(tensors.values()) <= _STORE_PAIR.keys():
         pair_stores = [
-            f"((bf16_pair *){name}_ptr)[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
-            for name in output_tensors
+            f"((pair *){name}_ptr)[i] = {_STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
+            for name, dtype in output_tensors.items()
         ]
+        evens = [_LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        odds = [_LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
         pairs = _PAIRS.format(
-            even_outputs=", ".join(f"new_{name}_even" for name in output_tensors),
-            odd_outputs=", ".join(f"new_{name}_odd" for name in output_tensors),
-            loads=indent(12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]),
-            even_arguments=fused_step_arguments([f"as_float({name}_pair << 16)" for name in tensors], "", "_even"),
-            odd_arguments=fused_step_arguments(
-                [f"as_float({name}_pair & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"
-            ),
+            outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),
+            even_arguments=fused_step_arguments(evens, "", "_even"),
+            odd_arguments=fused_step_arguments(odds, f" + {_GOLDEN}", "_odd"),
             stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
         )
-    stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    stores = [f"{name}_ptr[i] = {_STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
     outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
     return _STEP.format(
         **_table_widths(spec, scalars),
@@ -220,8 +233,8 @@ def _render_step(spec: StepSpec) -> str:
         parameters=arguments(parameters, 8),
         body=indent(4, lines + outputs),
         pairs=pairs,
-        outputs=", ".join(f"new_{name}" for name in output_tensors),
-        arguments=fused_step_arguments([_TO_FLOAT[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        outputs=_statements(_declarations(output_tensors, "new_{0}")),
+        arguments=fused_step_arguments([_LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
         stores=indent(12, stores + advance_weyls(_GOLDEN)),
     )
 
@@ -263,12 +276,14 @@ void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, CRenderer(), integers=())
+    lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
+    parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
+    parameters += [f"float {name}" for name in used_scalars]
 
     def term_arguments(index: str, spaces: int) -> str:
-        values = [_TO_FLOAT[spec.tensors[name]].format(f"{name}_ptr[{index}]") for name in used_tensors]
+        values = [_LOAD[spec.tensors[name]].format(f"{name}_ptr[{index}]") for name in used_tensors]
         return arguments([*values, *used_scalars], spaces)
 
     return _TENSOR_SUM.format(
@@ -276,13 +291,27 @@ def _render_tensor_sum(spec: StepSpec) -> str:
         chunks_at_once=_CHUNKS_AT_ONCE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         chunk_inputs=indent(8, _load_chunk_inputs(spec, scalars, ())),
-        parameters=arguments([f"float {name}" for name in [*used_tensors, *used_scalars]], 8),
+        parameters=arguments(parameters, 8),
         body=indent(4, lines),
         result=result,
         partial_sums=_PARTIAL_SUMS,
         partial_arguments=term_arguments("i + j", 20),
         arguments=term_arguments("i", 16),
     )
+
+
+def _value_type(is_float: bool) -> str:
+    """The type of a value in an element's operations."""
+    return "float" if is_float else "uint32_t"
+
+
+def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:
+    """Declarations of a variable for a loaded element of each of `tensors`; `variable` makes it from their names."""
+    return [f"{_value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
+
+
+def _statements(declarations: Iterable[str]) -> str:
+    return indent(12, [f"{declaration};" for declaration in declarations])
 
 
 def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:

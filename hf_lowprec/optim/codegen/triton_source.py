@@ -17,16 +17,19 @@ from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.random_bits import GOLDEN
 
-_STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
-_TO_FLOAT = {
+# How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
+_STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16", torch.int16: "int16"}
+_LOAD = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)",
     torch.float16: "{0}.to(tl.float32)",
+    torch.int16: "{0}.to(tl.int32)",
 }
-_FROM_FLOAT = {
+_STORE = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)",
     torch.float16: "{0}.to(tl.float16)",
+    torch.int16: "{0}.to(tl.int16)",
 }
 _MASK = ", mask=mask, other=0"
 
@@ -175,7 +178,7 @@ def _render_step(spec: StepSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys})
+    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys, *spec.integer_tensors})
     addresses = [f"{name}_address" for name in tensors]
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
@@ -186,7 +189,7 @@ def _render_step(spec: StepSpec) -> str:
         chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
 
     def stores(mask: str) -> str:
-        values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
+        values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
         return indent(8, [f"tl.store({name}_ptr, {value}{mask})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
@@ -267,7 +270,7 @@ def tensor_sum(
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, TritonRenderer(), integers=())
+    lines, (result,) = statements(graph, TritonRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses = [f"{name}_address" for name in used_tensors]
@@ -308,11 +311,11 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
 
 
 def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
-    """Statements that load BLOCK elements of these tensors as FP32, under a mask or with alignment promised."""
+    """Statements that load BLOCK elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
     pointers, values = [], []
     for name in names:
         dtype = spec.tensors[name]
         pointer = f"({name}_address + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
         pointers.append(f"{name}_ptr = {pointer if mask else f'tl.multiple_of({pointer}, 16)'} + lanes")
-        values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load({name}_ptr{mask})')}")
+        values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")
     return indent(8, pointers + values)

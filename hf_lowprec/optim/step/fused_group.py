@@ -23,8 +23,13 @@ CHUNK = 1 << 22
 """Elements that torch's own operations compute at once; bounds the FP32 temporaries at a few dozen bytes each."""
 
 
+def load(stored: Tensor) -> Tensor:
+    """A tensor as steps compute with it: FP32, or int32 if integers are stored."""
+    return stored.float() if stored.is_floating_point() else stored.int()
+
+
 class Elements(NamedTuple):
-    """The inputs of `fused_step`: FP32 values of some elements, and the step's scalars."""
+    """The inputs of `fused_step`: FP32 or int32 values of some elements, and the step's scalars."""
 
     weight: Tensor
     grad: Tensor
@@ -175,13 +180,13 @@ class FusedGroup:
         return keys_of_segments
 
     def elements(self, entry: int, part: slice | Tensor) -> Elements:
-        """The FP32 values of some elements of entry number `entry`.
+        """The values of some elements of entry number `entry`.
 
         Args:
             entry: its position in `entries`.
             part: which elements of its flattened tensors, as a slice or as indices.
         """
-        values = {name: tensor.view(-1)[part].float() for name, tensor in self.entries[entry].tensors.items()}
+        values = {name: load(tensor.view(-1)[part]) for name, tensor in self.entries[entry].tensors.items()}
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
         scalars = dict(zip(self.spec.scalars, self.scalars[entry].unbind(), strict=True))
         if self.clip_factor is not None:

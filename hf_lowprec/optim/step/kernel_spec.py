@@ -105,6 +105,11 @@ class StepSpec:
         return {"param": self.param_dtype, **self.input_tensors, **self.output_tensors}
 
     @cached_property
+    def integer_tensors(self) -> frozenset[str]:
+        """Names of the tensors that hold integers. A step loads these as int32, and all others as FP32."""
+        return frozenset(name for name, dtype in self.tensors.items() if not dtype.is_floating_point)
+
+    @cached_property
     def random_words(self) -> tuple[int, ...]:
         """Numbers of the 32-bit random words that a step draws per element, see `word_of`."""
         roles = [state.role for state in self.states if state.stochastic]

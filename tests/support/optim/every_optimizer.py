@@ -33,6 +33,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),
+    (BF16, {"rounding": "split"}),
     (BF16, {"rounding": "stochastic"}),
     (BF16, {"rounding": "nearest"}),
     (BF16, {"rounding": "kahan", "state_rounding": "nearest", "state_dtype": FP32}),
