@@ -44,6 +44,8 @@ class State:
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
         dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`). Integers are stored
             as they are, without rounding.
+        nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
+        scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
     """
 
     name: str
@@ -51,6 +53,8 @@ class State:
     averages: bool = True
     holds_low_bits: bool = False
     dtype: torch.dtype | None = None
+    nonnegative: bool = False
+    scale_of: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
+from torch import fx
 
-from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
+from hf_lowprec.optim.codegen.block_loops import block_loops
+from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, operations, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.random_bits import GOLDEN
 
 CHUNK = 1 << 15
@@ -26,18 +29,29 @@ _PARTIAL_SUMS = 16
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
 # How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
-_STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16", torch.int16: "int16_t"}
+_STORAGE = {
+    torch.float32: "float",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "_Float16",
+    torch.int16: "int16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+}
 _LOAD = {
     torch.float32: "quiet({0})",
     torch.bfloat16: "as_float((uint32_t){0} << 16)",
     torch.float16: "quiet((float){0})",
     torch.int16: "(uint32_t){0}",
+    torch.int8: "(uint32_t){0}",
+    torch.uint8: "(uint32_t){0}",
 }
 _STORE = {
     torch.float32: "{0}",
     torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)",
     torch.float16: "(_Float16){0}",
     torch.int16: "(int16_t){0}",
+    torch.int8: "(int8_t){0}",
+    torch.uint8: "(uint8_t){0}",
 }
 # The same for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
 _LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
@@ -81,6 +95,9 @@ class CRenderer(Renderer):
     def weyl(self, index: str, key0: str) -> str:
         # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.
         return f"weyl{key0.removeprefix('key').removesuffix('_0')}"
+
+    def block_max(self, value: str) -> str:
+        return value  # of one element; `_block_loops` takes the largest
 
 
 def render(spec: StepSpec) -> str:
@@ -130,14 +147,16 @@ def _render_segment_keys(spec: StepSpec) -> str:
     return _SEGMENT_KEYS.format(parameters=arguments(parameters, 8), body=indent(4, lines + stores))
 
 
-_STEP = """
+_FUSED_STEP = """
 /* One element: the operations traced from `fused_step` in step/fused_step.py. */
 static inline __attribute__((always_inline)) void fused_step(
         {parameters})
 {{
 {body}
 }}
+"""
 
+_STEP = """
 /* One optimizer step of all parameters of a fused group.
 
    chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
@@ -149,8 +168,14 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
 #pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
-        int done = 0;
 {chunk_inputs}
+{loops}
+    }}
+}}
+"""
+
+_ELEMENTS = """\
+        int done = 0;
 {pairs}
 #pragma GCC ivdep
         for (int i = done; i < count; i++) {{
@@ -158,10 +183,7 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
             fused_step(
                 {arguments});
 {stores}
-        }}
-    }}
-}}
-"""
+        }}"""
 
 _PAIRS = """\
 #pragma GCC ivdep
@@ -179,15 +201,11 @@ _PAIRS = """\
 
 
 def _render_step(spec: StepSpec) -> str:
-    """Render `step`; where all tensors have 16 bits, its inner loop handles two elements at a time."""
-    tensors, output_tensors = spec.tensors, spec.output_tensors
+    """Render `step`, and before it what it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    key1s = [f"key{word}_1" for word in spec.random_words]
-    weyls = [f"weyl{word}" for word in spec.random_words]
-    lines, results = statements(trace(spec), CRenderer(), {"index", *keys, *spec.integer_tensors})
-
-    chunk_inputs = _load_chunk_inputs(spec, scalars, output_tensors)
+    functions, loops = _block_loops(spec) if spec.scales else _element_loops(spec, scalars)
+    chunk_inputs = _load_chunk_inputs(spec, scalars, spec.output_tensors)
     if keys:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
@@ -195,7 +213,30 @@ def _render_step(spec: StepSpec) -> str:
         chunk_inputs.append(f"segment_keys({', '.join([*key_inputs, *(f'&{name}' for name in keys)])});")
         chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
     chunk_inputs += [f"uint32_t weyl{word} = first_index * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
+    return functions + _STEP.format(
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, chunk_inputs),
+        loops=loops,
+    )
 
+
+def _traced_step(spec: StepSpec) -> tuple[fx.Graph, set[str]]:
+    """The traced step of one element, and the names of its inputs that are integers."""
+    return trace(spec), {"index", *spec.key_names, *spec.integer_tensors}
+
+
+def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
+    """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
+
+    Where all tensors have 16 bits, two elements are loaded, and stored, at a time.
+    """
+    tensors, output_tensors = spec.tensors, spec.output_tensors
+    key1s = [f"key{word}_1" for word in spec.random_words]
+    weyls = [f"weyl{word}" for word in spec.random_words]
+    graph, integers = _traced_step(spec)
+    lines, results = statements(graph, CRenderer(), integers)
     parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
     parameters += _declarations(output_tensors, "*new_{0}")
@@ -225,18 +266,73 @@ def _render_step(spec: StepSpec) -> str:
         )
     stores = [f"{name}_ptr[i] = {_STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
     outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
-    return _STEP.format(
-        **_table_widths(spec, scalars),
-        chunks_at_once=_CHUNKS_AT_ONCE,
-        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
-        chunk_inputs=indent(8, chunk_inputs),
-        parameters=arguments(parameters, 8),
-        body=indent(4, lines + outputs),
+    function = _FUSED_STEP.format(parameters=arguments(parameters, 8), body=indent(4, lines + outputs))
+    return function, _ELEMENTS.format(
         pairs=pairs,
         outputs=_statements(_declarations(output_tensors, "new_{0}")),
         arguments=fused_step_arguments([_LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
         stores=indent(12, stores + advance_weyls(_GOLDEN)),
     )
+
+
+_BLOCKS = """\
+        /* The operations traced from `fused_step` in step/fused_step.py, in loops over the elements of a block. */
+        for (int block = 0; block < count; block += {block}) {{
+{declarations}
+{loops}
+        }}"""
+
+_BLOCK_LOOP = """\
+{before}
+#pragma GCC ivdep
+            for (int j = 0; j < {block}; j++) {{
+{body}
+            }}
+{after}"""
+
+
+def _block_loops(spec: StepSpec) -> tuple[str, str]:
+    """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
+    graph, integers = _traced_step(spec)
+    renderer, names = CRenderer(), list(spec.output_tensors)
+    rendered = operations(graph, renderer, integers)
+    results = [result.name for result in graph.output_node().args[0]]  # type: ignore[union-attr]
+    weyls = [f"weyl{word}" for word in spec.random_words]
+    scales = set(spec.scales.values())
+    is_float = {node.name: operation.is_float for node, operation in rendered.items()}
+    is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
+
+    def statement(node: fx.Node) -> str:
+        return renderer.assign(node.name, *rendered[node])
+
+    def store(position: int, place: str) -> str:
+        name = names[position]
+        return f"{name}_ptr[{place}] = {_STORE[spec.tensors[name]].format(results[position])};"
+
+    def load(name: str, place: str) -> str:
+        return renderer.assign(name, _LOAD[spec.tensors[name]].format(f"{name}_ptr[{place}]"), is_float[name])
+
+    declarations = [f"const uint32_t first_{name} = {name} + (uint32_t)block * {_GOLDEN};" for name in weyls]
+    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in scales]
+    loops = []
+    for loop in block_loops(graph, spec.tensors.keys() - scales):
+        declarations += [f"{_value_type(is_float[node.name])} kept_{node.name}[{BLOCK}];" for node in loop.kept]
+        before = [*map(statement, loop.before), *(store(k, f"block / {BLOCK}") for k in loop.block_outputs)]
+        before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
+        body = [f"const uint32_t {name} = first_{name} + (uint32_t)j * {_GOLDEN};" for name in weyls]
+        body += [load(node.name, "block + j") for node in loop.loaded]
+        body += [renderer.assign(node.name, f"kept_{node.name}[j]", is_float[node.name]) for node in loop.restored]
+        body += map(statement, loop.operations)
+        body += [f"kept_{node.name}[j] = {node.name};" for node in loop.kept]
+        for node in loop.maxima:
+            largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
+            body.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
+        body += [store(k, "block + j") for k in loop.outputs]
+        after = [f"const uint32_t {node.name} = (uint32_t)largest_{node.name};" for node in loop.maxima]
+        loops.append(
+            _BLOCK_LOOP.format(block=BLOCK, before=indent(12, before), body=indent(16, body), after=indent(12, after))
+        )
+    return "", _BLOCKS.format(block=BLOCK, declarations=indent(12, declarations), loops="\n".join(loops))
 
 
 _TENSOR_SUM = """
@@ -283,7 +379,7 @@ def _render_tensor_sum(spec: StepSpec) -> str:
     parameters += [f"float {name}" for name in used_scalars]
 
     def term_arguments(index: str, spaces: int) -> str:
-        values = [_LOAD[spec.tensors[name]].format(f"{name}_ptr[{index}]") for name in used_tensors]
+        values = [_LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
         return arguments([*values, *used_scalars], spaces)
 
     return _TENSOR_SUM.format(
@@ -298,6 +394,11 @@ def _render_tensor_sum(spec: StepSpec) -> str:
         partial_arguments=term_arguments("i + j", 20),
         arguments=term_arguments("i", 16),
     )
+
+
+def _place(spec: StepSpec, name: str, index: str) -> str:
+    """The place in the tensor `name` that belongs to the element `index` of the parameter."""
+    return f"({index}) / {BLOCK}" if name in spec.scales.values() else index
 
 
 def _value_type(is_float: bool) -> str:
@@ -335,6 +436,7 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: C
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
         pointer_type = f"{'' if name in output_tensors else 'const '}{_STORAGE[dtype]} *"
-        lines.append(f"{pointer_type}restrict {name}_ptr = ({pointer_type})pointers[entry_index][{k}] + start;")
+        pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
+        lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
     names = list(scalars)
     return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]
