@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_lowprec.rounding.fp32_math import bit_pattern
-
 BLOCK = 32
 """Elements that share a scale."""
 
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -0x80000000
+_NAN = 0x7FC00000
 _MANTISSA_BITS = 23
 _SHIFT = 20
 """Bits of an FP32 mantissa that a code of 3 mantissa bits lacks."""
@@ -77,7 +76,7 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
     """Encode whole blocks.
 
     Rounding is unbiased for signed numbers. For second moments it is unbiased for their fourth root, so that their
-    inverse square root is right on average over the steps of an optimizer, see `_skewed`.
+    inverse square root is right on average over the steps of an optimizer, see `_skew`.
 
     Args:
         value: FP32 tensor of whole blocks. Infinities and NaN are kept, and the rest of their block is lost.
@@ -89,7 +88,9 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
         same scale.
     """
     window = _NONNEGATIVE if nonnegative else _SIGNED
-    pattern = bit_pattern(value)
+    # Not `quiet_nan`, which C leaves out: of NaNs that arithmetic produces, the sign and the payload differ between
+    # processors, and the scale would come from them.
+    pattern = torch.where(value != value, _NAN, value.view(torch.int32))
     magnitude = pattern if nonnegative else pattern & _MAGNITUDE
     scale = (block_max(magnitude) + (_STEP - 1)) >> _MANTISSA_BITS  # the largest element may be rounded up
     scale = torch.where(scale > window.smallest_scale, scale, window.smallest_scale)

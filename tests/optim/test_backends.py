@@ -45,7 +45,7 @@ def assert_same(first: torch.Tensor, second: torch.Tensor, what: str = "") -> No
     assert (first.dtype, first.shape) == (second.dtype, second.shape), what
     nan = first.isnan()
     assert torch.equal(nan, second.isnan()), what
-    bits = torch.int16 if first.element_size() == 2 else torch.int32
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     assert torch.equal(first[~nan].view(bits), second[~nan].view(bits)), what
 
 
@@ -165,6 +165,82 @@ def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding
         pytest.skip("matrix products are the device's own")
     shapes = [*SIZES[other], (33, 31), (31, 33), (2, 9, 5)]
     assert_backends_agree(other, make, contiguous(BF16, shapes), normal, rounding=rounding, **options)
+
+
+WHOLE_BLOCKS = [(3, 32), (1, 64), (2, 5, 96), (0, 32), (3, 0)]
+NOT_IN_8_BITS = [(5, 33), (7,), (64,), ()]
+"""Tensors whose states stay in BF16."""
+ABOVE_A_CHUNK = {"native": [(1025, 32), (40, 1024)], "triton": [(257, 32), (9, 1024)]}
+EVERY_ALGORITHM = [
+    (AdamW, {"amsgrad": True}),
+    (Adam, {}),
+    (RAdam, {}),
+    (Lion, {}),
+    (Adan, {}),
+    (SGD, {"momentum": 0.9}),
+]
+EVERY_ALGORITHM += [(StableAdamW, {}), (muon, {})]
+
+
+def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_grad=normal, dtype=BF16, **options):
+    options = {"lr": 1e-2, "state_dtype": torch.int8, "rounding": "stochastic", **options}
+    steps = {"native": 12, "triton": 12 if GPU else 2}[other]
+    return assert_backends_agree(other, make, contiguous(dtype, shapes), make_grad, steps, **options)
+
+
+@pytest.mark.parametrize(("make", "options"), EVERY_ALGORITHM, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_backends_agree_in_8_bits_for_all_algorithms(other, make, options):
+    if make is muon and DEVICE[other] != "cpu":
+        pytest.skip("matrix products are the device's own")
+    assert_backends_agree_in_8_bits(other, make, weight_decay=0.1, **options)
+
+
+@pytest.mark.parametrize("rounding", list(MODES))
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_backends_agree_in_8_bits_for_all_modes(other, dtype, rounding):
+    if dtype in MODES[rounding].dtypes:
+        assert_backends_agree_in_8_bits(other, AdamW, dtype=dtype, rounding=rounding)
+
+
+SOME_IN_8_BITS = [
+    {"state_dtype": {"exp_avg": torch.int8}},
+    {"state_dtype": {"exp_avg_sq": torch.int8, "exp_avg": FP32}},
+]
+SOME_IN_8_BITS += [{"maximize": True, "state_rounding": "nearest", "max_grad_norm": 0.1, "skip_nonfinite": True}]
+
+
+@pytest.mark.parametrize("options", SOME_IN_8_BITS, ids=str)
+def test_backends_agree_in_8_bits_for_all_options(other, options):
+    assert_backends_agree_in_8_bits(other, AdamW, **options)
+
+
+@pytest.mark.parametrize("make", [AdamW, StableAdamW])
+def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make):
+    assert_backends_agree_in_8_bits(other, make, [*NOT_IN_8_BITS, *ABOVE_A_CHUNK[other], *WHOLE_BLOCKS])
+
+
+FULL_NANS = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16).view(BF16)
+
+
+@pytest.mark.parametrize("special", ["huge", "not a number"])
+@pytest.mark.parametrize(("make", "options"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (Adan, {})])
+def test_backends_agree_in_8_bits_on_huge_and_invalid_gradients(other, make, options, special):
+    """Only the blocks that get them are affected; NaN of every payload and sign among them."""
+    values = FULL_NANS if special == "not a number" else torch.tensor(SPECIAL).to(BF16)
+
+    def special_in_the_second_step(param, step, generator):
+        grad = normal(param, step, generator)
+        if step == 2:
+            for row in range(len(values)):
+                grad[row, row] = values[row]
+        return grad
+
+    (param,) = assert_backends_agree_in_8_bits(
+        other, make, [(2 * len(values), 64)], make_grad=special_in_the_second_step, **options
+    )
+    assert param.view(-1, 2, 32)[: len(values), 0].isnan().any()
+    assert param.view(-1, 2, 32)[:, 1].isfinite().all()
+    assert param[len(values) :].isfinite().all()
 
 
 FURTHER = [
