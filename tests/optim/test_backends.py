@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.optim.backends import eager
 from hf_lowprec.rounding import MODES
 from tests.support.triton_available import require_triton
 
@@ -215,7 +216,8 @@ def test_backends_agree_in_8_bits_for_all_options(other, options):
 
 
 @pytest.mark.parametrize("make", [AdamW, StableAdamW])
-def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make):
+def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make, monkeypatch):
+    monkeypatch.setattr(eager, "CHUNK", 1024)
     assert_backends_agree_in_8_bits(other, make, [*NOT_IN_8_BITS, *ABOVE_A_CHUNK[other], *WHOLE_BLOCKS])
 
 
