@@ -206,7 +206,7 @@ SOME_IN_8_BITS = [
     {"state_dtype": {"exp_avg": torch.int8}},
     {"state_dtype": {"exp_avg_sq": torch.int8, "exp_avg": FP32}},
 ]
-SOME_IN_8_BITS += [{"maximize": True, "state_rounding": "nearest", "max_grad_norm": 0.1, "skip_nonfinite": True}]
+SOME_IN_8_BITS += [{"maximize": True, "max_grad_norm": 0.1, "skip_nonfinite": True}]
 
 
 @pytest.mark.parametrize("options", SOME_IN_8_BITS, ids=str)
