@@ -72,6 +72,10 @@ class Drift:
     error: float
     step_ratio: float
 
+    def rounded(self) -> dict[str, float]:
+        """For the recorded file."""
+        return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
+
 
 class Training:
     """Weights that start at zero and are trained by our AdamW, a tensor for each case.
@@ -198,7 +202,7 @@ def main() -> None:
     for seed in range(options.seeds):
         runs.append(measure(CASES, list(STATES), options.elements, seed))
         print(f"seed {seed} of {options.seeds}\n{markdown(runs)}\n", flush=True)
-    recorded = [{name: [asdict(drift) for drift in drifts] for name, drifts in run.items()} for run in runs]
+    recorded = [{name: [drift.rounded() for drift in drifts] for name, drifts in run.items()} for run in runs]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     cases = [case._asdict() for case in CASES]
     options.output.write_text(

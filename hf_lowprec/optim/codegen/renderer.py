@@ -119,7 +119,7 @@ def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
     """
     rendered = operations(graph, renderer, integers)
     lines = [renderer.assign(node.name, *operation) for node, operation in rendered.items()]
-    return lines, [result.name for result in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return lines, [result.name for result in graph.output_node().args[0]]  # type: ignore[misc, union-attr]
 
 
 def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> dict[fx.Node, Operation]:
