@@ -15,8 +15,9 @@ def test_steps_have_the_length_of_fp32s():
     """Displacements of elements scatter by the error, 4.4% and 6.7%, so slopes over 8192 by at most 0.075%.
 
     The tolerance is five times that, and 0.13% for what the skew of rounding leaves: ten seeds of the benchmark give
-    between -0.2% and +0.1%. Rounding without the skew gives +1.8%. While the second moment of an element falls 10⁴-fold,
-    its roundings accumulate, which lengthens single steps about 4-fold; without a second moment they would be infinite.
+    between -0.2% and +0.1%. Rounding without the skew gives +1.8%. While the second moment of an element falls to a
+    10,000th, its roundings accumulate, which makes the longest steps 4 times too long; without a second moment they
+    would be infinite.
     """
     cases = [Case("constant sign", 0.99, 100.0, 1.0), Case("constant sign", 0.999, 5.0, 2.0)]
     for drift in measure(cases, [BOTH], 8192, seed=0)[BOTH]:
