@@ -9,6 +9,7 @@ is measured too: FP32 again, from first weights that each differ by a thousandth
 
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,kahan --paths 0
+    python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,split-8bit,sr-8bit --rate-factor 2
     python benchmarks/text_quality.py --join benchmarks/results/text-quality-*.json
 """
 
@@ -30,12 +31,33 @@ import torch
 from torch import nn
 
 from hf_lowprec.demo.quiet_libraries import quiet_libraries
-from hf_lowprec.demo.report import json_text, numbers
+from hf_lowprec.demo.report import json_text, numbers, variant_descriptions
 from hf_lowprec.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
 from hf_lowprec.demo.training import train_variant
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.demo.variants import VARIANTS, Variant
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def _in_8_bits(name: str, label: str, optim: str) -> Variant:
+    description = f'optim="{optim}" with state_dtype=int8'
+    return Variant(
+        f"{name}-8bit", f"{label}, 8-bit states", optim, True, torch.bfloat16, description, "state_dtype=int8"
+    )
+
+
+_FURTHER = (
+    Variant(
+        *("split", "BF16 split", "adamw_bf16_split", True, torch.bfloat16),
+        'optim="adamw_bf16_split": BF16 weights and remainders that make FP32 masters, state in BF16, norms in FP32',
+    ),
+    _in_8_bits("kahan", "BF16 Kahan", "adamw_bf16_kahan"),
+    _in_8_bits("split", "BF16 split", "adamw_bf16_split"),
+    _in_8_bits("sr", "BF16 stochastic", "adamw_bf16_sr"),
+)
+WAYS = VARIANTS | {variant.name: variant for variant in _FURTHER}
+"""What `--ways` takes: the variants of the demonstration, which it trains by default, and others."""
+
 PERTURBATION = 1e-3
 """Relative change of the first weights that tells one path of training from another."""
 
@@ -137,7 +159,7 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
-            VARIANTS[quality.variant].label,
+            WAYS[quality.variant].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
             *(("0", "0") if quality.variant == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
             f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
@@ -157,20 +179,20 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
 
 
 def joined(paths: Sequence[Path]) -> tuple[list[Numbers], list[float]]:
-    """The numbers of every seed, and how far FP32's other paths ended, of recordings with as many steps.
+    """The numbers of every seed, and how far FP32's other paths ended, of recordings of equal training.
 
     If recordings have a seed in common, the variants of the later one take the place of those of the earlier one.
 
     Raises:
-        SystemExit: the recordings differ in their steps, or in FP32's losses for the same seed.
+        SystemExit: the recordings differ in steps, learning rates, or FP32's losses for the same seed.
     """
 
     def without_null(found: Numbers) -> Numbers:  # which stands for NaN, see `json_text`
         return {key: math.nan if value is None else value for key, value in found.items()}
 
     files = [json.loads(path.read_text(encoding="utf-8"), object_hook=without_null) for path in paths]
-    if len({file["steps"] for file in files}) > 1:
-        raise SystemExit("--join takes recordings of as many steps")
+    if len({(file["steps"], file.get("rate_factor", 1.0)) for file in files}) > 1:
+        raise SystemExit("--join takes recordings of as many steps and the same learning rates")
     by_seed: dict[int, Numbers] = {}
     for seed, run in ((seed, run) for file in files for seed, run in zip(file["seeds"], file["runs"], strict=True)):
         earlier = by_seed.setdefault(seed, run)
@@ -190,7 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
-    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others (default {','.join(VARIANTS)})")
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(WAYS)}")
+    parser.add_argument("--rate-factor", type=float, default=1.0, help="multiplies all learning rates (default 1)")
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
@@ -202,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         print(markdown(*joined(options.join)))
         return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    variants = [VARIANTS[name] for name in options.ways.split(",")]
+    variants = [WAYS[name] for name in options.ways.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
@@ -222,10 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     measured, apart = list[Numbers](), list[float]()
     for seed in seeds:
         begun = time.perf_counter()
-        stages = pretrain_and_fine_tune(variants, options.steps, seed, options.output_dir, result(seed))
+        stages = pretrain_and_fine_tune(
+            variants, options.steps, seed, options.output_dir, result(seed), options.rate_factor
+        )
         others = other_paths(stages[0], seed, options.paths, options.output_dir)
         apart += [loss - stages[0].runs["fp32"].final for loss in others]
-        measured.append(numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun))
+        recorded = numbers(stages, seed, "byte-level Llama, random weights", time.perf_counter() - begun)
+        measured.append(recorded | {"ways": variant_descriptions(variants)})
     print(markdown(measured, apart))
 
     path = options.output_dir / f"text-quality-{datetime.date.today().isoformat()}.json"
@@ -243,7 +269,14 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         for quality in qualities([run["stages"] for run in measured])
     ]
     text = json_text(
-        {"steps": options.steps, "seeds": seeds, "summary": summary, "other_paths": apart, "runs": measured}
+        {
+            "steps": options.steps,
+            "rate_factor": options.rate_factor,
+            "seeds": seeds,
+            "summary": summary,
+            "other_paths": apart,
+            "runs": measured,
+        }
     )
     path.write_text(text, encoding="utf-8")
     print(f"\nwritten: {path}", file=sys.stderr)

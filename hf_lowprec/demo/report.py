@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_lowprec.demo.stages import Stage
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.demo.variants import VARIANTS, Variant
 
 PLOT = "validation-loss.png"
 NUMBERS = "results.json"
@@ -101,9 +101,9 @@ def numbers(stages: Sequence[Stage], seed: int, model: str, seconds: float) -> d
     }
 
 
-def variant_descriptions() -> dict[str, dict[str, str]]:
-    """Label and description of every variant, as recorded with the numbers."""
-    return {name: {"label": variant.label, "what": variant.description} for name, variant in VARIANTS.items()}
+def variant_descriptions(variants: Iterable[Variant] = VARIANTS.values()) -> dict[str, dict[str, str]]:
+    """Label and description of each variant, as recorded with the numbers."""
+    return {variant.name: {"label": variant.label, "what": variant.description} for variant in variants}
 
 
 def _stage_numbers(stage: Stage) -> dict[str, Any]:

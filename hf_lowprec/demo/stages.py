@@ -99,7 +99,12 @@ def pretraining_blocks(steps: int) -> Blocks:
 
 
 def pretrain_and_fine_tune(
-    variants: Sequence[Variant], steps: int, seed: int, output_dir: Path, progress: Progress | None = None
+    variants: Sequence[Variant],
+    steps: int,
+    seed: int,
+    output_dir: Path,
+    progress: Progress | None = None,
+    rate_factor: float = 1.0,
 ) -> list[Stage]:
     """Pre-train `small_llama` on code, then fine-tune its FP32 result on prose.
 
@@ -109,6 +114,7 @@ def pretrain_and_fine_tune(
         seed: seed of the weights and the data order.
         output_dir: the Trainer's output folder.
         progress: functions to call during training.
+        rate_factor: multiplies the learning rates of both stages.
     """
     code = pretraining_blocks(steps)
     prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
@@ -119,7 +125,7 @@ def pretrain_and_fine_tune(
         lambda: small_llama(seed),
         code,
         variants,
-        Settings(steps, BATCH_SIZE, PRETRAINING_RATE, "cosine", warmup, seed),
+        Settings(steps, BATCH_SIZE, rate_factor * PRETRAINING_RATE, "cosine", warmup, seed),
         output_dir,
         progress,
     )
@@ -135,7 +141,7 @@ def pretrain_and_fine_tune(
         start,
         prose,
         variants,
-        Settings(steps, BATCH_SIZE, FINE_TUNING_RATE, "constant_with_warmup", warmup, seed),
+        Settings(steps, BATCH_SIZE, rate_factor * FINE_TUNING_RATE, "constant_with_warmup", warmup, seed),
         output_dir,
         progress,
     )

@@ -151,6 +151,7 @@ def _arguments(variant: Variant, settings: Settings, output_dir: Path) -> Traini
     return TrainingArguments(
         output_dir=str(output_dir),
         optim=variant.optim,
+        optim_args=variant.optim_args,
         max_steps=settings.steps,
         per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.batch_size,

@@ -18,6 +18,7 @@ class Variant:
         is_ours: whether `optim` is one of hf_lowprec's names, which cast the model.
         dtype: otherwise, the dtype to which the whole model is cast before training.
         description: the dtypes and the optimizer, in one sentence.
+        optim_args: the value of `TrainingArguments.optim_args`.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Variant:
     is_ours: bool
     dtype: torch.dtype
     description: str
+    optim_args: str | None = None
 
 
 VARIANTS = {

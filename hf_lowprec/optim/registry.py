@@ -12,11 +12,11 @@ from hf_lowprec.optim.validation import FOREIGN_ARGUMENTS, keywords
 from hf_lowprec.rounding.modes import SHORT_NAMES
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}
-SUFFIXES = {"kahan": "kahan", **SHORT_NAMES}
+SUFFIXES = {"kahan": "kahan", "split": "split", **SHORT_NAMES}
 """Rounding modes by the suffix of the registered name."""
 
 OPTIMIZER_NAMES: tuple[str, ...] = tuple(f"{algorithm}_bf16_{suffix}" for algorithm in _CLASSES for suffix in SUFFIXES)
-"""Every registered `optim=` string: `<algorithm>_bf16_kahan` and `<algorithm>_bf16_sr` for each algorithm."""
+"""Every registered `optim=` string: `<algorithm>_bf16_<suffix>` for each algorithm and each of `SUFFIXES`."""
 
 
 def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOptimizer], dict[str, Any]]:

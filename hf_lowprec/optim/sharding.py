@@ -67,14 +67,21 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return Sharding(tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
-def dtensor_like(shard: Tensor, like: Tensor) -> Tensor:
-    """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain."""
+def dtensor_like(shard: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain.
+
+    Args:
+        shard: this rank's elements.
+        like: has the placements.
+        shape: the full shape; None is that of `like`.
+    """
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(like.shape, device="meta").stride()
-    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=like.shape, stride=stride)  # type: ignore[attr-defined]
+    shape = like.shape if shape is None else shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=shape, stride=stride)  # type: ignore[attr-defined]
 
 
 def full_tensor(shard: Tensor, like: Tensor) -> Tensor:
@@ -108,6 +115,16 @@ def check_placements(tensor: Tensor, name: str) -> None:
         for placement in tensor.placements:  # type: ignore[attr-defined]
             if not _is_shard(placement) and not placement.is_replicate():
                 raise ValueError(f"{name} is placed as {placement}; only sharded and replicated DTensors are supported")
+
+
+def shard_length(tensor: Tensor, dim: int) -> int:
+    """The largest number of elements that a rank holds of dimension `dim`; the same on all ranks."""
+    length = tensor.shape[dim]
+    if is_sharded(tensor):
+        for mesh_dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if _is_shard(placement) and placement.dim == dim % tensor.dim():
+                length = -(-length // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
+    return length
 
 
 def contiguous_runs(tensor: Tensor) -> Iterator[ContiguousRun]:

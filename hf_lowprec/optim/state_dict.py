@@ -338,7 +338,8 @@ def _check_state(
     if not _is_count(state["step"]):
         step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
-    for name in expected - {"step"}:
+    for stored in states:
+        name = stored.name
         if not isinstance(state[name], Tensor):
             raise ValueError(f"{name} of {where} is not a tensor but {state[name]!r} in the state dict")
         if state[name].shape != param.shape:
@@ -346,8 +347,10 @@ def _check_state(
                 f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "
                 f"{tuple(param.shape)}"
             )
-        if state[name].dtype not in STATE_DTYPES:
-            raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; states are bfloat16 or float32")
+        valid = (stored.dtype,) if stored.dtype and not stored.dtype.is_floating_point else STATE_DTYPES
+        if state[name].dtype not in valid:
+            names = " or ".join(map(dtype_name, valid))
+            raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; it must be {names}")
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STATE_DTYPES = (torch.bfloat16, torch.float32)
+STATE_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 LARGEST = torch.finfo(torch.float32).max
 """The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
 FOREIGN_ARGUMENTS = {
@@ -289,8 +289,8 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
             _check_state_dtype(dtype, names, where)
     elif value is not None and value not in STATE_DTYPES:
         raise ValueError(
-            f"state_dtype={value!r} in {where} is not supported; use torch.bfloat16 or torch.float32, or a mapping "
-            "from state name to one of them"
+            f"state_dtype={value!r} in {where} is not supported; use torch.bfloat16, torch.float32 or torch.int8, or a "
+            "mapping from state name to one of them"
         )
 
 
@@ -390,8 +390,9 @@ def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch
     if param_dtype == torch.float32:
         return torch.float32
     requested = group["state_dtype"]
-    if any(name == state.name for state in MODES[group["rounding"]].auxiliary):
-        return torch.bfloat16
+    for state in MODES[group["rounding"]].auxiliary:
+        if state.name == name and state.dtype is not None:
+            return state.dtype
     if isinstance(requested, Mapping):
         return requested.get(name, torch.bfloat16)
     return requested or torch.bfloat16

@@ -1,4 +1,4 @@
-"""The arithmetic of low-precision storage: rounding, compensated addition, and the random bits that rounding draws.
+"""The arithmetic of low-precision storage: rounding, compensated addition, split weights, and random bits.
 
 Everything is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where`, `sqrt_rn`
 and `quiet_nan`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as C or
@@ -11,6 +11,7 @@ from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.modes import MODES, Mode, Rounding, State, StateRounding, mode_name
 from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
+from hf_lowprec.rounding.split import join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
 
 __all__ = [
@@ -21,12 +22,14 @@ __all__ = [
     "State",
     "StateRounding",
     "dtype_name",
+    "join",
     "kahan_add",
     "mode_name",
     "quiet_nan",
     "random_word",
     "round_nearest",
     "round_stochastic",
+    "split",
     "sqrt_rn",
     "step_keys",
     "stream_keys",

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.nearest import round_nearest
+from hf_lowprec.rounding.split import join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
 
 RandomBits = Callable[[int], Tensor]
 """Returns 16 random bits per element for a role, as int32 in [0, 65536)."""
 
 Auxiliary = Mapping[str, Tensor]
-"""A mode's auxiliary states by name, FP32."""
+"""A mode's auxiliary states by name: FP32, or int32 if they are stored as integers."""
 
-Rounding = Literal["kahan", "stochastic", "nearest", "sr"]
+Rounding = Literal["kahan", "split", "stochastic", "nearest", "sr"]
 """The values of the argument `rounding`: the names of `MODES`, and the short ones."""
 StateRounding = Literal["stochastic", "nearest"]
 """The values of the argument `state_rounding`."""
@@ -41,12 +42,19 @@ class State:
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
+        dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`). Integers are stored
+            as they are, without rounding.
+        nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
+        scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
     """
 
     name: str
     role: int
     averages: bool = True
     holds_low_bits: bool = False
+    dtype: torch.dtype | None = None
+    nonnegative: bool = False
+    scale_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,16 +63,19 @@ class Mode:
 
     Attributes:
         name: the value of the optimizers' argument `rounding`.
-        add: `(weight, update, auxiliary, random_bits, dtype) -> (weight', auxiliary')`, all FP32. `weight'` is
-            representable in `dtype`; the caller rounds `auxiliary'` for storage.
-        auxiliary: the mode's own states, stored as BF16.
+        add: `(weight, update, auxiliary, random_bits, dtype) -> (weight', auxiliary')`. `weight` is what `load` has
+            returned, and `weight'` is representable in `dtype`, both FP32; the caller rounds `auxiliary'` for storage.
+        auxiliary: the mode's own states, which have dtypes.
         dtypes: the parameter dtypes that the mode supports.
+        load: `(weight, auxiliary) -> FP32 weight`, which the algorithm's formula sees and the update is added to. By
+            default, it is the stored weight.
     """
 
     name: str
     add: Callable[[Tensor, Tensor, Auxiliary, RandomBits, torch.dtype], tuple[Tensor, dict[str, Tensor]]]
     auxiliary: tuple[State, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    load: Callable[[Tensor, Auxiliary], Tensor] = lambda weight, auxiliary: weight
 
 
 WEIGHT_ROLE = 0
@@ -90,10 +101,25 @@ def _add_kahan(
     return total, {"compensation": compensation}
 
 
+def _add_split(
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    stored, remainder = split(weight + update)
+    return stored, {"remainder": remainder}
+
+
+def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
+    return join(weight, auxiliary["remainder"])
+
+
+_COMPENSATION = State("compensation", role=WEIGHT_ROLE, holds_low_bits=True, dtype=torch.bfloat16)
+_REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, dtype=torch.int16)
+
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("kahan", _add_kahan, auxiliary=(State("compensation", role=WEIGHT_ROLE, holds_low_bits=True),)),
+        Mode("kahan", _add_kahan, auxiliary=(_COMPENSATION,)),
+        Mode("split", _add_split, (_REMAINDER,), (torch.bfloat16, torch.float32), _load_split),
         Mode("stochastic", _add_stochastic, dtypes=(torch.bfloat16, torch.float32)),
         Mode("nearest", _add_nearest),
     )

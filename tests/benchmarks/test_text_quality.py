@@ -59,3 +59,24 @@ def test_differences_are_paired_by_seed_and_recordings_are_joined(
     (tmp_path / "other.json").write_text(json.dumps(found), encoding="utf-8")
     with pytest.raises(SystemExit, match="FP32's losses for seed 0 differ"):
         main(["--join", str(written), str(tmp_path / "other.json")])
+
+
+def test_further_ways_and_learning_rates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "VALIDATION_BLOCKS", 8)
+    options = ["--steps", "1", "--seeds", "0", "--paths", "0", "--output-dir", str(tmp_path)]
+    ways = ["fp32", "split-8bit", "sr-8bit"]
+    written = main([*options, "--ways", ",".join(ways), "--rate-factor", "2"])
+    assert written is not None
+    assert "| fine-tuning | BF16 split, 8-bit states |" in capsys.readouterr().out
+    found = json.loads(written.read_text(encoding="utf-8"))
+    (run,) = found["runs"]
+    assert list(run["ways"]) == ways
+    assert [stage["settings"]["learning_rate"] for stage in run["stages"]] == [2e-3, 4e-5]
+    bytes_each = [sum(run["stages"][0]["runs"][way]["bytes_per_parameter"].values()) for way in ways]
+    # Weights, gradients, both states with a scale for 32 elements each, and what the mode adds; norms are few.
+    assert bytes_each == pytest.approx([16, 8 + 1 / 16, 6 + 1 / 16], rel=0.02)
+    (tmp_path / "slower.json").write_text(json.dumps({**found, "rate_factor": 1.0}), encoding="utf-8")
+    with pytest.raises(SystemExit, match="the same learning rates"):
+        main(["--join", str(written), str(tmp_path / "slower.json")])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.rounding import MODES
 from tests.support.triton_available import require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -44,7 +45,7 @@ def assert_same(first: torch.Tensor, second: torch.Tensor, what: str = "") -> No
     assert (first.dtype, first.shape) == (second.dtype, second.shape), what
     nan = first.isnan()
     assert torch.equal(nan, second.isnan()), what
-    bits = torch.int16 if first.element_size() == 2 else torch.int32
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     assert torch.equal(first[~nan].view(bits), second[~nan].view(bits)), what
 
 
@@ -106,8 +107,8 @@ def normal(param: torch.Tensor, step: int, generator: torch.Generator) -> torch.
 
 CASES = [
     pytest.param(cls, dtype, {"rounding": rounding}, id=f"{cls.__name__}-{dtype}-{rounding}")
-    for cls, dtype, rounding in itertools.product((AdamW, SGD), (BF16, FP16, FP32), ("kahan", "stochastic", "nearest"))
-    if (dtype, rounding) != (FP16, "stochastic")
+    for cls, dtype, rounding in itertools.product((AdamW, SGD), (BF16, FP16, FP32), tuple(MODES))
+    if dtype in MODES[rounding].dtypes
 ]
 
 
@@ -142,7 +143,7 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):
     assert_backends_agree(other, cls, contiguous(BF16, SMALL), normal, rounding=rounding, seed=-3, **options)
@@ -156,7 +157,7 @@ LOOKING_AT_WHOLE_TENSORS = [(StableAdamW, {"weight_decay": 0.1}), (StableAdamW, 
 LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov": False, "skip_nonfinite": True})]
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(("make", "options"), LOOKING_AT_WHOLE_TENSORS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding):
     """Around a chunk's end; sums in FP64 differ in their order, which does not reach the FP32 mean."""
@@ -164,6 +165,91 @@ def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding
         pytest.skip("matrix products are the device's own")
     shapes = [*SIZES[other], (33, 31), (31, 33), (2, 9, 5)]
     assert_backends_agree(other, make, contiguous(BF16, shapes), normal, rounding=rounding, **options)
+
+
+WHOLE_BLOCKS = [(3, 32), (1, 64), (2, 5, 96), (0, 32), (3, 0)]
+NOT_IN_8_BITS = [(5, 33), (7,), (64,), ()]
+"""Tensors whose states stay in BF16."""
+ABOVE_A_CHUNK = {"native": [(1025, 32), (40, 1024)], "triton": [(257, 32), (9, 1024)]}
+EVERY_ALGORITHM = [
+    (AdamW, {"amsgrad": True}),
+    (Adam, {}),
+    (RAdam, {}),
+    (Lion, {}),
+    (Adan, {}),
+    (SGD, {"momentum": 0.9}),
+]
+EVERY_ALGORITHM += [(StableAdamW, {}), (muon, {})]
+
+
+def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_grad=normal, dtype=BF16, **options):
+    options = {"lr": 1e-2, "state_dtype": torch.int8, "rounding": "stochastic", **options}
+    steps = {"native": 12, "triton": 12 if GPU else 2}[other]
+    return assert_backends_agree(other, make, contiguous(dtype, shapes), make_grad, steps, **options)
+
+
+@pytest.mark.parametrize(("make", "options"), EVERY_ALGORITHM, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_backends_agree_in_8_bits_for_all_algorithms(other, make, options):
+    if make is muon and DEVICE[other] != "cpu":
+        pytest.skip("matrix products are the device's own")
+    assert_backends_agree_in_8_bits(other, make, weight_decay=0.1, **options)
+
+
+@pytest.mark.parametrize("rounding", list(MODES))
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_backends_agree_in_8_bits_for_all_modes(other, dtype, rounding):
+    if dtype in MODES[rounding].dtypes:
+        assert_backends_agree_in_8_bits(other, AdamW, dtype=dtype, rounding=rounding)
+
+
+SOME_IN_8_BITS = [
+    {"state_dtype": {"exp_avg": torch.int8}},
+    {"state_dtype": {"exp_avg_sq": torch.int8, "exp_avg": FP32}},
+]
+SOME_IN_8_BITS += [{"maximize": True, "max_grad_norm": 0.1, "skip_nonfinite": True}]
+
+
+@pytest.mark.parametrize("options", SOME_IN_8_BITS, ids=str)
+def test_backends_agree_in_8_bits_for_all_options(other, options):
+    """An infinite gradient in the second step, if that is skipped."""
+
+    def infinite_in_the_second_step(param, step, generator):
+        grad = normal(param, step, generator)
+        return grad.fill_(math.inf) if step == 2 else grad
+
+    make_grad = infinite_in_the_second_step if options.get("skip_nonfinite") else normal
+    for param in assert_backends_agree_in_8_bits(other, AdamW, make_grad=make_grad, **options):
+        assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [AdamW, StableAdamW])
+def test_backends_agree_in_8_bits_above_a_chunk_and_beside_other_tensors(other, make, monkeypatch):
+    monkeypatch.setattr("hf_lowprec.optim.backends.eager.CHUNK", 1024)
+    assert_backends_agree_in_8_bits(other, make, [*NOT_IN_8_BITS, *ABOVE_A_CHUNK[other], *WHOLE_BLOCKS])
+
+
+FULL_NANS = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16).view(BF16)
+
+
+@pytest.mark.parametrize("special", ["huge", "not a number"])
+@pytest.mark.parametrize(("make", "options"), [(AdamW, {}), (SGD, {"momentum": 0.9}), (Adan, {})])
+def test_backends_agree_in_8_bits_on_huge_and_invalid_gradients(other, make, options, special):
+    """Only the blocks that get them are affected; NaN of every payload and sign among them."""
+    values = FULL_NANS if special == "not a number" else torch.tensor(SPECIAL).to(BF16)
+
+    def special_in_the_second_step(param, step, generator):
+        grad = normal(param, step, generator)
+        if step == 2:
+            for row in range(len(values)):
+                grad[row, row] = values[row]
+        return grad
+
+    (param,) = assert_backends_agree_in_8_bits(
+        other, make, [(2 * len(values), 64)], make_grad=special_in_the_second_step, **options
+    )
+    assert param.view(-1, 2, 32)[: len(values), 0].isnan().any()
+    assert param.view(-1, 2, 32)[:, 1].isfinite().all()
+    assert param[len(values) :].isfinite().all()
 
 
 FURTHER = [
@@ -193,7 +279,7 @@ def test_backends_agree_on_huge_and_invalid_gradients(other, cls, dtype, options
     assert param[1].isfinite().all()
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", list(MODES))
 @pytest.mark.parametrize("cls", [AdamW, SGD])
 def test_backends_agree_on_fp32_gradients_of_bf16_parameters(other, cls, rounding):
     """torch allows them where `grad_dtype` says so; infinities and the largest values among them."""
@@ -233,16 +319,23 @@ def test_the_sign_of_zero(other, cls, dtype, options, maximize):
     assert (param == 0).all()
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+NANS = {
+    FP32: torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(FP32),
+    FP16: torch.tensor([0x7FFF, -1, 0x7C01, -0x3FF], dtype=torch.int16).view(FP16),
+}
+
+
+@pytest.mark.parametrize("grad_dtype", NANS, ids=str)
+@pytest.mark.parametrize("rounding", list(MODES))
 @pytest.mark.parametrize(("cls", "options"), [(AdamW, {}), (SGD, {"momentum": 0.9})], ids=["AdamW", "SGD"])
-def test_a_nan_with_a_full_payload_stays_a_nan(other, cls, options, rounding):
+def test_a_nan_with_a_full_payload_stays_a_nan(other, cls, options, rounding, grad_dtype):
     """NVIDIA's own NaN is 0x7FFFFFFF; random bits added to its pattern would carry into the sign and give −0."""
-    patterns = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(FP32).repeat(16)
+    patterns = NANS[grad_dtype].repeat(16)
     assert patterns.isnan().all()
 
     def make():
         params = contiguous(BF16, [(64,)])()
-        params[0].grad_dtype = FP32
+        params[0].grad_dtype = grad_dtype
         return params
 
     (param,) = assert_backends_agree(

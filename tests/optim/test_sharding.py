@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, sharding
-from tests.support.processes.ranks import run_ranks
+from tests.support.processes.ranks import run_ranks, run_script
 from tests.support.triton_available import require_triton
 
 
@@ -22,6 +22,14 @@ def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
             pytest.skip("gloo ranks hold CPU tensors; Triton's interpreter is for machines without a GPU")
     count = 10 if backend == "native" else 4
     assert f"{count} shardings agree" in run_ranks("sharded_steps.py", 4, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_sharded_states_in_8_bits_are_those_of_the_full_tensors_or_refused():
+    printed = run_script("sharded_8_bit_states.py")
+    assert "4 shardings over 3 ranks agree, 3 are refused" in printed
+    assert "2 shardings over 4 ranks agree, 2 are refused" in printed
 
 
 class FakeDTensor(SimpleNamespace):

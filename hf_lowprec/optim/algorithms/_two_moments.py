@@ -28,9 +28,11 @@ class TwoMoments(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments, and with `amsgrad` the maximum of the second."""
-        moments = (State("exp_avg", role=2), State("exp_avg_sq", role=1))
+        moments = (State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True))
         return (
-            (*moments, State("max_exp_avg_sq", role=3, averages=False)) if self.options(group)["amsgrad"] else moments
+            (*moments, State("max_exp_avg_sq", role=3, averages=False, nonnegative=True))
+            if self.options(group)["amsgrad"]
+            else moments
         )
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

@@ -76,7 +76,11 @@ class Adan(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The three moments and the previous gradient."""
-        moments = (State("exp_avg", role=2), State("exp_avg_diff", role=3), State("exp_avg_sq", role=1))
+        moments = (
+            State("exp_avg", role=2),
+            State("exp_avg_diff", role=3),
+            State("exp_avg_sq", role=1, nonnegative=True),
+        )
         return (*moments, State("previous_grad", role=4, averages=False))
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

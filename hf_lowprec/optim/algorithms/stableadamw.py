@@ -65,7 +65,7 @@ class StableAdamW(LowPrecisionOptimizer):
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The two moments."""
-        return State("exp_avg", role=2), State("exp_avg_sq", role=1)
+        return State("exp_avg", role=2), State("exp_avg_sq", role=1, nonnegative=True)
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:
         """The decay rates contain the bias correction: `β̂ = β·(1-βᵗ⁻¹)/(1-βᵗ)`, so that `1-β̂ = (1-β)/(1-βᵗ)`."""

@@ -9,6 +9,7 @@ from hf_lowprec.optim.step import clipping
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
+from hf_lowprec.rounding.block_floats import BLOCK
 
 
 class EagerStep(BackendStep):
@@ -19,7 +20,7 @@ class EagerStep(BackendStep):
         group = self.fused_group
         if group.skipped:
             return
-        segments = group.segments
+        segments, scales = group.segments, set(group.spec.scales.values())
         part = segments.of_entries(entries)
         columns = (segments.entry_index, segments.first, segments.end, segments.shift)
         rows = (column[part].tolist() for column in columns)
@@ -32,7 +33,10 @@ class EagerStep(BackendStep):
                 # The values are already representable in the storage dtype, so these copies only convert them.
                 entry.weight.view(-1)[chunk].copy_(new_weight)
                 for name, state in entry.states.items():
-                    state.view(-1)[chunk].copy_(new_states[name])
+                    if name in scales:
+                        state.view(-1)[start // BLOCK : chunk.stop // BLOCK].copy_(new_states[name][::BLOCK])
+                    else:
+                        state.view(-1)[chunk].copy_(new_states[name])
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""
@@ -46,6 +50,7 @@ class EagerStep(BackendStep):
         sums = torch.zeros(len(group.entries), dtype=torch.float64, device=group.device)
         for k, entry in enumerate(group.entries):
             for start in range(0, entry.weight.numel(), CHUNK):
-                values = evaluate(formula, group.spec, *group.elements(k, slice(start, start + CHUNK)))
+                chunk = slice(start, min(start + CHUNK, entry.weight.numel()))
+                values = evaluate(formula, group.spec, *group.elements(k, chunk))
                 sums[k] += values.double().sum()
         return sums

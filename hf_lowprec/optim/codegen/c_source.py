@@ -5,14 +5,17 @@ The C compiler must neither contract nor re-associate floating-point operations;
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
+from torch import fx
 
-from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
+from hf_lowprec.optim.codegen.block_loops import block_loops
+from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, operations, statements
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.random_bits import GOLDEN
 
 CHUNK = 1 << 15
@@ -25,16 +28,42 @@ _PARTIAL_SUMS = 16
 """Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
 
 _GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
-_STORAGE = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.float16: "_Float16"}
-_TO_FLOAT = {torch.float32: "quiet({0})", torch.bfloat16: "as_float((uint32_t){0} << 16)", torch.float16: "(float){0}"}
-_FROM_FLOAT = {torch.float32: "{0}", torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)", torch.float16: "(_Float16){0}"}
+# How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
+_STORAGE = {
+    torch.float32: "float",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "_Float16",
+    torch.int16: "int16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+}
+_LOAD = {
+    torch.float32: "quiet({0})",
+    torch.bfloat16: "as_float((uint32_t){0} << 16)",
+    torch.float16: "quiet((float){0})",
+    torch.int16: "(uint32_t){0}",
+    torch.int8: "(uint32_t){0}",
+    torch.uint8: "(uint32_t){0}",
+}
+_STORE = {
+    torch.float32: "{0}",
+    torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)",
+    torch.float16: "(_Float16){0}",
+    torch.int16: "(int16_t){0}",
+    torch.int8: "(int8_t){0}",
+    torch.uint8: "(uint8_t){0}",
+}
+# The same for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
+_LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
+_LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
+_STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
 
 
 class CRenderer(Renderer):
     """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
 
     def assign(self, name: str, expression: str, is_float: bool) -> str:
-        return f"const {'float' if is_float else 'uint32_t'} {name} = {expression};"
+        return f"const {_value_type(is_float)} {name} = {expression};"
 
     def number(self, value: float, is_float: bool) -> str:
         return f"{float(value).hex()}f" if is_float else f"0x{int(value) & 0xFFFFFFFF:x}u"
@@ -67,6 +96,9 @@ class CRenderer(Renderer):
         # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.
         return f"weyl{key0.removeprefix('key').removesuffix('_0')}"
 
+    def block_max(self, value: str) -> str:
+        return value  # of one element; `_block_loops` takes the largest
+
 
 def render(spec: StepSpec) -> str:
     """The C source of `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of `tensor_sum`.
@@ -85,8 +117,8 @@ _HEADER = """\
 #include <stdint.h>
 #include <string.h>
 
-/* Two adjacent BF16 elements, loaded or stored together: half as many memory accesses and no shuffles. */
-typedef uint32_t bf16_pair __attribute__((aligned(2), may_alias));
+/* Two adjacent elements of 16 bits, loaded or stored together: half as many memory accesses and no shuffles. */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
 
 static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
 static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
@@ -115,14 +147,16 @@ def _render_segment_keys(spec: StepSpec) -> str:
     return _SEGMENT_KEYS.format(parameters=arguments(parameters, 8), body=indent(4, lines + stores))
 
 
-_STEP = """
+_FUSED_STEP = """
 /* One element: the operations traced from `fused_step` in step/fused_step.py. */
 static inline __attribute__((always_inline)) void fused_step(
         {parameters})
 {{
 {body}
 }}
+"""
 
+_STEP = """
 /* One optimizer step of all parameters of a fused group.
 
    chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
@@ -134,25 +168,27 @@ void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments
 #pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
     for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
 {chunk_bounds}
-        int done = 0;
 {chunk_inputs}
-{pairs}
-#pragma GCC ivdep
-        for (int i = done; i < count; i++) {{
-            float {outputs};
-            fused_step(
-                {arguments});
-{stores}
-        }}
+{loops}
     }}
 }}
 """
 
+_ELEMENTS = """\
+        int done = 0;
+{pairs}
+#pragma GCC ivdep
+        for (int i = done; i < count; i++) {{
+{outputs}
+            fused_step(
+                {arguments});
+{stores}
+        }}"""
+
 _PAIRS = """\
 #pragma GCC ivdep
         for (int i = 0; i < count / 2; i++) {{
-            float {even_outputs};
-            float {odd_outputs};
+{outputs}
 {loads}
             fused_step(
                 {even_arguments});
@@ -165,15 +201,11 @@ _PAIRS = """\
 
 
 def _render_step(spec: StepSpec) -> str:
-    """Render `step`; where all tensors are BF16, its inner loop handles two elements at a time."""
-    tensors, output_tensors = spec.tensors, spec.output_tensors
+    """Render `step`, and before it what it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    key1s = [f"key{word}_1" for word in spec.random_words]
-    weyls = [f"weyl{word}" for word in spec.random_words]
-    lines, results = statements(trace(spec), CRenderer(), {"index", *keys})
-
-    chunk_inputs = _load_chunk_inputs(spec, scalars, output_tensors)
+    functions, loops = _block_loops(spec) if spec.scales else _element_loops(spec, scalars)
+    chunk_inputs = _load_chunk_inputs(spec, scalars, spec.output_tensors)
     if keys:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
@@ -181,10 +213,33 @@ def _render_step(spec: StepSpec) -> str:
         chunk_inputs.append(f"segment_keys({', '.join([*key_inputs, *(f'&{name}' for name in keys)])});")
         chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
     chunk_inputs += [f"uint32_t weyl{word} = first_index * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
+    return functions + _STEP.format(
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, chunk_inputs),
+        loops=loops,
+    )
 
-    parameters = [f"float {name}" for name in [*tensors, *scalars]]
+
+def _traced_step(spec: StepSpec) -> tuple[fx.Graph, set[str]]:
+    """The traced step of one element, and the names of its inputs that are integers."""
+    return trace(spec), {"index", *spec.key_names, *spec.integer_tensors}
+
+
+def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
+    """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
+
+    Where all tensors have 16 bits, two elements are loaded, and stored, at a time.
+    """
+    tensors, output_tensors = spec.tensors, spec.output_tensors
+    key1s = [f"key{word}_1" for word in spec.random_words]
+    weyls = [f"weyl{word}" for word in spec.random_words]
+    graph, integers = _traced_step(spec)
+    lines, results = statements(graph, CRenderer(), integers)
+    parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
-    parameters += [f"float *new_{name}" for name in output_tensors]
+    parameters += _declarations(output_tensors, "*new_{0}")
 
     def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
         sequences = [name + weyl_offset for name in weyls]
@@ -195,35 +250,89 @@ def _render_step(spec: StepSpec) -> str:
         return [f"{name} += {increment};" for name in weyls]
 
     pairs = ""
-    if set(tensors.values()) == {torch.bfloat16}:
+    if set(tensors.values()) <= _STORE_PAIR.keys():
         pair_stores = [
-            f"((bf16_pair *){name}_ptr)[i] = as_bits(new_{name}_even) >> 16 | as_bits(new_{name}_odd);"
-            for name in output_tensors
+            f"((pair *){name}_ptr)[i] = {_STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
+            for name, dtype in output_tensors.items()
         ]
+        evens = [_LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        odds = [_LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
         pairs = _PAIRS.format(
-            even_outputs=", ".join(f"new_{name}_even" for name in output_tensors),
-            odd_outputs=", ".join(f"new_{name}_odd" for name in output_tensors),
-            loads=indent(12, [f"const uint32_t {name}_pair = ((const bf16_pair *){name}_ptr)[i];" for name in tensors]),
-            even_arguments=fused_step_arguments([f"as_float({name}_pair << 16)" for name in tensors], "", "_even"),
-            odd_arguments=fused_step_arguments(
-                [f"as_float({name}_pair & 0xffff0000u)" for name in tensors], f" + {_GOLDEN}", "_odd"
-            ),
+            outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),
+            even_arguments=fused_step_arguments(evens, "", "_even"),
+            odd_arguments=fused_step_arguments(odds, f" + {_GOLDEN}", "_odd"),
             stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
         )
-    stores = [f"{name}_ptr[i] = {_FROM_FLOAT[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    stores = [f"{name}_ptr[i] = {_STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
     outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
-    return _STEP.format(
-        **_table_widths(spec, scalars),
-        chunks_at_once=_CHUNKS_AT_ONCE,
-        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
-        chunk_inputs=indent(8, chunk_inputs),
-        parameters=arguments(parameters, 8),
-        body=indent(4, lines + outputs),
+    function = _FUSED_STEP.format(parameters=arguments(parameters, 8), body=indent(4, lines + outputs))
+    return function, _ELEMENTS.format(
         pairs=pairs,
-        outputs=", ".join(f"new_{name}" for name in output_tensors),
-        arguments=fused_step_arguments([_TO_FLOAT[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        outputs=_statements(_declarations(output_tensors, "new_{0}")),
+        arguments=fused_step_arguments([_LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
         stores=indent(12, stores + advance_weyls(_GOLDEN)),
     )
+
+
+_BLOCKS = """\
+        /* The operations traced from `fused_step` in step/fused_step.py, in loops over the elements of a block. */
+        for (int block = 0; block < count; block += {block}) {{
+{declarations}
+{loops}
+        }}"""
+
+_BLOCK_LOOP = """\
+{before}
+#pragma GCC ivdep
+            for (int j = 0; j < {block}; j++) {{
+{body}
+            }}
+{after}"""
+
+
+def _block_loops(spec: StepSpec) -> tuple[str, str]:
+    """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
+    graph, integers = _traced_step(spec)
+    renderer, names = CRenderer(), list(spec.output_tensors)
+    rendered = operations(graph, renderer, integers)
+    results = [result.name for result in graph.output_node().args[0]]  # type: ignore[union-attr]
+    weyls = [f"weyl{word}" for word in spec.random_words]
+    scales = set(spec.scales.values())
+    is_float = {node.name: operation.is_float for node, operation in rendered.items()}
+    is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
+
+    def statement(node: fx.Node) -> str:
+        return renderer.assign(node.name, *rendered[node])
+
+    def store(position: int, place: str) -> str:
+        name = names[position]
+        return f"{name}_ptr[{place}] = {_STORE[spec.tensors[name]].format(results[position])};"
+
+    def load(name: str, place: str) -> str:
+        return renderer.assign(name, _LOAD[spec.tensors[name]].format(f"{name}_ptr[{place}]"), is_float[name])
+
+    declarations = [f"const uint32_t first_{name} = {name} + (uint32_t)block * {_GOLDEN};" for name in weyls]
+    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in scales]
+    loops = []
+    for loop in block_loops(graph, spec.tensors.keys() - scales):
+        declarations += [f"{_value_type(is_float[node.name])} kept_{node.name}[{BLOCK}];" for node in loop.kept]
+        before = [*map(statement, loop.before), *(store(k, f"block / {BLOCK}") for k in loop.block_outputs)]
+        before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
+        body = [f"const uint32_t {name} = first_{name} + (uint32_t)j * {_GOLDEN};" for name in weyls]
+        body += [load(node.name, "block + j") for node in loop.loaded]
+        body += [renderer.assign(node.name, f"kept_{node.name}[j]", is_float[node.name]) for node in loop.restored]
+        body += map(statement, loop.operations)
+        body += [f"kept_{node.name}[j] = {node.name};" for node in loop.kept]
+        for node in loop.maxima:
+            largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
+            body.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
+        body += [store(k, "block + j") for k in loop.outputs]
+        after = [f"const uint32_t {node.name} = (uint32_t)largest_{node.name};" for node in loop.maxima]
+        loops.append(
+            _BLOCK_LOOP.format(block=BLOCK, before=indent(12, before), body=indent(16, body), after=indent(12, after))
+        )
+    return "", _BLOCKS.format(block=BLOCK, declarations=indent(12, declarations), loops="\n".join(loops))
 
 
 _TENSOR_SUM = """
@@ -263,12 +372,14 @@ void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, CRenderer(), integers=())
+    lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
+    parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
+    parameters += [f"float {name}" for name in used_scalars]
 
     def term_arguments(index: str, spaces: int) -> str:
-        values = [_TO_FLOAT[spec.tensors[name]].format(f"{name}_ptr[{index}]") for name in used_tensors]
+        values = [_LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
         return arguments([*values, *used_scalars], spaces)
 
     return _TENSOR_SUM.format(
@@ -276,13 +387,32 @@ def _render_tensor_sum(spec: StepSpec) -> str:
         chunks_at_once=_CHUNKS_AT_ONCE,
         chunk_bounds=indent(8, _load_chunk_bounds(spec)),
         chunk_inputs=indent(8, _load_chunk_inputs(spec, scalars, ())),
-        parameters=arguments([f"float {name}" for name in [*used_tensors, *used_scalars]], 8),
+        parameters=arguments(parameters, 8),
         body=indent(4, lines),
         result=result,
         partial_sums=_PARTIAL_SUMS,
         partial_arguments=term_arguments("i + j", 20),
         arguments=term_arguments("i", 16),
     )
+
+
+def _place(spec: StepSpec, name: str, index: str) -> str:
+    """The place in the tensor `name` that belongs to the element `index` of the parameter."""
+    return f"({index}) / {BLOCK}" if name in spec.scales.values() else index
+
+
+def _value_type(is_float: bool) -> str:
+    """The type of a value in an element's operations."""
+    return "float" if is_float else "uint32_t"
+
+
+def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:
+    """Declarations of a variable for a loaded element of each of `tensors`; `variable` makes it from their names."""
+    return [f"{_value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
+
+
+def _statements(declarations: Iterable[str]) -> str:
+    return indent(12, [f"{declaration};" for declaration in declarations])
 
 
 def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
@@ -306,6 +436,7 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: C
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
         pointer_type = f"{'' if name in output_tensors else 'const '}{_STORAGE[dtype]} *"
-        lines.append(f"{pointer_type}restrict {name}_ptr = ({pointer_type})pointers[entry_index][{k}] + start;")
+        pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
+        lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
     names = list(scalars)
     return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
+from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import weyl
 
 _INFIX: dict[Callable, str] = {
@@ -89,6 +91,17 @@ class Renderer:
         """The integer `index · GOLDEN + key0`. See `rounding.random_bits.weyl`."""
         raise NotImplementedError
 
+    def block_max(self, value: str) -> str:
+        """The largest integer of the block. See `rounding.block_floats.block_max`."""
+        raise NotImplementedError
+
+
+class Operation(NamedTuple):
+    """A rendered operation: its expression, and whether the result is a float."""
+
+    expression: str
+    is_float: bool
+
 
 def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> tuple[list[str], list[str]]:
     """Render every operation of `graph`.
@@ -104,18 +117,22 @@ def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
     Raises:
         NotImplementedError: an operation has no rendering.
     """
-    lines: list[str] = []
-    results: list[str] = []
+    rendered = operations(graph, renderer, integers)
+    lines = [renderer.assign(node.name, *operation) for node, operation in rendered.items()]
+    return lines, [result.name for result in graph.output_node().args[0]]  # type: ignore[misc, union-attr]
+
+
+def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> dict[fx.Node, Operation]:
+    """Render every operation of `graph`, in order. Arguments and errors are those of `statements`."""
+    rendered: dict[fx.Node, Operation] = {}
     is_float: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             is_float[node] = node.name not in integers
-        elif node.op == "output":
-            results = [result.name for result in node.args[0]]
-        else:
-            expression, is_float[node] = _expression(node, is_float, renderer)
-            lines.append(renderer.assign(node.name, expression, is_float[node]))
-    return lines, results
+        elif node.op != "output":
+            rendered[node] = Operation(*_expression(node, is_float, renderer))
+            is_float[node] = rendered[node].is_float
+    return rendered
 
 
 def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer) -> tuple[str, bool]:
@@ -149,6 +166,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.quiet_nan(operands[0]), True
     if target is weyl:
         return renderer.weyl(*operands), False
+    if target is block_max:
+        return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
         return renderer.negate(operands[0]), True
     if target is operator.truediv:

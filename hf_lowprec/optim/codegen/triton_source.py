@@ -15,18 +15,33 @@ from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, 
 from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.random_bits import GOLDEN
 
-_STORAGE = {torch.float32: "float32", torch.bfloat16: "uint16", torch.float16: "float16"}
-_TO_FLOAT = {
+# How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
+_STORAGE = {
+    torch.float32: "float32",
+    torch.bfloat16: "uint16",
+    torch.float16: "float16",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
+_LOAD = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)",
     torch.float16: "{0}.to(tl.float32)",
+    torch.int16: "{0}.to(tl.int32)",
+    torch.int8: "{0}.to(tl.int32)",
+    torch.uint8: "{0}.to(tl.int32)",
 }
-_FROM_FLOAT = {
+_STORE = {
     torch.float32: "{0}",
     torch.bfloat16: "({0}.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)",
     torch.float16: "{0}.to(tl.float16)",
+    torch.int16: "{0}.to(tl.int16)",
+    torch.int8: "{0}.to(tl.int8)",
+    torch.uint8: "{0}.to(tl.uint8)",
 }
 _MASK = ", mask=mask, other=0"
 
@@ -64,6 +79,9 @@ class TritonRenderer(Renderer):
     def weyl(self, index: str, key0: str) -> str:
         return f"{index} * {GOLDEN} + {key0}"
 
+    def block_max(self, value: str) -> str:
+        return f"largest_of_block({value})"
+
 
 def render(spec: StepSpec) -> str:
     """The Python source of the kernel `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of
@@ -72,6 +90,7 @@ def render(spec: StepSpec) -> str:
     The `triton` backend executes it and launches both kernels.
     """
     source = _HEADER.format(description="\n# ".join(description(spec)))
+    source += _BLOCK_MAX.format(block=BLOCK) if spec.scales else ""
     source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
     return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
 
@@ -81,6 +100,17 @@ _HEADER = """\
 
 import triton
 import triton.language as tl
+"""
+
+
+_BLOCK_MAX = """
+
+@triton.jit
+def largest_of_block(values):
+    # The largest of each {block} consecutive integers, in place of each of them.
+    blocks = tl.reshape(values, (values.shape[0] // {block}, {block}))
+    largest = tl.max(blocks, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(largest, blocks.shape), values.shape)
 """
 
 
@@ -175,8 +205,9 @@ def _render_step(spec: StepSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys})
+    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys, *spec.integer_tensors})
     addresses = [f"{name}_address" for name in tensors]
+    scales = set(spec.scales.values())
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
     if keys:
@@ -186,15 +217,17 @@ def _render_step(spec: StepSpec) -> str:
         chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
 
     def stores(mask: str) -> str:
-        values = {name: _FROM_FLOAT[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
-        return indent(8, [f"tl.store({name}_ptr, {value}{mask})" for name, value in values.items()])
+        values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
+        in_block = f", mask={'mask & ' if mask else ''}(lanes % {BLOCK} == 0)"
+        masks = {name: in_block if name in scales else mask for name in values}
+        return indent(8, [f"tl.store({name}_ptr, {value}{masks[name]})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
     return _STEP.format(
         inputs=arguments(inputs, 4),
         arguments=arguments(inputs, 12),
         chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
-        addresses=" | ".join(addresses),
+        addresses=_aligned(spec, tensors),
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         body=indent(4, lines),
         results=", ".join(results),
@@ -267,14 +300,14 @@ def tensor_sum(
 
 def _render_tensor_sum(spec: StepSpec) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, TritonRenderer(), integers=())
+    lines, (result,) = statements(graph, TritonRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses = [f"{name}_address" for name in used_tensors]
     return _TENSOR_SUM.format(
         inputs=arguments([*used_tensors, *used_scalars], 12),
         chunk_inputs=arguments([*addresses, *used_scalars], 12),
-        addresses=" | ".join(addresses),
+        addresses=_aligned(spec, used_tensors),
         body=indent(4, lines),
         result=result,
         n_scalars=len(scalars),
@@ -303,16 +336,31 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
 def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
     """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
     lines = _load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
-    lines += [f"{name}_address += start * {dtype.itemsize}" for name, dtype in spec.tensors.items()]
+    scales = set(spec.scales.values())
+    lines += [
+        f"{name}_address += start {f'// {BLOCK}' if name in scales else f'* {dtype.itemsize}'}"
+        for name, dtype in spec.tensors.items()
+    ]
     return lines + _load_row("scalars", "entry_index", scalars)
 
 
+def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
+    """The addresses that must be multiples of 16 for wide accesses, combined."""
+    scales = set(spec.scales.values())
+    return " | ".join(f"{name}_address" for name in names if name not in scales)
+
+
 def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
-    """Statements that load BLOCK elements of these tensors as FP32, under a mask or with alignment promised."""
+    """Statements that load BLOCK elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
     pointers, values = [], []
     for name in names:
         dtype = spec.tensors[name]
+        if name in spec.scales.values():
+            pointer = f"({name}_address + offset // {BLOCK}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
+            pointers.append(f"{name}_ptr = {pointer} + lanes // {BLOCK}")
+            values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")
+            continue
         pointer = f"({name}_address + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
         pointers.append(f"{name}_ptr = {pointer if mask else f'tl.multiple_of({pointer}, 16)'} + lanes")
-        values.append(f"{name} = {_TO_FLOAT[dtype].format(f'tl.load({name}_ptr{mask})')}")
+        values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")
     return indent(8, pointers + values)

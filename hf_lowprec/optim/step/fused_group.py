@@ -18,13 +18,19 @@ from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
 from hf_lowprec.optim.step.segments import Segments
 from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding.block_floats import BLOCK
 
 CHUNK = 1 << 22
 """Elements that torch's own operations compute at once; bounds the FP32 temporaries at a few dozen bytes each."""
 
 
+def load(stored: Tensor) -> Tensor:
+    """A tensor as steps compute with it: FP32, or int32 if integers are stored."""
+    return stored.float() if stored.is_floating_point() else stored.int()
+
+
 class Elements(NamedTuple):
-    """The inputs of `fused_step`: FP32 values of some elements, and the step's scalars."""
+    """The inputs of `fused_step`: FP32 or int32 values of some elements, and the step's scalars."""
 
     weight: Tensor
     grad: Tensor
@@ -174,14 +180,23 @@ class FusedGroup:
                 keys[word] = tuple(pair)
         return keys_of_segments
 
+    def _load(self, name: str, tensor: Tensor, part: slice | Tensor) -> Tensor:
+        """The values of `tensor`, called `name`, for some elements of its parameter."""
+        if name not in self.spec.scales.values():
+            return load(tensor.view(-1)[part])
+        if isinstance(part, Tensor):
+            return load(tensor.view(-1)[part // BLOCK])
+        return load(tensor.view(-1)[part.start // BLOCK : part.stop // BLOCK]).repeat_interleave(BLOCK)
+
     def elements(self, entry: int, part: slice | Tensor) -> Elements:
-        """The FP32 values of some elements of entry number `entry`.
+        """The values of some elements of entry number `entry`.
 
         Args:
             entry: its position in `entries`.
-            part: which elements of its flattened tensors, as a slice or as indices.
+            part: which elements of its flattened tensors, as a slice or as indices. With states in 8 bits, a slice has
+                whole blocks.
         """
-        values = {name: tensor.view(-1)[part].float() for name, tensor in self.entries[entry].tensors.items()}
+        values = {name: self._load(name, tensor, part) for name, tensor in self.entries[entry].tensors.items()}
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
         scalars = dict(zip(self.spec.scalars, self.scalars[entry].unbind(), strict=True))
         if self.clip_factor is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
+from hf_lowprec.rounding.block_floats import decode, encode
 from hf_lowprec.rounding.random_bits import lane, word_of
 
 
@@ -31,15 +32,16 @@ def fused_step(
 
     Args:
         spec: what to compute.
-        weight: FP32 tensor of the elements' weights.
+        weight: FP32 tensor of the elements' weights, as they are stored.
         grad: FP32 tensor of their gradients.
-        state: FP32 tensors by state name, and `orthogonalized` if the spec has it.
+        state: FP32 tensors by state name, int32 for states that are stored as integers; and `orthogonalized` if the
+            spec has it.
         scalars: FP32 scalars by name (numbers, or tensors that broadcast).
         index: int32 tensor, the low 32 bits of the elements' global indices.
         keys: the step keys `(key0, key1)` by random word.
 
     Returns:
-        `(weight', state')`: FP32 tensors whose values the storage dtypes represent exactly.
+        `(weight', state')`: FP32 or int32 tensors whose values the storage dtypes represent exactly.
     """
     words: dict[int, Tensor] = {}
 
@@ -49,18 +51,25 @@ def fused_step(
             words[word] = random_word(index, *keys[word])
         return lane(words[word], role)
 
-    update, new_state = algorithm_update(spec, weight, grad, state, scalars)
+    loaded, decoded = _load_weight(spec, weight, state), _load_states(spec, state)
+    update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
     if spec.param_dtype == torch.float32:
-        new_weight = weight + update
+        new_weight = loaded + update
     else:
-        new_weight, auxiliary = MODES[spec.rounding].add(weight, update, state, draw, spec.param_dtype)
+        new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
         new_state = {**new_state, **auxiliary}
 
-    def store(stored: StoredState) -> Tensor:
+    def store(stored: StoredState) -> dict[str, Tensor]:
         value = new_state[stored.name]
-        return round_stochastic(value, draw(stored.role)) if stored.stochastic else round_nearest(value, stored.dtype)
+        if stored.name in spec.scales:
+            code, scale = encode(value, draw(stored.role), stored.nonnegative)
+            return {stored.name: code, spec.scales[stored.name]: scale}
+        if stored.dtype.is_floating_point:
+            rounds = stored.stochastic
+            value = round_stochastic(value, draw(stored.role)) if rounds else round_nearest(value, stored.dtype)
+        return {stored.name: value}
 
-    return new_weight, {stored.name: store(stored) for stored in spec.states}
+    return new_weight, {k: v for stored in spec.states if stored.scale_of is None for k, v in store(stored).items()}
 
 
 def algorithm_update(
@@ -83,8 +92,34 @@ def evaluate(
 ) -> Any:
     """The value of one of the algorithm's elementwise formulas: `update`, `tensor_mean` or `momentum_matrix`.
 
-    All of them see the gradient after clipping and, with `maximize`, after its change of sign.
+    All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
+    after its change of sign. Arguments are those of `fused_step`.
     """
+    return _evaluate_loaded(formula, spec, _load_weight(spec, weight, state), grad, _load_states(spec, state), scalars)
+
+
+def _load_weight(spec: StepSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """The FP32 weight that the formulas see, see `Mode.load`."""
+    return weight if spec.param_dtype == torch.float32 else MODES[spec.rounding].load(weight, state)
+
+
+def _load_states(spec: StepSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The states that the formulas see: those in 8 bits decoded, all others as they are."""
+    decoded = dict(state)
+    for stored in spec.states:
+        if stored.name in spec.scales:
+            decoded[stored.name] = decode(state[stored.name], state[spec.scales[stored.name]], stored.nonnegative)
+    return decoded
+
+
+def _evaluate_loaded(
+    formula: Callable[..., Any],
+    spec: StepSpec,
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> Any:
     if spec.clipped:
         grad = grad * scalars[CLIP]
     return formula(

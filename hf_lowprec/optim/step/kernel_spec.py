@@ -27,18 +27,30 @@ ORTHOGONALIZED = "orthogonalized"
 
 @dataclass(frozen=True)
 class StoredState:
-    """How a state is stored: name, role of its random bits, dtype, and whether it is rounded stochastically."""
+    """How a state is stored.
+
+    Attributes:
+        name: its name.
+        role: the role of its random bits.
+        dtype: its dtype. States in int8 are codes of `rounding/block_floats.py`, and have a scale for each block.
+        stochastic: whether it is rounded stochastically.
+        nonnegative: whether no element is ever negative.
+        scale_of: the name of the state whose scales it holds; None for all other states.
+    """
 
     name: str
     role: int
     dtype: torch.dtype
     stochastic: bool
+    nonnegative: bool = False
+    scale_of: str | None = None
 
     @classmethod
     def of(cls, state: State, dtype: torch.dtype, state_rounding: str) -> StoredState:
-        """`state` in `dtype`; only averages are rounded stochastically, and only to BF16."""
-        stochastic = dtype == torch.bfloat16 and state_rounding == "stochastic" and state.averages
-        return cls(state.name, state.role, dtype, stochastic)
+        """`state` in `dtype`; only averages are rounded stochastically: to BF16 if asked for, and always to 8 bits."""
+        asked = dtype == torch.bfloat16 and state_rounding == "stochastic"
+        stochastic = state.averages and (asked or dtype == torch.int8)
+        return cls(state.name, state.role, dtype, stochastic, state.nonnegative, state.scale_of)
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,16 @@ class StepSpec:
         orthogonalized matrix, states.
         """
         return {"param": self.param_dtype, **self.input_tensors, **self.output_tensors}
+
+    @cached_property
+    def integer_tensors(self) -> frozenset[str]:
+        """Names of the tensors that hold integers. A step loads these as int32, and all others as FP32."""
+        return frozenset(name for name, dtype in self.tensors.items() if not dtype.is_floating_point)
+
+    @cached_property
+    def scales(self) -> dict[str, str]:
+        """Names of the tensors that hold the scales of states in 8 bits, one per block, by name of the state."""
+        return {state.scale_of: state.name for state in self.states if state.scale_of is not None}
 
     @cached_property
     def random_words(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
+from hf_lowprec.optim.state_tensors import scale_shape
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address repeat."""
@@ -21,16 +22,20 @@ SMALLEST = 16 * PAGE
 _LINE = 64
 
 
-def zeros_apart(param: Tensor, dtype: torch.dtype, position: int, count: int) -> Tensor:
-    """A new state: contiguous zeros of `param`'s shape, on its device and distributed as it is.
+def zeros_apart(param: Tensor, dtype: torch.dtype, shape: torch.Size, position: int, count: int) -> Tensor:
+    """A new state: contiguous zeros, on the device of `param` and distributed as it is.
 
     Args:
         param: the parameter.
         dtype: dtype of the zeros.
+        shape: their shape: that of `param`, or that of the scales of its blocks.
         position: which of the parameter's states this is, from 0.
         count: how many states it has; they divide the page that begins at the weight.
     """
     part = local_shard(param)
+    if shape != param.shape:
+        scales = torch.zeros(scale_shape(part.shape), dtype=dtype, device=part.device)
+        return dtensor_like(scales, param, shape)
     if part.device.type != "cpu" or part.numel() * dtype.itemsize < SMALLEST:
         return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
     memory = torch.zeros(part.numel() + PAGE // dtype.itemsize, dtype=dtype, device="cpu")

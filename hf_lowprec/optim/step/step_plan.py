@@ -23,6 +23,7 @@ from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
+from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -118,8 +119,7 @@ class StepPlan:
         entries_by_key: dict[_GroupKey, list[ParamEntry]],
     ) -> None:
         """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
-        states_by_dtype = {dtype: optimizer.stored_states(group, dtype) for dtype in validation.PARAM_DTYPES}
-        specs: dict[tuple[torch.dtype, ...], StepSpec] = {}
+        specs: dict[Any, StepSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
             if grad is None or (self._only is not None and id(param) not in self._only):
@@ -127,18 +127,21 @@ class StepPlan:
             validation.check_compensation(index, param, optimizer.state[param])
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
             validation.check_memory(group, index - first, index, "its gradient", local_shard(grad))
-            states = states_by_dtype[param.dtype]
+            states = state_tensors(optimizer, group, param)
             number = index + operator.index(validation.first_parameter(group))
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
-            tensors = {state.name: optimizer_state[state.name] for state in states}
+            shapes = {tensor.state.name: tensor.shape for tensor in states}
+            tensors = {name: optimizer_state[name] for name in shapes}
             former = states_of_other_modes(param, group, optimizer_state)
-            for tensor in (grad, *tensors.values(), *(optimizer_state[name] for name in sorted(former))):
-                if tensor.shape != param.shape or tensor.device != param.device:
+            others = {"its gradient": grad} | {name: optimizer_state[name] for name in sorted(former)}
+            for name, tensor in (others | tensors).items():
+                if tensor.shape != shapes.get(name, param.shape) or tensor.device != param.device:
                     validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
             dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
-            if dtypes not in specs:
-                specs[dtypes] = step_spec(optimizer, group, states, dtypes, clipped)
+            stored = tuple(tensor.state for tensor in states)
+            if (stored, dtypes) not in specs:
+                specs[stored, dtypes] = step_spec(optimizer, group, stored, dtypes, clipped)
             parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
             for name, part in parts.items():
                 validation.check_memory(group, index - first, index, f"its state {name!r}", part)
@@ -150,7 +153,7 @@ class StepPlan:
                 weight=self._contiguous(local_shard(param)),
                 states={name: self._contiguous(part) for name, part in parts.items()},
             )
-            entries_by_key[_GroupKey(specs[dtypes], param.device, sharding_of(param))].append(entry)
+            entries_by_key[_GroupKey(specs[stored, dtypes], param.device, sharding_of(param))].append(entry)
             self._entries.append(entry)
             if former:
                 self._in_new_mode.append(entry)
@@ -312,7 +315,7 @@ def _is_freed(part: Tensor, address: int) -> bool:
 
 @torch.no_grad()  # `clip_grad_norm_` makes plans with gradients enabled
 def _initialized_state(
-    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: tuple[State, ...], number: int
+    optimizer: Algorithm, param: Tensor, group: ParamGroup, states: list[StateTensor], number: int
 ) -> dict[str, Any]:
     """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
 
@@ -326,10 +329,9 @@ def _initialized_state(
     optimizer_state: dict[str, Any] = optimizer.state[param]
     if "step" not in optimizer_state:
         optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
-    for k, state in enumerate(states):
+    for k, (state, dtype, shape) in enumerate(states):
         if state.name not in optimizer_state:
-            dtype = validation.state_dtype(state.name, param.dtype, group)
-            optimizer_state[state.name] = zeros_apart(param, dtype, k, len(states))
+            optimizer_state[state.name] = zeros_apart(param, dtype, shape, k, len(states))
             if state.holds_low_bits:
                 initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)

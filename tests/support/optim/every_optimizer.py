@@ -33,8 +33,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),
+    (BF16, {"rounding": "split"}),
     (BF16, {"rounding": "stochastic"}),
     (BF16, {"rounding": "nearest"}),
+    (BF16, {"rounding": "stochastic", "state_dtype": torch.int8}),
     (BF16, {"rounding": "kahan", "state_rounding": "nearest", "state_dtype": FP32}),
     (FP16, {"rounding": "kahan"}),
     (FP32, {"rounding": "kahan"}),
@@ -78,7 +80,9 @@ def build(name: str, params: Iterable[Any], **options: Any) -> torch.optim.Optim
     return ALGORITHMS[name](params, **options)
 
 
-def parameters(dtype: torch.dtype = BF16, shapes: Iterable[tuple[int, ...]] = ((5, 3), (7,), ())) -> list[nn.Parameter]:
+def parameters(
+    dtype: torch.dtype = BF16, shapes: Iterable[tuple[int, ...]] = ((5, 3), (2, 32), (7,), ())
+) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(10)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 

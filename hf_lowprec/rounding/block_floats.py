@@ -1,0 +1,149 @@
+"""Averages in 8 bits: small floats under an exponent that 32 neighbouring elements share.
+
+A block is 32 consecutive elements of a row, and its scale is the exponent of its largest element. A code is an
+element's FP32 pattern below that exponent, rounded stochastically to 3 mantissa bits, or 2 if it is far below. So
+encoding is the rounding of `stochastic.py` with fewer bits.
+
+| | codes of 3 mantissa bits | codes of 2 mantissa bits | below |
+| --- | --- | --- | --- |
+| signed | the upper 10 octaves | 12 octaves | zero or the smallest code, at random |
+| nonnegative | the upper 24 octaves | 16 octaves | the smallest code |
+
+A second moment that is not zero never becomes zero, which would make the step of its element explode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -0x80000000
+_NAN = 0x7FC00000
+_MANTISSA_BITS = 23
+_SHIFT = 20
+"""Bits of an FP32 mantissa that a code of 3 mantissa bits lacks."""
+_STEP = 1 << _SHIFT
+"""The distance of the patterns of neighbouring codes of 3 mantissa bits."""
+
+
+class _Window(NamedTuple):
+    """The octaves below a block's exponent that have codes: `fine` ones of 3 mantissa bits, then `coarse` ones of 2."""
+
+    fine: int
+    coarse: int
+
+    @property
+    def first_fine(self) -> int:
+        """The code of the smallest number with 3 mantissa bits."""
+        return 4 * self.coarse
+
+    @property
+    def smallest_scale(self) -> int:
+        """The smallest exponent for which the pattern of no code is negative."""
+        return self.fine + self.coarse - 1
+
+    def base(self, scale: Tensor) -> Tensor:
+        """The pattern of the smallest number with 3 mantissa bits."""
+        return (scale + (1 - self.fine)) << _MANTISSA_BITS
+
+
+_SIGNED = _Window(10, 12)
+_NONNEGATIVE = _Window(24, 16)
+
+
+def block_max(value: Tensor) -> Tensor:
+    """The largest of each block of 32 consecutive integers, in place of each of them.
+
+    Args:
+        value: int32 tensor of whole blocks, none of its elements negative.
+
+    Returns:
+        int32 tensor of the same shape.
+    """
+    if has_torch_function_unary(value):
+        return handle_torch_function(block_max, (value,), value)
+    return value.view(-1, BLOCK).amax(1, keepdim=True).expand(-1, BLOCK).reshape(value.shape)
+
+
+def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tensor]:
+    """Encode whole blocks.
+
+    Rounding is unbiased for signed numbers. For second moments it is unbiased for their fourth root, so that their
+    inverse square root is right on average over the steps of an optimizer, see `_skew`.
+
+    Args:
+        value: FP32 tensor of whole blocks. Infinities and NaN are kept, and the rest of their block is lost.
+        bits: int32 tensor of the same shape, uniform in [0, 65536).
+        nonnegative: whether no element is negative.
+
+    Returns:
+        `(code, scale)`: int32 tensors of the same shape, of values that 8 bits hold. All elements of a block have the
+        same scale.
+    """
+    window = _NONNEGATIVE if nonnegative else _SIGNED
+    # Not `quiet_nan`, which C leaves out: of NaNs that arithmetic produces, the sign and the payload differ between
+    # processors, and the scale would come from them.
+    pattern = torch.where(value != value, _NAN, value.view(torch.int32))
+    magnitude = pattern if nonnegative else pattern & _MAGNITUDE
+    scale = (block_max(magnitude) + (_STEP - 1)) >> _MANTISSA_BITS  # the largest element may be rounded up
+    scale = torch.where(scale > window.smallest_scale, scale, window.smallest_scale)
+    base = window.base(scale)
+    offset = magnitude - base
+    is_coarse = offset < 0
+    # Codes of 2 mantissa bits are twice as far apart, so offsets are halved there.
+    offset = torch.where(is_coarse, offset >> 1, offset)
+    noise = (bits << (_SHIFT - 16)) + (1 << (_SHIFT - 17))
+    if nonnegative:
+        noise = noise + _skew(bits, is_coarse)
+    code = ((offset + noise) >> _SHIFT) + window.first_fine
+    code = torch.where(code > 1, code, 1)
+    if nonnegative:
+        return torch.where(magnitude == 0, 0, code), scale
+    smallest = (base - ((window.coarse << _MANTISSA_BITS) - 2 * _STEP)).view(torch.float32)
+    uniform = ((bits << 7) | 0x3F800000).view(torch.float32) - (1 - 2.0**-17)
+    code = torch.where(uniform * smallest >= magnitude.view(torch.float32), 0, code)
+    return code | ((pattern >> 24) & 0x80), scale
+
+
+def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
+    """The skew of the random numbers with which second moments are rounded.
+
+    Rounding scatters a moment, step for step, by a relative variance q, and moments that average over 1/(1-β2) steps by
+    s² = q/2(1-β2). So the mean of 1/√v is too large by 3/8 s². If each rounding adds 3/8 q to the moment, it settles
+    higher by just that much, whatever β2 is. Rounding up with probability f + c·d·f(1-f) does so, where f is the place
+    between two codes at a relative distance d, and c = 3/8 · 1/(2 ln 2), about 9/32, since q is d²f(1-f).
+
+    Returns:
+        `9/32 · d · r(1-r)` in units of `_STEP`, where r is the random number between 0 and 1.
+    """
+    product = (bits * (65536 - bits)) >> 12
+    product = product + (product >> 3)
+    return torch.where(is_coarse, product >> 4, product >> 5)
+
+
+def decode(code: Tensor, scale: Tensor, nonnegative: bool) -> Tensor:
+    """Decode what `encode` has returned.
+
+    Args:
+        code: int32 tensor, of values between 0 and 255, or the same as signed bytes.
+        scale: int32 tensor of the same shape.
+        nonnegative: the same as for encoding.
+
+    Returns:
+        FP32 tensor of the same shape.
+    """
+    window = _NONNEGATIVE if nonnegative else _SIGNED
+    number = code & (0xFF if nonnegative else 0x7F)
+    offset = (number - window.first_fine) << _SHIFT
+    offset = torch.where(offset < 0, offset << 1, offset)
+    pattern = torch.where(number == 0, 0, offset + window.base(scale))
+    if not nonnegative:
+        pattern = pattern | ((code << 24) & _SIGN)
+    return pattern.view(torch.float32)

@@ -1,0 +1,110 @@
+"""Steps with states in 8 bits on shards of DTensors: codes and scales are the full tensors', or all ranks refuse.
+
+sharded_8_bit_states.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from tests.support.processes.worlds import run_worlds
+
+# By number of ranks: the mesh, shapes and placements. Rows of other lengths and vectors have no states in 8 bits.
+AGREE = {
+    3: [
+        ((3,), [(10, 64), (2, 32), (4, 3, 32), (7, 5), (9,)], [Shard(0)]),
+        ((3,), [(4, 96), (1, 192)], [Shard(1)]),
+        ((3,), [(2, 4, 32), (3, 5, 64)], [Shard(1)]),
+        ((3,), [(2, 3, 96), (1, 1, 192)], [Shard(2)]),
+    ],
+    4: [
+        ((2, 2), [(9, 64), (3, 32), (5,)], [Replicate(), Shard(0)]),
+        ((2, 2), [(5, 64), (1, 128)], [Shard(0), Shard(1)]),
+    ],
+}
+CUT_BLOCKS = {
+    3: [((3,), (4, 64), [Shard(1)]), ((3,), (4, 160), [Shard(1)]), ((3,), (2, 2, 128), [Shard(2)])],
+    4: [((2, 2), (4, 96), [Shard(0), Shard(1)]), ((2, 2), (4, 64), [Shard(1), Shard(1)])],
+}
+
+
+def muon(params: list[torch.nn.Parameter], **options) -> LowPrecisionOptimizer:
+    return Muon(params, matrices=[param for param in params if param.ndim == 2], **options)
+
+
+# A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
+MAKE = [
+    (AdamW, {"rounding": "kahan"}),
+    (AdamW, {"rounding": "stochastic", "max_grad_norm": 1e6, "skip_nonfinite": True}),
+]
+MAKE += [(StableAdamW, {"backend": "eager"}), (muon, {"backend": "eager"})]  # of no backend's doing
+
+
+def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check_agreement(
+    make, mesh: DeviceMesh, shapes: list, placements: list[Placement], backend: str = "native", **options
+) -> None:
+    """Train full tensors with `eager`, and shards of them, on the same gradients."""
+    full = [torch.nn.Parameter(random(shape, k)) for k, shape in enumerate(shapes)]
+    parts = [torch.nn.Parameter(distribute_tensor(param.detach().clone(), mesh, placements)) for param in full]
+    whole = make(full, lr=0.1, state_dtype=torch.int8, backend="eager", **options)
+    sharded = make(parts, lr=0.1, state_dtype=torch.int8, backend=backend, **options)
+    for step in range(1, 4):
+        for k, (param, part) in enumerate(zip(full, parts, strict=True)):
+            param.grad = random(param.shape, 100 * step + k)
+            part.grad = distribute_tensor(param.grad, mesh, placements)
+        whole.step()
+        sharded.step()
+    for param, part in zip(full, parts, strict=True):
+        case = (make, options, tuple(param.shape), placements)
+        assert torch.equal(part.full_tensor(), param), case
+        expected, found = whole.state[param], sharded.state[part]
+        assert expected.keys() == found.keys(), case
+        assert (torch.int8 in {state.dtype for state in expected.values()}) == (param.shape[-1] % 32 == 0), case
+        for name in expected.keys() - {"step"}:
+            assert torch.equal(found[name].full_tensor(), expected[name]), (name, *case)
+
+
+def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Placement]) -> None:
+    """Every rank refuses, before it has changed anything, and takes the way out that the message names."""
+    part = torch.nn.Parameter(distribute_tensor(random(shape, 0), mesh, placements))
+    part.grad = distribute_tensor(random(shape, 1), mesh, placements)
+    before = part.to_local().clone()
+    optimizer = AdamW([part], state_dtype=torch.int8)
+    refusal = ""
+    try:
+        optimizer.step()
+    except ValueError as error:
+        refusal = str(error)
+    refusals = [""] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    assert len(set(refusals)) == 1, refusals
+    assert f"state_dtype=int8: a parameter of shape {shape}" in refusal, refusal
+    assert "cuts blocks of 32" in refusal, refusal
+    assert torch.equal(part.to_local(), before)
+    AdamW([part], state_dtype=torch.bfloat16).step()
+    assert not torch.equal(part.full_tensor(), random(shape, 0))
+
+
+def check() -> None:
+    """All cases for this number of ranks."""
+    ranks = dist.get_world_size()
+    for sizes, shapes, placements in AGREE[ranks]:
+        mesh = init_device_mesh("cpu", sizes)
+        for make, options in MAKE:
+            check_agreement(make, mesh, shapes, placements, **options)
+    for sizes, shape, placements in CUT_BLOCKS[ranks]:
+        check_refusal(init_device_mesh("cpu", sizes), shape, placements)
+    if dist.get_rank() == 0:
+        print(
+            f"{len(AGREE[ranks])} shardings over {ranks} ranks agree, {len(CUT_BLOCKS[ranks])} are refused", flush=True
+        )
+
+
+if __name__ == "__main__":
+    run_worlds(check, AGREE)
