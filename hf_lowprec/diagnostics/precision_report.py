@@ -14,7 +14,7 @@ from hf_lowprec.diagnostics.memory_estimate import expected_states, storage_tens
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
-from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding import MODES, dtype_name
 
 
 def precision_report(
@@ -41,7 +41,7 @@ def precision_report(
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
-            lines.append(f"  {'compensation':<16}starts with {counts}")
+            lines.append(f"  {_low_bits_state(optimizer):<16}starts with {counts}")
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
@@ -50,6 +50,13 @@ def precision_report(
         lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
     lines += [f"  {'note':<16}{note}" for note in (*notes, *cast.warnings)]
     return "\n".join(lines)
+
+
+def _low_bits_state(optimizer: LowPrecisionOptimizer) -> str:
+    """The name of the state that holds low bits: compensation or remainder."""
+    modes = (MODES[group["rounding"]] for group in optimizer.param_groups)
+    names = (state.name for mode in modes for state in mode.auxiliary if state.holds_low_bits)
+    return ", ".join(dict.fromkeys(names))
 
 
 def _frozen(model: nn.Module) -> Iterator[Tensor]:

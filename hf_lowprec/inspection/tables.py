@@ -86,7 +86,8 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)
-        kept = f"compensation of {counted(compensated, 'tensor')}" if compensated else "no compensation"
+        kind = "remainder" if any("remainder" in state.dtypes for state in facts.states) else "compensation"
+        kept = f"{kind} of {counted(compensated, 'tensor')}" if compensated else f"no {kind}"
         yield f"Optimizer state: {', '.join(states)}; {kept}."
 
 

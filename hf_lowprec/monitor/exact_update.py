@@ -15,13 +15,16 @@ from torch import Tensor
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.fused_group import FusedGroup, load
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step
 from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 """Names of states that average squared gradients."""
@@ -33,7 +36,7 @@ class ExactUpdate:
 
     Attributes:
         weight: the weights before the step, FP32.
-        stored: what is stored of them before the step: FP64, the compensation included.
+        stored: what is stored of them before the step: FP64, the compensation or remainder included.
         update: the exact change, FP64.
         random_weights: whether the weights, or their compensations, are rounded stochastically.
         random_states: whether the second moments may be.
@@ -78,7 +81,7 @@ class FusedGroupUpdates:
         weight = self.samples.gather(group.weights, "weight").float()
         grad = self.samples.gather([entry.tensors["grad"] for entry in group.entries]).float()
         names = [stored.name for stored in spec.states]
-        state = {name: self.samples.gather([e.states[name] for e in group.entries], name).float() for name in names}
+        state = {name: load(self.samples.gather([e.states[name] for e in group.entries], name)) for name in names}
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
         scalars = self._columns(group.scalars)
@@ -86,7 +89,7 @@ class FusedGroupUpdates:
         stochastic = {stored.name for stored in spec.states if stored.stochastic}
         exact = ExactUpdate(
             weight=weight,
-            stored=stored_values(weight, state.get("compensation")),
+            stored=fp64_value(weight, low_bits_state(state)),
             update=update.double(),
             random_weights=spec.rounding == "stochastic" or "compensation" in stochastic,
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
@@ -100,7 +103,7 @@ class FusedGroupUpdates:
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
             new_weight, rounded = fused_step(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
-            exact.stored_without_decay = stored_values(new_weight, rounded.get("compensation"))
+            exact.stored_without_decay = fp64_value(new_weight, low_bits_state(rounded))
         return exact
 
     def _orthogonalized(self) -> Tensor:
@@ -117,8 +120,9 @@ class FusedGroupUpdates:
         return self.samples.gather([e.states[name] for e in entries], name) if name in entries[0].states else None
 
     def compensation(self) -> Tensor | None:
-        """Gather the compensation as it is stored now, if there is one."""
-        return self.stored_state("compensation")
+        """Gather the compensation or remainder as it is stored now, if there is one."""
+        found = (self.stored_state(name) for name in LOW_BITS_STATES)
+        return next((matrix for matrix in found if matrix is not None), None)
 
     def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""
@@ -138,11 +142,6 @@ class FusedGroupUpdates:
         return low, {
             word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)
         }
-
-
-def stored_values(weight: Tensor, compensation: Tensor | None) -> Tensor:
-    """What is stored of the weights, FP64."""
-    return weight.double() if compensation is None else weight.double() + compensation.double()
 
 
 def _scalars_without_decay(optimizer: LowPrecisionOptimizer, fused_group: FusedGroup) -> Tensor:

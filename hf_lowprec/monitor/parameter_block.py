@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
+from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.replayed_update import ReplayedUpdates, agreement
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 
 class ParameterBlock:
@@ -65,7 +66,7 @@ class ParameterBlock:
         """How many updates can be compared with what the weights did, and how many agree."""
         assert self.exact is not None and self.updates is not None
         weight = self.samples.gather(self.weights, "weight")
-        stored = stored_values(weight, self.updates.compensation())
+        stored = fp64_value(weight, self.updates.compensation())
         return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
 
     def forget_update(self) -> None:
@@ -78,7 +79,7 @@ class ParameterBlock:
 
         Args:
             first_weights: the samples of the weights when training began, by row.
-            first_compensations: those of the compensations, as far as there are any.
+            first_compensations: those of the compensations or remainders, as far as there are any.
 
         Returns:
             FP64 of shape (parameters, len(SUMS)).
@@ -137,16 +138,22 @@ class ParameterBlock:
             table[:, first : first + size] = sums
 
         update = valid(exact.update)
-        stored = stored_values(stored_weight, compensation)
+        stored = fp64_value(stored_weight, compensation)
         ulp = spacing(exact.weight, stored_weight.dtype)
-        grid = ulp if compensation is None else spacing(compensation, compensation.dtype)
+        if compensation is None:
+            grid = ulp
+        elif compensation.is_floating_point():
+            grid = spacing(compensation, compensation.dtype)
+        else:  # a remainder: all of FP32 is stored
+            grid = spacing(exact.weight, torch.float32)
         random_grid = grid if exact.random_weights else None
         put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
         wide = exact.weight.double()
         table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
         if compensation is not None:
             # Of the weight after the step: near zero, one step may take a weight through many binades.
-            ulps = compensation.double() / spacing(stored_weight, stored_weight.dtype)
+            kept_out = stored - stored_weight.double()
+            ulps = kept_out / spacing(stored_weight, stored_weight.dtype)
             table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
             table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
         if exact.second_moment is not None and self.updates is not None:

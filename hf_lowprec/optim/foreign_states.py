@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.validation import state_dtype
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 OptimizerState = dict[str, Any]
 """A parameter's entry in `state_dict["state"]`."""
 
-COMPENSATIONS = ("compensation", "kahan_comp")
-"""Names of the state that is a part of the weight, here and in torch-optimi; both have the same sign."""
+COMPENSATIONS = (*LOW_BITS_STATES, "kahan_comp")
+"""Names of the states that are a part of the weight, here and in torch-optimi, whose compensation has our sign."""
 
 START_AGAIN = (
     "start with fresh state: load only the model's weights, and leave out optimizer.load_state_dict (under Trainer: "

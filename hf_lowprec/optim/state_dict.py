@@ -268,7 +268,8 @@ def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list
         return []
     return [
         f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was built: "
-        "before the next step, a compensation is created for 'kahan', and rounded into the weights for other modes"
+        "before the next step, compensations and remainders are converted, or rounded into the weights for modes that "
+        "have neither"
     ]
 
 

@@ -309,16 +309,21 @@ def check_gradient(grad: Tensor) -> None:
 
 
 def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
-    """Raise ValueError if `param` was cast to FP32 after steps with Kahan summation.
+    """Raise ValueError if `param` was cast to FP32 after steps with a compensation or remainder.
 
-    An FP32 parameter is stepped without compensation, so what the compensation holds would be lost silently.
+    An FP32 parameter is stepped without them, so what they hold would be lost silently.
     """
     if param.dtype != torch.float32:
         return
     for name in {auxiliary.name for mode in MODES.values() for auxiliary in mode.auxiliary} & state.keys():
+        popped = f"optimizer.state[param].pop({name!r})"
+        joined = {
+            "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
+            "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
+        }
         raise ValueError(
-            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. Add what it "
-            f"holds to the weight, param.data.add_(optimizer.state[param].pop({name!r})), or build a new optimizer"
+            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "
+            f"{joined[name]}, or build a new optimizer"
         )
 
 
