@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
@@ -42,6 +43,11 @@ none."""
 DITHERED = "dithered"
 """Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
 if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
+
+EIGHT_BITS = "eight_bits"
+"""Key of the header: for each state of which some are in 8 bits, "1" for each parameter of the group whose state is,
+else "0". Distributed checkpoints convert what they load to the dtype of the optimizer's tensor, so that codes could be
+taken for values."""
 
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
@@ -73,6 +79,11 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
         if not optimizer.dithered.isdisjoint(params):
             header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
+        if in_8_bits := {name for param in params for name in _in_8_bits(optimizer.state.get(param, {}))}:
+            header[EIGHT_BITS] = {
+                name: "".join("01"[name in _in_8_bits(optimizer.state.get(param, {}))] for param in params)
+                for name in sorted(in_8_bits)
+            }
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
@@ -82,6 +93,10 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
     return {**saved, LOW_BITS: kept} if kept else saved
+
+
+def _in_8_bits(state: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
 
 
 def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -169,14 +184,18 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
         converted = saved if foreign is None else foreign.group(name, group, saved, where)
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
-        for param, number in zip(group["params"], saved["params"], strict=True):
+        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
             if number not in states:
                 continue
             if foreign is not None:
-                states[number] = foreign.state(param, group, saved, states[number], f"parameter {number}")
+                states[number] = foreign.state(param, saved, states[number], f"parameter {number}")
             if foreign is not None and not states[number]:
                 del states[number]
                 continue
+            if foreign is not None:
+                states[number] = rounded_to_nearest(optimizer, prepared, param, states[number])
+            else:
+                _check_8_bits(saved, position, states[number], f"parameter {number}")
             _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     if not any(formats):
@@ -311,8 +330,9 @@ def _check_state(
     optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
 ) -> None:
     """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
-    states = optimizer.stored_states(saved_group, param.dtype)
-    expected = {"step", *(stored.name for stored in states)}
+    existing = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = state_tensors(optimizer, saved_group, param, existing)
+    expected = {"step", *(tensor.state.name for tensor in tensors)}
     owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
     required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
     if missing := sorted(expected - state.keys()):
@@ -336,19 +356,50 @@ def _check_state(
     if not _is_count(state["step"]):
         step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
-    for stored in states:
-        name = stored.name
-        if not isinstance(state[name], Tensor):
-            raise ValueError(f"{name} of {where} is not a tensor but {state[name]!r} in the state dict")
-        if state[name].shape != param.shape:
-            raise ValueError(
-                f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "
-                f"{tuple(param.shape)}"
-            )
-        valid = (stored.dtype,) if stored.dtype and not stored.dtype.is_floating_point else STATE_DTYPES
-        if state[name].dtype not in valid:
-            names = " or ".join(map(dtype_name, valid))
-            raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; it must be {names}")
+    for tensor in tensors:
+        _check_state_tensor(tensor, param, state[tensor.state.name], where)
+
+
+def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
+    """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
+    name, stored = tensor.state.name, tensor.state
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
+    if saved.shape != tensor.shape:
+        of_scales = "" if stored.scale_of is None else f", whose scales have {tuple(tensor.shape)}"
+        raise ValueError(
+            f"{name} of {where} has shape {tuple(saved.shape)} in the state dict; the parameter has "
+            f"{tuple(param.shape)}{of_scales}"
+        )
+    valid: tuple[torch.dtype, ...] = STATE_DTYPES
+    if stored.dtype is not None and not stored.dtype.is_floating_point:
+        valid = (stored.dtype,)
+    elif stored.dtype is not None or why_not_8_bits(stored, param):
+        valid = tuple(dtype for dtype in STATE_DTYPES if dtype.is_floating_point)
+    if saved.dtype not in valid:
+        names = " or ".join(map(dtype_name, valid))
+        raise ValueError(f"{name} of {where} has dtype {saved.dtype}; it must be {names}")
+
+
+def _check_8_bits(saved_group: ParamGroup, position: int, state: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if codes became values or values codes since `state` was saved.
+
+    Args:
+        saved_group: the parameter's group in the state dict, with its header.
+        position: the parameter's position in it.
+        state: its state.
+        where: its name in messages.
+    """
+    flags = saved_group.get(HEADER, {}).get(EIGHT_BITS, {})
+    were = {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
+    if different := sorted(were.symmetric_difference(_in_8_bits(state)) & state.keys()):
+        name = different[0]
+        raise ValueError(
+            f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
+            f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
+            "with another state_dtype, which converts states to its dtypes. Build the optimizer with the state_dtype "
+            "of the checkpoint"
+        )
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:

@@ -16,6 +16,7 @@ from hf_lowprec.optim.foreign_states import START_AGAIN
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state_dict import DITHERED, HEADER, from_saved_form
+from hf_lowprec.optim.states_in_8_bits import decoded_states
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -103,7 +104,8 @@ def _groups(groups: list[ParamGroup], saved_groups: list[ParamGroup]) -> list[Pa
 def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:
     """FP32 states, as torch's optimizers name them; its SGD does not count steps."""
     step = {} if "dampening" in group else {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-    return step | {name: value.float() for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
+    return step | {name: value.float() for name, value in decoded_states(tensors).items()}
 
 
 def _weight_in_16_bits(param: Tensor, name: str) -> Tensor:
