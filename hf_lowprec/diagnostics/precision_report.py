@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.diagnostics.memory_estimate import expected_states, storage_tensors
+from hf_lowprec.diagnostics.memory_estimate import elements_kept_in_bf16, expected_states, storage_tensors
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
 from hf_lowprec.rounding import MODES, dtype_name
 
 
@@ -37,7 +38,7 @@ def precision_report(
     lines += [_row("trainable", trainable), _row("frozen", frozen)] if frozen else [_row("weights", trainable)]
     lines.append(_row("gradients", trainable))
     if isinstance(optimizer, LowPrecisionOptimizer):
-        lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
+        lines += _state_rows(optimizer)
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
@@ -50,6 +51,16 @@ def precision_report(
         lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
     lines += [f"  {'note':<16}{note}" for note in (*notes, *cast.warnings)]
     return "\n".join(lines)
+
+
+def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
+    """Format the lines about states. The scales of a state in 8 bits are a part of its line."""
+    counts = expected_states(optimizer)
+    for name, count in counts.items():
+        if name.removesuffix(SCALE_SUFFIX) not in counts.keys() - {name}:
+            yield _row(name, count, scales=counts.get(name + SCALE_SUFFIX, Counter()))
+    for reason, elements in elements_kept_in_bf16(optimizer).items():
+        yield f"  {'not in 8 bits':<16}{elements:,} elements in bfloat16: {reason}"
 
 
 def _low_bits_state(optimizer: LowPrecisionOptimizer) -> str:
@@ -87,12 +98,19 @@ def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     return count
 
 
-def _row(title: str, count: Counter[torch.dtype]) -> str:
-    """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype."""
+def _row(title: str, count: Counter[torch.dtype], scales: Counter[torch.dtype] | None = None) -> str:
+    """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype.
+
+    Args:
+        title: what the line is about.
+        count: elements by dtype.
+        scales: of a state, the same of the scales of its elements in 8 bits.
+    """
     total = sum(count.values())
-    size = sum(n * dtype.itemsize for dtype, n in count.items())
+    size = sum(n * dtype.itemsize for each in (count, scales or {}) for dtype, n in each.items())
     # An element of quantized data may hold several weights, or part of one.
-    floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
+    floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
+    shares += f", scales {sum(scales.values()):,}" if scales else ""
     return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"

@@ -73,8 +73,16 @@ def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dty
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
     """Why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
     if not state.averages:
-        return f"{state.name} is no average"
-    return None if has_whole_blocks(param) else f"rows are not made of blocks of {BLOCK}"
+        return f"{state.name} does not average over steps"
+    return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
+
+
+def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
+    """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
+    states = optimizer.stored_states(group, param.dtype)
+    wanted = (state for state in states if validation.state_dtype(state.name, param.dtype, group) == torch.int8)
+    reasons = (why_not_8_bits(state, param) for state in wanted)
+    return [reason for reason in reasons if reason is not None]
 
 
 def has_whole_blocks(param: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.sharding import check_placements, is_sharded
 from hf_lowprec.optim.shared_keywords import InitialCompensation
-from hf_lowprec.rounding import MODES, Rounding, StateRounding
+from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -217,7 +217,9 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
         if isinstance(default, tuple) and name in group:
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
-    _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+    states = optimizer.states(group)
+    _check_state_dtype(group["state_dtype"], [state.name for state in states], where)
+    _check_8_bits(group, states, where)
 
 
 def first_parameter(group: ParamGroup) -> int:
@@ -260,6 +262,25 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
             f"state_dtype={value!r} in {where} is not supported; use torch.bfloat16, torch.float32 or torch.int8, or a "
             "mapping from state name to one of them"
         )
+
+
+def _check_8_bits(group: ParamGroup, states: Iterable[State], where: str) -> None:
+    """Raise ValueError if `group` asks for states in 8 bits that cannot be."""
+    requested = group["state_dtype"]
+    dtypes = requested if isinstance(requested, Mapping) else {"": requested}
+    if torch.int8 not in dtypes.values():
+        return
+    if group["state_rounding"] == "nearest":
+        raise ValueError(
+            f"state_rounding='nearest' in {where} is not supported with state_dtype={requested!r}: states in 8 bits "
+            "are always rounded stochastically; remove state_rounding, or use state_dtype=torch.bfloat16"
+        )
+    for state in states:
+        if not state.averages and dtypes.get(state.name) == torch.int8:
+            raise ValueError(
+                f"state_dtype={requested!r} in {where} is not supported: {state.name} does not average over steps, so "
+                "the errors of 8 bits would not average out; use torch.bfloat16 or torch.float32 for it"
+            )
 
 
 def check_param(param: Tensor, group: ParamGroup, where: str) -> None:

@@ -121,7 +121,7 @@ def test_distributed_checkpoints(saved, asked, tmp_path):
         with pytest.raises(ValueError, match=r"exp_avg of parameter \S+ was saved in 8 bits and is bfloat16"):
             load()
     else:
-        with pytest.raises(CheckpointException, match=r"exp_avg\w*_scale"):  # torch's own error, since there are no scales
+        with pytest.raises(CheckpointException, match=r"exp_avg\w*_scale"):
             load()
 
 
