@@ -159,8 +159,10 @@ class ParameterBlock:
         if exact.second_moment is not None and self.updates is not None:
             name, before, after = exact.second_moment
             stored_moment = self.updates.stored_state(name)
-            if stored_moment is not None and stored_moment.dtype in LOW_PRECISION_DTYPES:
-                moment_grid = spacing(before, stored_moment.dtype) if exact.random_states else None
+            moment_grid = exact.second_moment_spacing
+            if stored_moment is not None and (moment_grid is not None or stored_moment.dtype in LOW_PRECISION_DTYPES):
+                if moment_grid is None and exact.random_states:
+                    moment_grid = spacing(before, stored_moment.dtype)
                 put("second_moment", second_moment_sums(before, after, stored_moment.double(), moment_grid, weights))
         if exact.decay is not None and exact.stored_without_decay is not None:
             # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.

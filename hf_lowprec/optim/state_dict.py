@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
-from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
@@ -57,6 +57,9 @@ checkpoint lacks a key. So with a new key for the header, earlier checkpoints co
 string because torch flattens containers into keys of their own.
 """
 
+_SAVED_DTYPES = {torch.int16: torch.bfloat16}
+"""The dtype as whose bits states of a dtype are saved: gloo and NCCL gather and send BF16, but not int16."""
+
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
 
@@ -71,8 +74,10 @@ _WRITTEN_BY_TORCH = {
 
 
 def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add a header to each param group, and replace dtypes by their names, since distributed checkpoints cannot gather
-    `torch.dtype`.
+    """Make `state_dict` one that every checkpoint format can hold.
+
+    Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
+    `torch.dtype`, and int16 states by views of their bits as BF16, since they cannot gather those either.
     """
 
     def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
@@ -89,7 +94,11 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
     groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    saved = {**state_dict, "param_groups": [saved_group(group, own["params"]) for group, own in groups]}
+    saved = {
+        **state_dict,
+        "param_groups": [saved_group(group, own["params"]) for group, own in groups],
+        "state": _map_states(state_dict["state"], lambda name, value: _view(value, _SAVED_DTYPES.get(value.dtype))),
+    }
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
     return {**saved, LOW_BITS: kept} if kept else saved
@@ -100,7 +109,7 @@ def _in_8_bits(state: Mapping[str, Any]) -> set[str]:
 
 
 def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`.
+    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
 
     Raises:
         ValueError: a header is damaged.
@@ -117,7 +126,32 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
 
-    return {**state_dict, "param_groups": [loaded_group(group) for group in state_dict["param_groups"]]}
+    return {
+        **state_dict,
+        "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
+        "state": _map_states(state_dict.get("state", {}), in_own_dtype),
+    }
+
+
+def in_own_dtype(name: str, saved: Tensor) -> Tensor:
+    """The saved state `name` in the dtype of its numbers; see `_SAVED_DTYPES`."""
+    own = next((state.dtype for mode in MODES.values() for state in mode.auxiliary if state.name == name), None)
+    return _view(saved, own if own is not None and saved.dtype == _SAVED_DTYPES.get(own) else None)
+
+
+def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
+    """Copies of the dictionaries in `states`, with each tensor replaced."""
+    return {
+        number: {name: change(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        if isinstance(state, Mapping)
+        else state
+        for number, state in states.items()
+    }
+
+
+def _view(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The bits of `tensor`, which may be a DTensor, as another dtype; None changes nothing."""
+    return tensor if dtype is None else dtensor_like(local_shard(tensor).view(dtype), tensor)
 
 
 def _dtype_name(value: Any) -> Any:
@@ -168,7 +202,8 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
             "and 'param_groups'"
         )
     name = algorithm_name(optimizer)
-    groups, saved_groups = optimizer.param_groups, from_saved_form(state_dict)["param_groups"]
+    state_dict = from_saved_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     for k, saved in enumerate(saved_groups):
         _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):

@@ -58,7 +58,8 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
             compensation or remainder holds, or the state dict does not fit.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    groups, saved_groups = optimizer.param_groups, from_saved_form(state_dict)["param_groups"]
+    state_dict = from_saved_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     writers = {group.get(HEADER, {}).get("optimizer", "an early version of hf_lowprec") for group in saved_groups}
     if writers != {_CLASSES.get(type(optimizer))}:
         writer = " and ".join(sorted(writers))

@@ -14,7 +14,7 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
-from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form
+from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -91,7 +91,7 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
     saved = load_mapped(path)
     if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
         raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
-    groups, states, kept = saved_param_groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
+    groups, states, kept = saved_param_groups(saved), from_saved_form(saved)[_STATE], saved.get(LOW_BITS, {})
     sizes = [len(group["params"]) for group in groups]
     if names is not None and [*map(len, names)] != sizes:
         raise ValueError(
@@ -127,7 +127,7 @@ def read_optimizer_folder(folder: Path) -> SavedOptimizer:
         info = stored.info(path) if path else None
         if path is None or info is None:
             return SavedParameter()
-        return SavedParameter(lambda: stored.read(path), info.shape, dithers.get(name))
+        return SavedParameter(lambda: in_own_dtype(path[-1], stored.read(path)), info.shape, dithers.get(name))
 
     names: list[list[str | None]] = [[*group["params"]] for group in groups]
     parameters = [[parameter(name) for name in group["params"]] for group in groups]
