@@ -76,9 +76,7 @@ def first_steps(elements: int) -> dict[str, dict[int, float]]:
     reference = nn.Parameter(exact.clone())
     in_fp32 = torch.optim.AdamW([reference], lr=FIRST_RATE, weight_decay=0.1)
     runs = {
-        f"{mode}, {kind}": from_fp32(
-            exact, kind == "low_bits", lr=FIRST_RATE, rounding=mode, initial_compensation=kind
-        )
+        f"{mode}, {kind}": from_fp32(exact, kind == "low_bits", lr=FIRST_RATE, rounding=mode, initial_compensation=kind)
         for mode in MODES
         for kind in ("low_bits", "dither", "zero")
     }
