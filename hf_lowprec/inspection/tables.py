@@ -82,7 +82,7 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     nbytes: dict[tuple[str, str], int] = defaultdict(int)
     for state in facts.states:
         for name, dtype in state.dtypes.items():
-            nbytes[name, dtype_name(dtype)] += state.parameters * dtype.itemsize
+            nbytes[name, dtype_name(dtype)] += state.bytes_of(name)
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)

@@ -66,7 +66,10 @@ def optimizer_file(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "algorithm"), [*((mode, "adamw") for mode in MODES), ("kahan", "sgd")])
+@pytest.mark.parametrize(
+    ("mode", "algorithm"),
+    [*((mode, "adamw") for mode in MODES), ("stochastic,state_dtype=int8", "adamw"), ("kahan", "sgd")],
+)
 def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algorithm):
     def train_here(*words: object) -> str:
         monkeypatch.setattr(sys, "argv", ["train_tiny.py", *map(str, words)])
