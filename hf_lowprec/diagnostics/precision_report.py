@@ -107,7 +107,8 @@ def _row(title: str, count: Counter[torch.dtype], scales: Counter[torch.dtype] |
         scales: of a state, the same of the scales of its elements in 8 bits.
     """
     total = sum(count.values())
-    size = sum(n * dtype.itemsize for each in (count, scales or {}) for dtype, n in each.items())
+    stored = [*count.items(), *(scales or Counter()).items()]
+    size = sum(n * dtype.itemsize for dtype, n in stored)
     # An element of quantized data may hold several weights, or part of one.
     floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"

@@ -112,9 +112,9 @@ def _devices() -> list[torch.device]:
 def _check_device_steps(device: torch.device) -> str:
     """Compare the compiled backend of a device with the eager one, in every rounding mode."""
     backend = "native" if device.type == "cpu" else "triton"
-    variants = [(f"rounding={mode!r}", {"rounding": mode}) for mode in MODES]
-    variants.append(("state_dtype=torch.int8", {"state_dtype": torch.int8}))
-    for named, options in variants:
+    variants: dict[str, dict[str, Any]] = {f"rounding={mode!r}": {"rounding": mode} for mode in MODES}
+    variants["state_dtype=torch.int8"] = {"state_dtype": torch.int8}
+    for named, options in variants.items():
         try:
             compiled = _bits_after_steps(device, backend=backend, **options)
         except (CompilerError, TritonError) as error:
