@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
+from hf_lowprec.optim.states_in_8_bits import check_codes, names_in_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
@@ -84,11 +85,9 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
         if not optimizer.dithered.isdisjoint(params):
             header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
-        if in_8_bits := {name for param in params for name in _in_8_bits(optimizer.state.get(param, {}))}:
-            header[EIGHT_BITS] = {
-                name: "".join("01"[name in _in_8_bits(optimizer.state.get(param, {}))] for param in params)
-                for name in sorted(in_8_bits)
-            }
+        in_8_bits = [names_in_8_bits(optimizer.state.get(param, {})) for param in params]
+        if names := sorted(set().union(*in_8_bits)):
+            header[EIGHT_BITS] = {name: "".join("01"[name in each] for each in in_8_bits) for name in names}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
@@ -102,10 +101,6 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
     return {**saved, LOW_BITS: kept} if kept else saved
-
-
-def _in_8_bits(state: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
 
 
 def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +225,9 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
             if foreign is not None:
                 states[number] = rounded_to_nearest(optimizer, prepared, param, states[number])
             else:
-                _check_8_bits(saved, position, states[number], f"parameter {number}")
+                flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
+                were = {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
+                check_codes(were, states[number], f"parameter {number}")
             _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     if not any(formats):
@@ -414,27 +411,6 @@ def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: s
     if saved.dtype not in valid:
         names = " or ".join(map(dtype_name, valid))
         raise ValueError(f"{name} of {where} has dtype {saved.dtype}; it must be {names}")
-
-
-def _check_8_bits(saved_group: ParamGroup, position: int, state: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if codes became values or values codes since `state` was saved.
-
-    Args:
-        saved_group: the parameter's group in the state dict, with its header.
-        position: the parameter's position in it.
-        state: its state.
-        where: its name in messages.
-    """
-    flags = saved_group.get(HEADER, {}).get(EIGHT_BITS, {})
-    were = {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
-    if different := sorted(were.symmetric_difference(_in_8_bits(state)) & state.keys()):
-        name = different[0]
-        raise ValueError(
-            f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
-            f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
-            "with another state_dtype, which converts states to its dtypes. Build the optimizer with the state_dtype "
-            "of the checkpoint"
-        )
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:

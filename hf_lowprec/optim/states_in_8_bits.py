@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
+from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 
 SCALE_SUFFIX = "_scale"
@@ -27,6 +28,29 @@ def scale_shape(shape: torch.Size) -> torch.Size:
 def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
     """Whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
     return name + SCALE_SUFFIX in state
+
+
+def names_in_8_bits(state: Mapping[str, Any]) -> set[str]:
+    """Names of the states that are codes, in a parameter's entry in `optimizer.state` or in a state dict."""
+    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
+
+
+def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if codes became values or values codes since `state` was saved.
+
+    Args:
+        were: names of the states that were saved in 8 bits.
+        state: the parameter's entry in the state dict.
+        where: its name in messages.
+    """
+    if different := sorted((were ^ names_in_8_bits(state)) & state.keys()):
+        name = different[0]
+        raise ValueError(
+            f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
+            f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
+            "with another state_dtype, which converts states to its dtypes. Build the optimizer with the state_dtype "
+            "of the checkpoint"
+        )
 
 
 def decoded_states(state: Mapping[str, Any]) -> dict[str, Any]:
