@@ -28,7 +28,7 @@ from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
 from hf_lowprec.optim.backends import triton_launch as triton_backend
 from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding import MODES, dtype_name
 
 ACCESS_BITS = 128
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
@@ -42,7 +42,7 @@ def specs() -> dict[str, StepSpec]:
     """A spec for every algorithm, rounding mode and dtype, and for AdamW's further options, by name."""
     named = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for cls, rounding, dtype in product(ALGORITHMS.values(), ("kahan", "stochastic", "nearest"), dtypes):
+    for cls, rounding, dtype in product(ALGORITHMS.values(), MODES, dtypes):
         if dtype == torch.bfloat16 or rounding == "kahan":
             options = {"momentum": 0.9} if cls is SGD else {}
             named[f"{cls.__name__} {rounding} {dtype_name(dtype)}"] = _spec(cls, dtype, rounding=rounding, **options)
@@ -52,7 +52,9 @@ def specs() -> dict[str, StepSpec]:
         "clipped": {"max_grad_norm": 1.0},
     }
     for name, options in further.items():
-        named[f"AdamW kahan bfloat16, {name}"] = _spec(AdamW, torch.bfloat16, rounding="kahan", **options)
+        for rounding in ("kahan", "split"):
+            spec = _spec(AdamW, torch.bfloat16, rounding=rounding, **options)
+            named[f"AdamW {rounding} bfloat16, {name}"] = spec
     return named
 
 

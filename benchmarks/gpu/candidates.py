@@ -21,7 +21,7 @@ from hf_lowprec import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COMMON: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-MODES = ("kahan", "stochastic", "nearest")
+MODES = ("kahan", "split", "stochastic", "nearest")
 BASELINE = "torch AdamW, FP32, fused"
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,7 +65,7 @@ def ours(mode: str, device: Device) -> Candidate:
     return Candidate(
         our_name(mode),
         BF16,
-        18 if mode == "kahan" else 14,
+        18 if mode in ("kahan", "split") else 14,
         lambda params: AdamW(params, **COMMON, rounding=mode, backend=backend),
         mode=mode,
     )
@@ -111,6 +111,7 @@ def candidates(device: Device) -> list[Candidate]:
     """All candidates, the most informative ones first, because time may run out."""
     return [
         ours("kahan", device),
+        ours("split", device),
         Candidate(BASELINE, FP32, 28, _torch(fused=True)),
         ours("stochastic", device),
         ours("nearest", device),

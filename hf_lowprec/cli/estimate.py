@@ -153,6 +153,8 @@ def estimate_rows(
     for name in names:
         cast = build()
         row = low_precision_row(cast, name, optim_args, *settings)
+        for reason, elements in (row.kept_in_bf16 or {}).items():
+            notes[f"{name}: {elements:,} elements of the state stay in BF16: {reason}."] = None
         key = str(row.fp32_parts)
         if key not in in_16_bits:
             in_16_bits[key] = _activations(cast, "BF16", setup, notes)
@@ -291,6 +293,7 @@ def _as_data(rows: list[Row], notes: list[str], setup: Setup) -> dict[str, Any]:
                 "activations_per_layer": None if row.activations is None else row.activations.per_layer,
                 "peak_per_gpu": row.peak(gpus, setup.gradient_accumulation_steps),
                 "kept_in_fp32": row.fp32_parts,
+                "state_kept_in_bf16": row.kept_in_bf16,
             }
             for row in rows
         ],

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_release import gradients_alive
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.validation import state_dtype
+from hf_lowprec.optim.state_tensors import state_tensors, stays_in_bf16
+from hf_lowprec.rounding.block_floats import BLOCK
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,32 @@ def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimize
 
 
 def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
-    """State name → elements by dtype, for existing states and those that the first step will create."""
+    """Name of a state tensor → elements by dtype, for existing ones and those that the first step will create.
+
+    Raises:
+        ValueError: states are to be stored in 8 bits, and a parameter is sharded such that blocks are cut.
+    """
     elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
-    for group in optimizer.param_groups:
-        for param in (p for p in group["params"] if p.requires_grad or p in optimizer.state):
-            for state in optimizer.stored_states(group, param.dtype):
-                elements[state.name][state_dtype(state.name, param.dtype, group)] += local_shard(param).numel()
+    for group, param in _with_states(optimizer):
+        count = local_shard(param).numel()
+        for tensor in state_tensors(optimizer, group, param):
+            elements[tensor.state.name][tensor.dtype] += count if tensor.state.scale_of is None else count // BLOCK
     return elements
+
+
+def elements_kept_in_bf16(optimizer: LowPrecisionOptimizer) -> Counter[str]:
+    """Elements of states that are stored in BF16 although 8 bits were asked for, by reason."""
+    elements: Counter[str] = Counter()
+    for group, param in _with_states(optimizer):
+        for reason in stays_in_bf16(optimizer, group, param):
+            elements[reason] += local_shard(param).numel()
+    return elements
+
+
+def _with_states(optimizer: LowPrecisionOptimizer) -> Iterator[tuple[ParamGroup, Tensor]]:
+    """Each parameter that has states or will have some, and its param group."""
+    for group in optimizer.param_groups:
+        yield from ((group, param) for param in group["params"] if param.requires_grad or param in optimizer.state)
 
 
 def storage_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

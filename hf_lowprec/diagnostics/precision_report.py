@@ -10,11 +10,17 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting import CastReport
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.diagnostics.memory_estimate import expected_gradients, expected_states, storage_tensors
+from hf_lowprec.diagnostics.memory_estimate import (
+    elements_kept_in_bf16,
+    expected_gradients,
+    expected_states,
+    storage_tensors,
+)
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
-from hf_lowprec.rounding import dtype_name
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
+from hf_lowprec.rounding import MODES, dtype_name
 
 
 def precision_report(
@@ -38,11 +44,11 @@ def precision_report(
     alive = _by_dtype(expected_gradients(model.parameters(), optimizer))
     lines.append(_row("gradients", alive, trainable if alive != trainable else None))
     if isinstance(optimizer, LowPrecisionOptimizer):
-        lines += [_row(name, count) for name, count in expected_states(optimizer).items()]
+        lines += _state_rows(optimizer)
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
-            lines.append(f"  {'compensation':<16}starts with {counts}")
+            lines.append(f"  {_low_bits_state(optimizer):<16}starts with {counts}")
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
@@ -51,6 +57,23 @@ def precision_report(
         lines.append(f"  {'kept in fp32':<16}" + ", ".join(f"{n} × {why}" for why, n in reasons.items()))
     lines += [f"  {'note':<16}{note}" for note in (*notes, *cast.warnings)]
     return "\n".join(lines)
+
+
+def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
+    """Format the lines about states. The scales of a state in 8 bits are a part of its line."""
+    counts = expected_states(optimizer)
+    for name, count in counts.items():
+        if name.removesuffix(SCALE_SUFFIX) not in counts.keys() - {name}:
+            yield _row(name, count, scales=counts.get(name + SCALE_SUFFIX, Counter()))
+    for reason, elements in elements_kept_in_bf16(optimizer).items():
+        yield f"  {'not in 8 bits':<16}{elements:,} elements in bfloat16: {reason}"
+
+
+def _low_bits_state(optimizer: LowPrecisionOptimizer) -> str:
+    """The name of the state that holds low bits: compensation or remainder."""
+    modes = (MODES[group["rounding"]] for group in optimizer.param_groups)
+    names = (state.name for mode in modes for state in mode.auxiliary if state.holds_low_bits)
+    return ", ".join(dict.fromkeys(names))
 
 
 def _frozen(model: nn.Module) -> Iterator[Tensor]:
@@ -81,19 +104,27 @@ def _by_dtype(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
     return count
 
 
-def _row(title: str, count: Counter[torch.dtype], of: Counter[torch.dtype] | None = None) -> str:
+def _row(
+    title: str,
+    count: Counter[torch.dtype],
+    of: Counter[torch.dtype] | None = None,
+    scales: Counter[torch.dtype] | None = None,
+) -> str:
     """Format one line: size, bytes per parameter (if each element is one parameter), and element counts by dtype.
 
     Args:
-        title: what is counted.
-        count: the elements that exist at once.
+        title: what the line is about.
+        count: elements by dtype that exist at once.
         of: all of them, if they do not exist at once.
+        scales: of a state, the scales of its elements in 8 bits by dtype.
     """
     total = sum((of or count).values())
-    size = sum(n * dtype.itemsize for dtype, n in count.items())
+    stored = [*count.items(), *(scales or Counter()).items()]
+    size = sum(n * dtype.itemsize for dtype, n in stored)
     # An element of quantized data may hold several weights, or part of one.
-    floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
+    floats = scales is not None or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in count)
     each = f"{size / max(total, 1):>5.2f} bytes/parameter" if floats else f"{'':21}"
     shares = ", ".join(f"{dtype_name(dtype)} {n:,}" for dtype, n in count.most_common())
     shares += f" at once, of {sum(of.values()):,}: released during the backward pass" if of else ""
+    shares += f", scales {sum(scales.values()):,}" if scales else ""
     return f"  {title:<16}{size / 2**20:>10,.1f} MiB {each}  ({shares})"

@@ -112,20 +112,22 @@ def _devices() -> list[torch.device]:
 def _check_device_steps(device: torch.device) -> str:
     """Compare the compiled backend of a device with the eager one, in every rounding mode."""
     backend = "native" if device.type == "cpu" else "triton"
-    for mode in MODES:
+    variants: dict[str, dict[str, Any]] = {f"rounding={mode!r}": {"rounding": mode} for mode in MODES}
+    variants["state_dtype=torch.int8"] = {"state_dtype": torch.int8}
+    for named, options in variants.items():
         try:
-            compiled = _bits_after_steps(device, rounding=mode, backend=backend)
+            compiled = _bits_after_steps(device, backend=backend, **options)
         except (CompilerError, TritonError) as error:
             raise Missing(f"{device} uses the slower 'eager' backend, with the same results: {error}") from None
-        if not all(map(torch.equal, compiled, _bits_after_steps(device, rounding=mode, backend="eager"))):
-            raise Broken(f"{device}: backend {backend!r} with rounding={mode!r} gives other bits than 'eager'")
-    return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)})"
+        if not all(map(torch.equal, compiled, _bits_after_steps(device, backend="eager", **options))):
+            raise Broken(f"{device}: backend {backend!r} with {named} gives other bits than 'eager'")
+    return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)}, states in 8 bits)"
 
 
 def _bits_after_steps(device: torch.device, **options: Any) -> list[Tensor]:
-    """The bytes of weights and states after three steps on a matrix and an FP32 norm."""
+    """The bytes of weights and states after three steps on two matrices, one of whole blocks, and an FP32 norm."""
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(257, 33, generator=generator).bfloat16(), torch.ones(33)]
+    weights = [torch.randn(257, columns, generator=generator).bfloat16() for columns in (33, 64)] + [torch.ones(33)]
     params = [torch.nn.Parameter(weight.to(device)) for weight in weights]
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator).to(param)

@@ -16,6 +16,8 @@ ratio of the two sums' roots is the *noise* of a run.
 **Kahan summation** rounds the compensation instead of the weight. The compensation is uniform within `s/2`, so its own
 spacing is `s/512` for half of the weights, `s/1024` for a quarter, and so on. It is rounded like a weight of that
 spacing: stochastically, or to nearest with `state_rounding="nearest"`.
+
+**Split weights** are rounded to nearest as FP32 numbers are: their spacing is `s/65536`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hf_lowprec.doctor.weight_spacings import magnitudes
 from hf_lowprec.rounding.spacing import spacings_by_exponent
 
 WEIGHT_ITSELF = ((1.0, 1.0),)
+MASTER_WEIGHT = ((2.0**-16, 1.0),)
 COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting import cast_model, return_float32
-from hf_lowprec.diagnostics.memory_estimate import MemoryUse, expected_memory
+from hf_lowprec.diagnostics.memory_estimate import MemoryUse, elements_kept_in_bf16, expected_memory
 from hf_lowprec.estimate.activations import Activations
 from hf_lowprec.estimate.live_memory import LiveMemory
 from hf_lowprec.estimate.step_peak import step_peak
@@ -44,6 +44,7 @@ class Row(NamedTuple):
         accumulation: bytes for adding up micro-batches in addition to the gradients, on every GPU.
         step: bytes that the optimizer step needs for a moment, on every GPU.
         fp32_parts: which parameters a cast keeps in FP32: their number, by reason.
+        kept_in_bf16: elements of states that 8 bits were asked for and that stay in BF16, by reason.
         activations: of one forward and backward on one GPU; None if not estimated.
         releases: whether gradients are released during the backward; `memory` has those that exist at once.
     """
@@ -53,6 +54,7 @@ class Row(NamedTuple):
     accumulation: int = 0
     step: int = 0
     fp32_parts: dict[str, int] | None = None
+    kept_in_bf16: dict[str, int] | None = None
     activations: Activations | None = None
     releases: bool = False
 
@@ -115,8 +117,9 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
         memory = expected_memory(model, optimizer)
         optimizer.stop_gradient_release()
     accumulation = accumulator_bytes(model.parameters(), mode) or _whole_gradients(memory, gpus, steps)
-    peak = step_peak(optimizer)
-    return Row(name, memory, accumulation, peak, _fp32_parts(model, report), releases=releases)
+    kept_in_bf16 = dict(elements_kept_in_bf16(optimizer).most_common())
+    peak, fp32_parts = step_peak(optimizer), _fp32_parts(model, report)
+    return Row(name, memory, accumulation, peak, fp32_parts, kept_in_bf16, releases=releases)
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:

@@ -6,6 +6,8 @@ a step runs here on the meta device, so what is counted is what the step does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,11 @@ from hf_lowprec.estimate.live_memory import LiveMemory
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.state_tensors import state_tensors
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.step_plan import step_spec
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
-from hf_lowprec.optim.validation import state_dtype
 
 
 @torch.no_grad()
@@ -34,11 +36,13 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
     for group in optimizer.param_groups:
         if not optimizer.orthogonalizes(group):
             continue
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[Any, list[Tensor]] = {}
         for param in group["params"]:
             if param.requires_grad:
-                by_dtype.setdefault(param.dtype, []).append(param)
-        for params in by_dtype.values():
+                states = state_tensors(optimizer, group, param)
+                key = (param.dtype, *((tensor.state, tensor.dtype) for tensor in states))
+                alike.setdefault(key, []).append(param)
+        for params in alike.values():
             fused_group = _on_meta(optimizer, group, params, clipped)
             with LiveMemory() as memory:
                 for _ in parts_to_step(optimizer, EagerStep(fused_group)):
@@ -48,17 +52,21 @@ def step_peak(optimizer: LowPrecisionOptimizer, clipped: bool = True) -> int:
 
 
 def _on_meta(optimizer: LowPrecisionOptimizer, group: ParamGroup, params: list[Tensor], clipped: bool) -> FusedGroup:
-    """A fused group of tensors like `params` (of one dtype) and their gradients and states, on the meta device."""
+    """A fused group of tensors like `params`, their gradients and their states, on the meta device.
+
+    `params` have the same dtype, and states of the same names and dtypes.
+    """
     dtype = params[0].dtype
-    states = optimizer.stored_states(group, dtype)
-    dtypes = [state_dtype(state.name, dtype, group) for state in states]
-    spec = step_spec(optimizer, group, states, (dtype, dtype, *dtypes), clipped)
+    states = state_tensors(optimizer, group, params[0])
+    dtypes = (dtype, dtype, *(tensor.dtype for tensor in states))
+    spec = step_spec(optimizer, group, tuple(tensor.state for tensor in states), dtypes, clipped)
     entries = []
     for number, param in enumerate(params):
-        weight, grad, *tensors = (
-            torch.empty(param.shape, dtype=each, device="meta") for each in (dtype, dtype, *dtypes)
-        )
-        named = {state.name: tensor for state, tensor in zip(states, tensors, strict=True)}
+        weight, grad = (torch.empty(param.shape, dtype=dtype, device="meta") for _ in range(2))
+        named = {
+            tensor.state.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for tensor in state_tensors(optimizer, group, param)
+        }
         entries.append(ParamEntry(number, group, {"step": torch.tensor(0)}, weight, weight, named, grad))
     fused_group = FusedGroup(spec, torch.device("meta"), None, entries, scalars_on_device=False)
     fused_group.compute_scalars(optimizer.scalars)

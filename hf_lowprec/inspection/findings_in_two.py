@@ -225,6 +225,10 @@ def _second_moment_frozen(comparison: Comparison) -> list[Finding]:
     )
 
 
+_LARGEST_SPACING = 0.25
+"""The largest distance of codes in 8 bits, relative to their values."""
+
+
 def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
     """Whether no element decreased, although as many as are unchanged could have.
 
@@ -234,6 +238,7 @@ def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
     """
     if state.group.beta2 is None:
         return False
-    eps = max(torch.finfo(dtype).eps for name, dtype in state.dtypes.items() if name == SECOND_MOMENT)
+    dtype = state.dtypes[SECOND_MOMENT]
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else _LARGEST_SPACING
     chance = min(1.0, change.steps * (1 - state.group.beta2) / eps)
     return change.decreased == 0 and change.unchanged * chance >= _FEWEST_MOVERS

@@ -14,6 +14,7 @@ from hf_lowprec.inspection.checkpoint import Checkpoint
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT, ParameterState, ParamGroupSettings
 from hf_lowprec.inspection.tensor_facts import CHUNK, TensorFacts, tensor_facts
 from hf_lowprec.inspection.training_record import TrainingRecord
+from hf_lowprec.rounding.block_floats import BLOCK
 
 USUAL_UPDATE = 2e-5
 """The size of an update if neither the user nor the checkpoint says one: a usual learning rate of fine-tuning."""
@@ -48,7 +49,12 @@ class StateFacts:
     @property
     def nbytes(self) -> int:
         """Bytes of all its states."""
-        return sum(self.parameters * dtype.itemsize for dtype in self.dtypes.values())
+        return sum(map(self.bytes_of, self.dtypes))
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one of them, with its scales if it is in 8 bits."""
+        dtype = self.dtypes[name]
+        return self.parameters * dtype.itemsize + (self.parameters // BLOCK if dtype == torch.int8 else 0)
 
 
 @dataclass(frozen=True)

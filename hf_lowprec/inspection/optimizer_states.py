@@ -16,6 +16,7 @@ from hf_lowprec.integrations.export.older_checkpoints import usual_orders
 from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
 from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
 from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded, is_in_8_bits
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
@@ -126,7 +127,7 @@ class ParameterState(NamedTuple):
         group: its param group.
         step: how often it was stepped; None if the optimizer does not count.
         infos: shape and dtype of each state that is a tensor of the parameter's shape.
-        read: reads one of them.
+        read: reads the values of one of them; of states in 8 bits, in FP32.
     """
 
     name: str
@@ -184,7 +185,7 @@ def _states_in_file(
             infos = {name: TensorInfo(value.shape, value.dtype) for name, value in tensors.items()}
             name = names[k][position] if names else None
             shown = stored_names.get(name, name) if name is not None else f"parameter {key}"
-            yield ParameterState(
+            yield _parameter_state(
                 shown, name is not None, settings, _step(state, group), infos, partial(tensors.__getitem__)
             )
 
@@ -207,7 +208,27 @@ def _states_in_folder(folder: Path, stored_names: Mapping[str, str]) -> Iterator
             found = ((state, stored.info(("optimizer", "state", name, state))) for state in states)
             infos = {state: info for state, info in found if info is not None and len(info.shape)}
             step = _step({_STEP: read(name, _STEP)} if _STEP in states else {}, group)
-            yield ParameterState(stored_names.get(name, name), True, settings, step, infos, partial(read, name))
+            yield _parameter_state(stored_names.get(name, name), True, settings, step, infos, partial(read, name))
+
+
+def _parameter_state(
+    name: str,
+    named: bool,
+    group: ParamGroupSettings,
+    step: int | None,
+    infos: dict[str, TensorInfo],
+    read: Callable[[str], Tensor],
+) -> ParameterState:
+    """The saved state of a parameter whose stored tensors are `infos`, those of scales included."""
+    in_8_bits = {state for state in infos if is_in_8_bits(state, infos)}
+
+    def read_values(state: str) -> Tensor:
+        stored = read(state)
+        return decoded(stored, read(state + SCALE_SUFFIX), state) if state in in_8_bits else stored
+
+    scales = {state + SCALE_SUFFIX for state in in_8_bits}
+    of_its_shape = {state: info for state, info in infos.items() if state not in scales}
+    return ParameterState(name, named, group, step, of_its_shape, read_values)
 
 
 def _step(state: Mapping[str, Any], group: Mapping[str, Any]) -> int | None:

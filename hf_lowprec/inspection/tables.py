@@ -85,11 +85,12 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     nbytes: dict[tuple[str, str], int] = defaultdict(int)
     for state in facts.states:
         for name, dtype in state.dtypes.items():
-            nbytes[name, dtype_name(dtype)] += state.parameters * dtype.itemsize
+            nbytes[name, dtype_name(dtype)] += state.bytes_of(name)
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)
-        kept = f"compensation of {counted(compensated, 'tensor')}" if compensated else "no compensation"
+        kind = "remainder" if any("remainder" in state.dtypes for state in facts.states) else "compensation"
+        kept = f"{kind} of {counted(compensated, 'tensor')}" if compensated else f"no {kind}"
         yield f"Optimizer state: {', '.join(states)}; {kept}."
 
 

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
+from hf_lowprec.monitor.step_statistics import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step
+from hf_lowprec.optim.step.fused_group import FusedGroup, load
+from hf_lowprec.optim.step.fused_step import algorithm_update, load_states, stepped_weight
 from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 """Names of states that average squared gradients."""
@@ -33,11 +38,13 @@ class ExactUpdate:
 
     Attributes:
         weight: the weights before the step, FP32.
-        stored: what is stored of them before the step: FP64, the compensation included.
+        stored: what is stored of them before the step: FP64, the compensation or remainder included.
         update: the exact change, FP64.
         random_weights: whether the weights, or their compensations, are rounded stochastically.
         random_states: whether the second moments may be.
-        second_moment: name, values before the step and exact values after it (FP64) of the second moments, if any.
+        second_moment: name, values before the step and exact values after it (FP64) of the second moments, if any. Of
+            those in 8 bits, the bias with which they are rounded on purpose is included, see `block_floats.py`.
+        second_moment_spacing: of second moments in 8 bits: the distances to the next smaller codes.
         decay: the part of `update` that is due to weight decay, FP64, if it was asked for and there is one.
         stored_without_decay: what would be stored after the step without weight decay, rounded by the same random bits.
     """
@@ -48,6 +55,7 @@ class ExactUpdate:
     random_weights: bool = True
     random_states: bool = True
     second_moment: tuple[str, Tensor, Tensor] | None = None
+    second_moment_spacing: Tensor | None = None
     decay: Tensor | None = None
     stored_without_decay: Tensor | None = None
 
@@ -77,8 +85,7 @@ class FusedGroupUpdates:
         group, spec = self.fused_group, self.fused_group.spec
         weight = self.samples.gather(group.weights, "weight").float()
         grad = self.samples.gather([entry.tensors["grad"] for entry in group.entries]).float()
-        names = [stored.name for stored in spec.states]
-        state = {name: self.samples.gather([e.states[name] for e in group.entries], name).float() for name in names}
+        state = {stored.name: load(self._gather(stored.name)) for stored in spec.states}
         if spec.orthogonalizes:
             state[ORTHOGONALIZED] = self._orthogonalized()
         scalars = self._columns(group.scalars)
@@ -86,21 +93,26 @@ class FusedGroupUpdates:
         stochastic = {stored.name for stored in spec.states if stored.stochastic}
         exact = ExactUpdate(
             weight=weight,
-            stored=stored_values(weight, state.get("compensation")),
+            stored=fp64_value(weight, low_bits_state(state)),
             update=update.double(),
             random_weights=spec.rounding == "stochastic" or "compensation" in stochastic,
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
         )
         for name in SECOND_MOMENTS:
             if name in state:
-                exact.second_moment = name, state[name].double(), new_state[name].double()
+                before, after = load_states(spec, state)[name].double(), new_state[name].double()
+                if name in spec.scales:
+                    grid = code_spacing(state[name], state[spec.scales[name]], nonnegative=True).double()
+                    after = after + intended_bias(unbiased_variance(after - before, grid), after)
+                    exact.second_moment_spacing = grid
+                exact.second_moment = name, before, after
         if with_decay and any(entry.group.get("weight_decay") for entry in group.entries):
             undecayed = self._columns(_scalars_without_decay(self.optimizer, group))
             without, _ = algorithm_update(spec, weight, grad, state, undecayed)
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
-            new_weight, rounded = fused_step(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
-            exact.stored_without_decay = stored_values(new_weight, rounded.get("compensation"))
+            new_weight, rounded = stepped_weight(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
+            exact.stored_without_decay = fp64_value(new_weight, low_bits_state(rounded))
         return exact
 
     def _orthogonalized(self) -> Tensor:
@@ -111,14 +123,29 @@ class FusedGroupUpdates:
             rows |= {k: self.samples.gather_row(k, entries[k].tensors[ORTHOGONALIZED]) for k in part}
         return torch.stack([rows[k] for k in range(len(entries))]).float()
 
+    def _gather(self, name: str) -> Tensor:
+        """The samples of a state as it is stored, which may be codes, or those of the scales."""
+        tensors = [entry.states[name] for entry in self.fused_group.entries]
+        if name in self.fused_group.spec.scales.values():
+            return self.samples.gather_of_blocks(tensors, BLOCK)
+        return self.samples.gather(tensors, name)
+
     def stored_state(self, name: str) -> Tensor | None:
-        """Gather a state as it is stored now; None if there is none of that name."""
-        entries = self.fused_group.entries
-        return self.samples.gather([e.states[name] for e in entries], name) if name in entries[0].states else None
+        """Gather the values of a state as it is stored now; None if there is none of that name.
+
+        They have the dtype of the state, or FP32 if it is stored in 8 bits.
+        """
+        spec = self.fused_group.spec
+        if name in spec.scales:
+            code, scale = (load(self._gather(each)) for each in (name, spec.scales[name]))
+            (stored,) = (each for each in spec.states if each.name == name)
+            return decode(code, scale, stored.nonnegative)
+        return self._gather(name) if name in self.fused_group.entries[0].states else None
 
     def compensation(self) -> Tensor | None:
-        """Gather the compensation as it is stored now, if there is one."""
-        return self.stored_state("compensation")
+        """Gather the compensation or remainder as it is stored now, if there is one."""
+        found = (self.stored_state(name) for name in LOW_BITS_STATES)
+        return next((matrix for matrix in found if matrix is not None), None)
 
     def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""
@@ -138,11 +165,6 @@ class FusedGroupUpdates:
         return low, {
             word: step_keys(*pair, step, high) for word, pair in zip(group.spec.random_words, pairs, strict=True)
         }
-
-
-def stored_values(weight: Tensor, compensation: Tensor | None) -> Tensor:
-    """What is stored of the weights, FP64."""
-    return weight.double() if compensation is None else weight.double() + compensation.double()
 
 
 def _scalars_without_decay(optimizer: LowPrecisionOptimizer, fused_group: FusedGroup) -> Tensor:

@@ -215,7 +215,7 @@ def _remedy(optimizer: torch.optim.Optimizer) -> str:
         return f"Use {_ours(optimizer)}, which stores all of them"
     if {group["rounding"] for group in optimizer.param_groups} == {"kahan"}:
         return "Remove state_rounding='nearest', with which the compensation loses them"
-    return "Use rounding='kahan', which stores all of them"
+    return "Use rounding='split' or 'kahan', which store all of them"
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> str:

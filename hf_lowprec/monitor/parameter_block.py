@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates, stored_values
+from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.replayed_update import ReplayedUpdates, agreement
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 
 class ParameterBlock:
@@ -65,7 +66,7 @@ class ParameterBlock:
         """How many updates can be compared with what the weights did, and how many agree."""
         assert self.exact is not None and self.updates is not None
         weight = self.samples.gather(self.weights, "weight")
-        stored = stored_values(weight, self.updates.compensation())
+        stored = fp64_value(weight, self.updates.compensation())
         return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
 
     def forget_update(self) -> None:
@@ -78,7 +79,7 @@ class ParameterBlock:
 
         Args:
             first_weights: the samples of the weights when training began, by row.
-            first_compensations: those of the compensations, as far as there are any.
+            first_compensations: those of the compensations or remainders, as far as there are any.
 
         Returns:
             FP64 of shape (parameters, len(SUMS)).
@@ -137,23 +138,31 @@ class ParameterBlock:
             table[:, first : first + size] = sums
 
         update = valid(exact.update)
-        stored = stored_values(stored_weight, compensation)
+        stored = fp64_value(stored_weight, compensation)
         ulp = spacing(exact.weight, stored_weight.dtype)
-        grid = ulp if compensation is None else spacing(compensation, compensation.dtype)
+        if compensation is None:
+            grid = ulp
+        elif compensation.is_floating_point():
+            grid = spacing(compensation, compensation.dtype)
+        else:  # a remainder: all of FP32 is stored
+            grid = spacing(exact.weight, torch.float32)
         random_grid = grid if exact.random_weights else None
         put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
         wide = exact.weight.double()
         table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
         if compensation is not None:
             # Of the weight after the step: near zero, one step may take a weight through many binades.
-            ulps = compensation.double() / spacing(stored_weight, stored_weight.dtype)
+            kept_out = stored - stored_weight.double()
+            ulps = kept_out / spacing(stored_weight, stored_weight.dtype)
             table[:, COLUMN["compensation_square"]] = torch.linalg.vecdot(ulps, ulps) * weights
             table[:, COLUMN["compensated"]] = table[:, COLUMN["elements"]]
         if exact.second_moment is not None and self.updates is not None:
             name, before, after = exact.second_moment
             stored_moment = self.updates.stored_state(name)
-            if stored_moment is not None and stored_moment.dtype in LOW_PRECISION_DTYPES:
-                moment_grid = spacing(before, stored_moment.dtype) if exact.random_states else None
+            moment_grid = exact.second_moment_spacing
+            if stored_moment is not None and (moment_grid is not None or stored_moment.dtype in LOW_PRECISION_DTYPES):
+                if moment_grid is None and exact.random_states:
+                    moment_grid = spacing(before, stored_moment.dtype)
                 put("second_moment", second_moment_sums(before, after, stored_moment.double(), moment_grid, weights))
         if exact.decay is not None and exact.stored_without_decay is not None:
             # Seen on the scale of the decay, even rounding to nearest is random: it depends on the rest of the update.

@@ -78,6 +78,21 @@ class ParameterSamples:
             kept = self._views[name] = addresses, self._new_views(tensors)
         return torch.cat(kept[1]).view(-1, self._size)
 
+    def gather_of_blocks(self, tensors: Sequence[Tensor], block: int) -> Tensor:
+        """What tensors hold for the blocks that the sampled elements are in.
+
+        Args:
+            tensors: one tensor for each parameter, with an element for each `block` elements of it; all of one dtype.
+            block: the size of a block.
+
+        Returns:
+            Matrix of shape (parameters, size) in the tensors' dtype.
+        """
+        matrix = torch.zeros(len(tensors), self._size, dtype=tensors[0].dtype, device=self._device)
+        for row, (tensor, count) in enumerate(zip(tensors, self.counts, strict=True)):
+            matrix[row, :count] = tensor.view(-1)[self.positions[row, :count] // block]
+        return matrix
+
     def gather_row(self, row: int, tensor: Tensor) -> Tensor:
         """The sampled elements of one tensor, which has the shape of parameter number `row`; of shape (size)."""
         sample = tensor.reshape(-1)[:: self.strides[row]]

@@ -62,8 +62,8 @@ class PrecisionMonitor:
 
     Any `torch.optim.Optimizer` can be watched. For those of this package, the exact update is computed by their
     formula; for others, by repeating their step on the sample in FP64. Updates that cannot be computed element by
-    element (Adafactor, Muon, 8-bit states) are not: then only the share of weights that changed is known. A step with a
-    closure, and one that `skip_nonfinite` skips, is not measured.
+    element (Adafactor, Muon, 8-bit states of other libraries) are not: then only the share of weights that changed is
+    known. A step with a closure, and one that `skip_nonfinite` skips, is not measured.
 
     With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
     `measure_next_step` before it.

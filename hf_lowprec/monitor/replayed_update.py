@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate, stored_values
+from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 NOT_ELEMENTWISE = (
     *("adafactor", "muon", "lamb", "lars", "lbfgs", "shampoo", "soap", "novograd", "galore", "prodigy", "dadapt"),
@@ -104,9 +105,9 @@ class ReplayedUpdates:
             weight=stored_weight.float(),
             random_weights=may_be_random,
             random_states=may_be_random,
-            stored=stored_values(weight, compensation_of(state)),
+            stored=fp64_value(weight, compensation_of(state)),
             # Some add the compensation to FP64 weights, too.
-            update=stored_values(new_weight, compensation_of(new_state)) - stored_values(weight, compensation_of(wide)),
+            update=fp64_value(new_weight, compensation_of(new_state)) - fp64_value(weight, compensation_of(wide)),
         )
         for name in SECOND_MOMENTS:
             if is_matrix(new_state.get(name)):
@@ -116,7 +117,7 @@ class ReplayedUpdates:
             undecayed, _ = replay(self.optimizer, self.group, weight, grad.double(), wide, weight_decay=0)
             exact.decay = new_weight - undecayed
             narrow, narrow_state = replay(self.optimizer, self.group, stored_weight, grad, state, weight_decay=0)
-            exact.stored_without_decay = stored_values(narrow, compensation_of(narrow_state))
+            exact.stored_without_decay = fp64_value(narrow, compensation_of(narrow_state))
         return exact
 
     def stored_state(self, name: str) -> Tensor | None:

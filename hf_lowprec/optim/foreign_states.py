@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.validation import state_dtype
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 OptimizerState = dict[str, Any]
 """A parameter's entry in `state_dict["state"]`."""
 
-COMPENSATIONS = ("compensation", "kahan_comp")
-"""Names of the state that is a part of the weight, here and in torch-optimi; both have the same sign."""
+COMPENSATIONS = (*LOW_BITS_STATES, "kahan_comp")
+"""Names of the states that are a part of the weight, here and in torch-optimi, whose compensation has our sign."""
 
 START_AGAIN = (
     "start with fresh state: load only the model's weights, and leave out optimizer.load_state_dict (under Trainer: "
@@ -80,14 +80,11 @@ class ForeignFormat:
         # "nearest" requires no state of a rounding mode; one that is there continues to be used.
         return {**own, **kept, **replaced, "rounding": "nearest"}
 
-    def state(
-        self, param: Tensor, own: ParamGroup, saved: ParamGroup, state: OptimizerState, where: str
-    ) -> OptimizerState:
-        """A parameter's saved `state`, with the names, values and dtypes of this optimizer.
+    def state(self, param: Tensor, saved: ParamGroup, state: OptimizerState, where: str) -> OptimizerState:
+        """A parameter's saved `state`, with the names and values of this optimizer.
 
         Args:
             param: the parameter that gets it.
-            own: its group, in the optimizer that loads the state.
             saved: its group in the state dict.
             state: the state.
             where: its name in messages.
@@ -105,11 +102,9 @@ class ForeignFormat:
                 "it to them: param.data.add_(state_dict['state'][k].pop('kahan_comp'))"
             )
         step = converted.pop("step", 1)  # not counted by algorithms that do not depend on it, apart from the first
-        dtypes = {
-            name: torch.bfloat16 if name == "compensation" else state_dtype(name, param.dtype, own)
-            for name in converted
-        }
-        return {"step": step, **{name: value.to(dtypes[name]) for name, value in converted.items()}}
+        if "compensation" in converted:
+            converted["compensation"] = converted["compensation"].to(torch.bfloat16)
+        return {"step": step, **converted}
 
 
 def format_of(saved: ParamGroup) -> ForeignFormat | None:

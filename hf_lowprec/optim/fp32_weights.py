@@ -1,4 +1,4 @@
-"""FP32 estimates of trained weights: stored weight plus compensation."""
+"""FP32 estimates of trained weights: the master weight, or stored weight plus compensation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.initial_compensation import subtract_dither
-from hf_lowprec.optim.sharding import dtensor_like, local_shard
+from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.sharding import dtensor_like
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import low_bits
@@ -24,11 +24,11 @@ _NAMED = 3
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the best FP32 estimate of every tensor of `model.state_dict()`.
 
-    For a weight trained with Kahan summation, it is `weight + compensation`, minus the dither that the compensation may
-    have started with (see `optim/initial_compensation.py`): about twice as many significant bits as the weight has.
-    Before the first step, it is the weight plus the low bits that its cast has kept. Every other floating-point tensor
-    is simply converted. A warning names trainable 16-bit
-    parameters that are not in `optimizer`, or whose optimizer is from another library.
+    For a split weight, it is the master weight, with all its bits. For a weight trained with Kahan summation, it is
+    `weight + compensation`: about twice as many significant bits as the weight has. The dither that either may have
+    started with is subtracted (see `optim/initial_compensation.py`). Before the first step, it is the weight with the
+    low bits that its cast has kept. Every other floating-point tensor is simply converted. A warning names trainable
+    16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
         model: the trained model.
@@ -62,20 +62,16 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
 
     def estimate(tensor: Tensor) -> Tensor:
-        """An FP32 copy of a parameter or buffer, with its compensation added; other dtypes as they are."""
+        """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
         if not tensor.is_floating_point():
             return tensor
-        weight = tensor.detach().to(torch.float32, copy=True)
-        if id(tensor) not in streams:
-            return weight
         # `state[tensor]` would create an entry for a parameter that was never stepped.
-        compensation: Tensor | None = optimizer.state.get(tensor, {}).get("compensation")
-        missing = low_bits(tensor) if compensation is None else local_shard(compensation)
-        if missing is None:
-            return weight
-        if compensation is not None and tensor in optimizer.dithered:
-            missing = subtract_dither(compensation, tensor, *streams[id(tensor)])
-        return weight + dtensor_like(missing.float(), tensor)
+        state = low_bits_state(optimizer.state.get(tensor, {})) if id(tensor) in streams else None
+        kept = low_bits(tensor) if id(tensor) in streams and state is None else state
+        if kept is None:
+            return tensor.detach().to(torch.float32, copy=True)
+        is_dithered = state is not None and tensor in optimizer.dithered
+        return dtensor_like(fp32_values(tensor, kept, streams[id(tensor)] if is_dithered else None), tensor)
 
     return estimate
 

@@ -1,7 +1,7 @@
-"""The compensation that a weight starts with: the low bits that a cast rounded off, a random dither, or zero.
+"""The compensation or remainder that a weight starts with: the low bits that a cast rounded off, a dither, or zero.
 
-With a compensation of zero, no weight moves before its updates add up to half a spacing, so what the model computes
-with lags behind. With low bits or a dither, weights move from the first step on, in proportion to the update.
+With zero, no weight moves before its updates add up to half a spacing, so what the model computes with lags behind.
+With low bits or a dither, weights move from the first step on, in proportion to the update.
 
 A dither is not a part of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter
 number and element, in units of the weight's spacing. A weight that has moved past a power of two has another spacing;
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,21 +21,24 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.rounding import MODES, mode_name
-from hf_lowprec.rounding.dither import as_compensation, dither
+from hf_lowprec.rounding.dither import dither
 from hf_lowprec.rounding.low_bits import chunk_size, low_bits
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.rounding.random_bits import random_bits
+from hf_lowprec.rounding.stored_pairs import fp32_value, stored_pair
 
 _STEP, _ROLE = 0, 0
 """The dither's place in the stream of random bits; optimizer steps count from 1."""
 
 
 def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: Tensor, seed: int, number: int) -> None:
-    """Fill a new compensation with low bits or a dither, as `optimizer.initial_compensation` says.
+    """Fill a new compensation or remainder with low bits or a dither, as `optimizer.initial_compensation` says.
 
     Args:
         optimizer: the optimizer; it notes whether the parameter is dithered.
-        compensation: zeros, sharded as `param` is.
-        param: the 16-bit parameter.
+        compensation: zeros, BF16 or int16, sharded as `param` is.
+        param: the 16-bit parameter. Where its low bits are half a spacing, it may move to the neighbour, since Kahan
+            rounds such ties to even, and split weights away from zero.
         seed: its group's seed.
         number: its number in the random stream.
     """
@@ -46,9 +49,14 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
     # All ranks must come to the same conclusions, since they save one state dict.
     is_missing = _on_any_rank(kept is None, param)
     if kept is not None and not is_missing:
-        local_shard(compensation).copy_(kept)
+        flat = kept.reshape(-1)
+        store_values(param, compensation, lambda weight, part, index: fp32_value(weight, flat[part]))
     else:
-        _add_dither(local_shard(compensation), param, seed, number)
+
+        def dithered(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+            return weight.float() + _draw(weight, index, seed, number)
+
+        store_values(param, compensation, dithered)
         if _on_any_rank(bool(local_shard(compensation).any()), param):  # zeros are not dithered
             optimizer.dithered.add(param)
 
@@ -73,7 +81,8 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
         warnings.warn(
             f"the low bits that cast_model(keep_low_bits=True) has kept of {len(unused)} parameters are dropped: "
             f"rounding={settings['rounding']!r} with initial_compensation={settings['initial_compensation']!r} has no "
-            "use for them. Use rounding='kahan' with initial_compensation='low_bits', or cast without keep_low_bits",
+            "use for them. Use rounding='split' or 'kahan' with initial_compensation='low_bits', or cast without "
+            "keep_low_bits",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -91,7 +100,7 @@ def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
 
 
 def initial_values(optimizer: Algorithm) -> Counter[str]:
-    """Count the elements of 16-bit parameters whose compensation starts, or has started, with each kind of value.
+    """Count the elements of 16-bit parameters by what their compensation or remainder starts, or has started, with.
 
     Kinds: "low bits", "dither", "zero" and "from a checkpoint or earlier steps".
     """
@@ -102,7 +111,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
             if not holds or param.dtype == torch.float32:
                 continue
             kind = optimizer.initial_compensation
-            if "compensation" in optimizer.state.get(param, {}):
+            if low_bits_state(optimizer.state.get(param, {})) is not None:
                 kind = "from a checkpoint or earlier steps"
             elif kind == "low_bits":
                 kind = "dither" if low_bits(param) is None else "low bits"
@@ -111,37 +120,89 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
 
 
 def reset_compensations(optimizer: Algorithm) -> None:
-    """Set all compensations to zero, because other weights were loaded."""
+    """Set all compensations and remainders to zero, because other weights were loaded."""
     for values in optimizer.state.values():
-        if isinstance(values, dict) and "compensation" in values:
-            values["compensation"].zero_()
+        for name in LOW_BITS_STATES:
+            if isinstance(values, dict) and name in values:
+                values[name].zero_()
     optimizer.dithered.clear()
 
 
+def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:
+    """The compensation or remainder in a parameter's entry of `optimizer.state`; None if there is none."""
+    return next((optimizer_state[name] for name in LOW_BITS_STATES if name in optimizer_state), None)
+
+
 @torch.no_grad()
-def subtract_dither(compensation: Tensor, param: Tensor, seed: int, number: int) -> Tensor:
-    """The compensation without the dither that it started with.
+def fp32_values(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] | None = None) -> Tensor:
+    """The FP32 values that a parameter and its compensation or remainder hold, without the dither that it started with.
 
     Args:
-        compensation: of a dithered parameter, BF16, sharded as `param` is.
         param: the parameter; plain, or a DTensor.
-        seed: its group's seed.
-        number: its number in the random stream.
+        low_bits: its compensation or remainder, or the low bits kept for it; a DTensor or this rank's shard.
+        dither_stream: seed and number in the random stream of a dithered parameter.
 
     Returns:
         FP32 tensor of the shape of this rank's shard of `param`.
     """
-    result = local_shard(compensation).float()
-    _add_dither(result, param, seed, number, sign=-1.0)
-    return result
+    weight, low_bits = local_shard(param).detach(), local_shard(low_bits)
+    if dither_stream is None:
+        return fp32_value(weight, low_bits)
+    flat, low_bits = weight.contiguous().view(-1), low_bits.contiguous().view(-1)
+    values = torch.empty_like(flat, dtype=torch.float32)
+    for part, index in chunks(param):
+        values[part] = undithered(flat[part], low_bits[part], index, dither_stream)
+    return values.view(weight.shape)
 
 
-def _add_dither(target: Tensor, param: Tensor, seed: int, number: int, sign: float = 1.0) -> None:
-    """Add the dither, rounded to BF16, times `sign`, to a contiguous `target` of the shape of this rank's shard."""
-    weight, flat = local_shard(param).contiguous().view(-1), target.view(-1)
+def undithered(weight: Tensor, low_bits: Tensor, index: Tensor, dither_stream: tuple[int, int] | None) -> Tensor:
+    """The FP32 values of some elements, without the dither. `index` is their global indices."""
+    if dither_stream is None:
+        return fp32_value(weight, low_bits)
+    without = _draw(weight, index, *dither_stream)
+    if low_bits.is_floating_point():  # a compensation holds 8 bits of it
+        without = stored_pair(weight.float() + without, weight.dtype, low_bits.dtype)[1].float()
+    return fp32_value(weight, low_bits, without)
+
+
+def _draw(weight: Tensor, index: Tensor, seed: int, number: int) -> Tensor:
+    """The dither of some weights, FP32.
+
+    Args:
+        weight: BF16 or FP16 tensor.
+        index: their global indices.
+        seed: the group's seed.
+        number: the parameter's number in the random stream.
+    """
+    bits = random_bits(seed=seed, step=_STEP, parameter=number, role=_ROLE, index=index)
+    return dither(weight, bits).nan_to_num(0.0, 0.0, 0.0)
+
+
+@torch.no_grad()
+def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slice, Tensor], Tensor]) -> None:
+    """Store FP32 values in a parameter and its compensation or remainder.
+
+    Args:
+        param: the 16-bit parameter. Written to only where that changes it.
+        low_bits: BF16 for a compensation or int16 for a remainder, contiguous, sharded as `param` is.
+        values: `(weight, part, index) -> FP32 values` of some elements: their weights, where they are in this rank's
+            flattened shard, and their global indices.
+    """
+    shard, target = local_shard(param), local_shard(low_bits).view(-1)
+    flat = shard.contiguous().view(-1)
+    moved = False
+    for part, index in chunks(param):
+        weight, target[part] = stored_pair(values(flat[part], part, index), flat.dtype, target.dtype)
+        if not torch.equal(weight, flat[part]):
+            flat[part] = weight
+            moved = True
+    if moved and flat.data_ptr() != shard.data_ptr():
+        shard.copy_(flat.view(shard.shape))
+
+
+def chunks(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of this rank's flattened shard of `param`, and the global indices of their elements."""
     first = 0
-    for index in global_indices(param, chunk_size(weight.device)):
-        part = slice(first, first + len(index))
-        bits = random_bits(seed=seed, step=_STEP, parameter=number, role=_ROLE, index=index)
-        flat[part] += as_compensation(weight[part], dither(weight[part], bits)).to(target.dtype) * sign
-        first = part.stop
+    for index in global_indices(param, chunk_size(param.device)):
+        yield slice(first, first + len(index)), index
+        first += len(index)

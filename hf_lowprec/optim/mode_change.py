@@ -1,23 +1,23 @@
 """Changing the rounding mode of a parameter that has been trained in another one.
 
-A mode's auxiliary state is a part of the weight: under Kahan summation, the weight is `weight + compensation`, minus
-the dither that the compensation may have started with. When a group is given a mode without that state, between two
-steps or by loading a checkpoint of another mode, the weight is rounded once, in the new mode, from the value that both
-have held together. It happens before the next step, since weights may be loaded after the optimizer.
+A mode's auxiliary state is a part of the weight: under Kahan summation, the weight is `weight + compensation`; of split
+weights it is the master. Both without the dither that they may have started with. When a group is given another mode,
+between two steps or by loading a checkpoint of another mode, that value is stored as the new mode stores it: rounded
+once, or as a new pair. It happens before the next step, since weights may be loaded after the optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.initial_compensation import subtract_dither
-from hf_lowprec.optim.sharding import global_indices, local_shard
+from hf_lowprec.optim.initial_compensation import chunks, store_values, undithered
+from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
-from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.random_bits import random_bits
 
 STEP, ROLE = 0, 1
@@ -33,32 +33,48 @@ def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dic
 
 
 @torch.no_grad()
-def fold_compensation(optimizer: Algorithm, param: Tensor, group: ParamGroup, number: int) -> None:
-    """Round `weight + compensation - dither` to the weight's dtype in the mode of `group`; remove the compensation.
+def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, number: int) -> None:
+    """Store the value of a parameter that has been trained in another mode in the mode of `group`.
 
     Args:
-        optimizer: the optimizer of `param`.
+        optimizer: the optimizer of `param`, whose state has an entry for the states of the new mode.
         param: BF16 or FP16 parameter, which may be a DTensor; this rank's elements are changed in place.
         group: its parameter group, which has the new mode.
         number: its number in the random stream.
     """
-    compensation = optimizer.state[param]["compensation"]
-    if param in optimizer.dithered:
-        compensation = subtract_dither(compensation, param, group["seed"], number)
-    part = local_shard(param)
-    weight, low_bits = part.contiguous().view(-1), local_shard(compensation).contiguous().view(-1)
-    first = 0
-    for index in global_indices(param, chunk_size(part.device)):
-        elements = slice(first, first + len(index))
-        exact = weight[elements].float() + low_bits[elements].float()
+    state = optimizer.state[param]
+    formers = states_of_other_modes(param, group, state)
+    # There are two if a step failed between creating one and filling it.
+    former = max(formers, key=lambda name: bool(local_shard(state[name]).any()))
+    low_bits = local_shard(state[former]).contiguous().view(-1)
+    stream = (group["seed"], number) if param in optimizer.dithered else None
+
+    def values(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        return undithered(weight, low_bits[part], index, stream)
+
+    mode = MODES[group["rounding"]]
+    if mode.auxiliary:
+        (new,) = (each.name for each in mode.auxiliary)
+        store_values(param, state[new], values)
+    else:
+        _store_rounded(param, values, group, number)
+    for name in formers:
+        del state[name]
+    optimizer.dithered.discard(param)
+
+
+def _store_rounded(
+    param: Tensor, values: Callable[[Tensor, slice, Tensor], Tensor], group: ParamGroup, number: int
+) -> None:
+    """Round FP32 values as the mode of `group` rounds weights; `values` is that of `store_values`."""
+    shard = local_shard(param)
+    weight = shard.contiguous().view(-1)
+    for part, index in chunks(param):
+        exact = values(weight[part], part, index)
         if group["rounding"] == "stochastic":
             bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
-            rounded = round_stochastic(exact, bits)
+            weight[part] = round_stochastic(exact, bits).to(weight.dtype)
         else:
-            rounded = round_nearest(exact, weight.dtype)
-        weight[elements] = rounded.to(weight.dtype)
-        first = elements.stop
-    if weight.data_ptr() != part.data_ptr():
-        part.copy_(weight.view(part.shape))
-    del optimizer.state[param]["compensation"]
-    optimizer.dithered.discard(param)
+            weight[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
+    if weight.data_ptr() != shard.data_ptr():
+        shard.copy_(weight.view(shard.shape))

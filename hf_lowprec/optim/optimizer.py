@@ -48,10 +48,12 @@ class LowPrecisionOptimizer(Algorithm):
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` or `"sr"`
             (unbiased, no extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be
             set per parameter group. Groups hold the long name.
-        state_dtype: `torch.bfloat16` or `torch.float32` for the states of low-precision parameters, or a mapping from
-            state name to dtype; None means BF16.
+        state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
+            `torch.int8` (codes of 8 bits, and a scale for each 32 elements of a row), or a mapping from state name to
+            dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, and all
+            states of parameters whose rows are not multiples of 32 elements.
         state_rounding: `"stochastic"` or `"nearest"` (the papers' textbook algorithms), for BF16 states and the
-            compensation.
+            compensation. States in 8 bits are always rounded stochastically.
         seed: seed of the random bits. Replicas must share it.
         first_parameter: index of the first parameter for the random bits; the parameters after it count up from there.
             Default: 0, except that optimizers with a single parameter each are numbered in the order of construction;

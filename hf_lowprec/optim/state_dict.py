@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
-from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
+from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
+from hf_lowprec.optim.states_in_8_bits import check_codes, names_in_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
 from hf_lowprec.rounding import MODES, dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
@@ -46,6 +48,11 @@ DITHERED = "dithered"
 """Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
 if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
 
+EIGHT_BITS = "eight_bits"
+"""Key of the header: for each state of which some are in 8 bits, "1" for each parameter of the group whose state is,
+else "0". Distributed checkpoints convert what they load to the dtype of the optimizer's tensor, so that codes could be
+taken for values."""
+
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
 
@@ -53,6 +60,9 @@ Distributed checkpoints hold nothing but states and the keys of param groups, an
 checkpoint lacks a key. So with a new key for the header, earlier checkpoints could no longer be loaded. The header is a
 string because torch flattens containers into keys of their own.
 """
+
+_SAVED_DTYPES = {torch.int16: torch.bfloat16}
+"""The dtype as whose bits states of a dtype are saved: gloo and NCCL gather and send BF16, but not int16."""
 
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
@@ -68,27 +78,36 @@ _WRITTEN_BY_TORCH = {
 
 
 def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add a header to each param group, and replace dtypes by their names, since distributed checkpoints cannot gather
-    `torch.dtype`.
+    """Make `state_dict` one that every checkpoint format can hold.
+
+    Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
+    `torch.dtype`, and int16 states by views of their bits as BF16, since they cannot gather those either.
     """
 
     def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
         if not optimizer.dithered.isdisjoint(params):
             header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
+        in_8_bits = [names_in_8_bits(optimizer.state.get(param, {})) for param in params]
+        if names := sorted(set().union(*in_8_bits)):
+            header[EIGHT_BITS] = {name: "".join("01"[name in each] for each in in_8_bits) for name in names}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
 
     groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    saved = {**state_dict, "param_groups": [saved_group(group, own["params"]) for group, own in groups]}
+    saved = {
+        **state_dict,
+        "param_groups": [saved_group(group, own["params"]) for group, own in groups],
+        "state": _map_states(state_dict["state"], lambda name, value: _view(value, _SAVED_DTYPES.get(value.dtype))),
+    }
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
     return {**saved, LOW_BITS: kept} if kept else saved
 
 
 def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`.
+    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
 
     Raises:
         ValueError: a header is damaged.
@@ -105,7 +124,32 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
 
-    return {**state_dict, "param_groups": [loaded_group(group) for group in state_dict["param_groups"]]}
+    return {
+        **state_dict,
+        "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
+        "state": _map_states(state_dict.get("state", {}), in_own_dtype),
+    }
+
+
+def in_own_dtype(name: str, saved: Tensor) -> Tensor:
+    """The saved state `name` in the dtype of its numbers; see `_SAVED_DTYPES`."""
+    own = next((state.dtype for mode in MODES.values() for state in mode.auxiliary if state.name == name), None)
+    return _view(saved, own if own is not None and saved.dtype == _SAVED_DTYPES.get(own) else None)
+
+
+def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
+    """Copies of the dictionaries in `states`, with each tensor replaced."""
+    return {
+        number: {name: change(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        if isinstance(state, Mapping)
+        else state
+        for number, state in states.items()
+    }
+
+
+def _view(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The bits of `tensor`, which may be a DTensor, as another dtype; None changes nothing."""
+    return tensor if dtype is None else dtensor_like(local_shard(tensor).view(dtype), tensor)
 
 
 def _dtype_name(value: Any) -> Any:
@@ -156,7 +200,8 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
             "and 'param_groups'"
         )
     name = algorithm_name(optimizer)
-    groups, saved_groups = optimizer.param_groups, from_saved_form(state_dict)["param_groups"]
+    state_dict = from_saved_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     for k, saved in enumerate(saved_groups):
         _check_header(name, saved, f"param group {k}")
     if len(groups) != len(saved_groups):
@@ -172,14 +217,20 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
         converted = saved if foreign is None else foreign.group(name, group, saved, where)
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
-        for param, number in zip(group["params"], saved["params"], strict=True):
+        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
             if number not in states:
                 continue
             if foreign is not None:
-                states[number] = foreign.state(param, group, saved, states[number], f"parameter {number}")
+                states[number] = foreign.state(param, saved, states[number], f"parameter {number}")
             if foreign is not None and not states[number]:
                 del states[number]
                 continue
+            if foreign is not None:
+                states[number] = rounded_to_nearest(optimizer, prepared, param, states[number])
+            else:
+                flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
+                were = {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
+                check_codes(were, states[number], f"parameter {number}")
             _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     if not any(formats):
@@ -271,7 +322,8 @@ def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list
         return []
     return [
         f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was built: "
-        "before the next step, a compensation is created for 'kahan', and rounded into the weights for other modes"
+        "before the next step, compensations and remainders are converted, or rounded into the weights for modes that "
+        "have neither"
     ]
 
 
@@ -313,8 +365,9 @@ def _check_state(
     optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
 ) -> None:
     """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
-    states = optimizer.stored_states(saved_group, param.dtype)
-    expected = {"step", *(stored.name for stored in states)}
+    existing = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = state_tensors(optimizer, saved_group, param, existing)
+    expected = {"step", *(tensor.state.name for tensor in tensors)}
     owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
     required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
     if missing := sorted(expected - state.keys()):
@@ -338,19 +391,29 @@ def _check_state(
     if not _is_count(state["step"]):
         step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
-    for stored in states:
-        name = stored.name
-        if not isinstance(state[name], Tensor):
-            raise ValueError(f"{name} of {where} is not a tensor but {state[name]!r} in the state dict")
-        if state[name].shape != param.shape:
-            raise ValueError(
-                f"{name} of {where} has shape {tuple(state[name].shape)} in the state dict; the parameter has "
-                f"{tuple(param.shape)}"
-            )
-        valid = (stored.dtype,) if stored.dtype and not stored.dtype.is_floating_point else STATE_DTYPES
-        if state[name].dtype not in valid:
-            names = " or ".join(map(dtype_name, valid))
-            raise ValueError(f"{name} of {where} has dtype {state[name].dtype}; it must be {names}")
+    for tensor in tensors:
+        _check_state_tensor(tensor, param, state[tensor.state.name], where)
+
+
+def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
+    """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
+    name, stored = tensor.state.name, tensor.state
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
+    if saved.shape != tensor.shape:
+        of_scales = "" if stored.scale_of is None else f", whose scales have {tuple(tensor.shape)}"
+        raise ValueError(
+            f"{name} of {where} has shape {tuple(saved.shape)} in the state dict; the parameter has "
+            f"{tuple(param.shape)}{of_scales}"
+        )
+    valid: tuple[torch.dtype, ...] = STATE_DTYPES
+    if stored.dtype is not None and not stored.dtype.is_floating_point:
+        valid = (stored.dtype,)
+    elif stored.dtype is not None or why_not_8_bits(stored, param):
+        valid = tuple(dtype for dtype in STATE_DTYPES if dtype.is_floating_point)
+    if saved.dtype not in valid:
+        names = " or ".join(map(dtype_name, valid))
+        raise ValueError(f"{name} of {where} has dtype {saved.dtype}; it must be {names}")
 
 
 def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:

@@ -6,7 +6,8 @@ rows, so that no shard of whole rows cuts one, and every sharding gives the same
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,10 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import shard_length
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, scale_shape
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.block_floats import BLOCK
-
-SCALE_SUFFIX = "_scale"
-"""What the name of a state's scales has after the name of the state."""
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 
 class StateTensor(NamedTuple):
@@ -35,27 +35,54 @@ class StateTensor(NamedTuple):
     shape: torch.Size
 
 
-def state_tensors(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[StateTensor]:
+def state_tensors(
+    optimizer: Algorithm, group: ParamGroup, param: Tensor, existing: Mapping[str, Any] | None = None
+) -> list[StateTensor]:
     """The state tensors that `param` has in `group`, in the order in which they are stored.
 
     States that exist have their dtype, others that which the group asks for.
 
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group.
+        param: the parameter.
+        existing: the states that exist; None means those of `optimizer`.
+
     Raises:
         ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
     """
-    existing = optimizer.state.get(param, {})
+    if existing is None:
+        existing = optimizer.state.get(param, {})
     tensors = []
     for state in optimizer.stored_states(group, param.dtype):
-        dtype = validation.state_dtype(state.name, param.dtype, group)
-        if dtype == torch.int8 and not (state.averages and has_whole_blocks(param)):
-            dtype = torch.bfloat16
-        dtype = existing[state.name].dtype if state.name in existing else dtype
+        dtype = existing[state.name].dtype if state.name in existing else new_state_dtype(state, group, param)
         tensors.append(StateTensor(state, dtype, param.shape))
         if dtype == torch.int8:
             _check_blocks(param)
             scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
             tensors.append(StateTensor(scale, torch.uint8, scale_shape(param.shape)))
     return tensors
+
+
+def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
+    """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
+    dtype = validation.state_dtype(state.name, param.dtype, group)
+    return torch.bfloat16 if dtype == torch.int8 and why_not_8_bits(state, param) else dtype
+
+
+def why_not_8_bits(state: State, param: Tensor) -> str | None:
+    """Why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
+    if not state.averages:
+        return f"{state.name} does not average over steps"
+    return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
+
+
+def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
+    """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
+    states = optimizer.stored_states(group, param.dtype)
+    wanted = (state for state in states if validation.state_dtype(state.name, param.dtype, group) == torch.int8)
+    reasons = (why_not_8_bits(state, param) for state in wanted)
+    return [reason for reason in reasons if reason is not None]
 
 
 def has_whole_blocks(param: Tensor) -> bool:
@@ -74,6 +101,23 @@ def _check_blocks(param: Tensor) -> None:
         )
 
 
-def scale_shape(shape: torch.Size) -> torch.Size:
-    """The shape of the scales of a state of `shape`."""
-    return torch.Size((*shape[:-1], shape[-1] // BLOCK))
+def rounded_to_nearest(
+    optimizer: Algorithm, group: ParamGroup, param: Tensor, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """States in the dtypes that new states of `param` have in `group`.
+
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group.
+        param: the parameter.
+        values: floating-point tensors by name. What is not one is returned as it is, and so are compensations.
+    """
+    known = {state.name: state for state in optimizer.stored_states(group, param.dtype)}
+    states: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or name in ("step", *LOW_BITS_STATES):
+            states[name] = value
+            continue
+        dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
+        states |= encoded(value, name) if dtype == torch.int8 else {name: value.to(dtype)}
+    return states

@@ -1,6 +1,7 @@
 """State dicts of this library, converted to those of torch's own optimizers: the reverse of `foreign_states.py`.
 
-torch's optimizers have no compensation. For FP32 weights it is added to the weights; 16-bit weights cannot hold it.
+torch's optimizers have neither compensations nor remainders. FP32 weights take in what they hold; 16-bit weights
+cannot.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
-from hf_lowprec.optim.initial_compensation import subtract_dither
+from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state_dict import DITHERED, HEADER, from_saved_form
+from hf_lowprec.optim.states_in_8_bits import decoded_states
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _CLASSES: dict[type, str] = {
     cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.RAdam, torch.optim.SGD)
@@ -29,17 +32,17 @@ class ForTorch(NamedTuple):
 
     Attributes:
         state_dict: as the optimizer of torch loads it.
-        compensations: for each parameter that has one, what is to be added to it: FP32 of its shape.
+        weights: for each parameter that has a compensation or remainder, its value with that: FP32 of its shape.
     """
 
     state_dict: dict[str, Any]
-    compensations: list[tuple[Tensor, Tensor]]
+    weights: list[tuple[Tensor, Tensor]]
 
     @torch.no_grad()
-    def add_compensations(self) -> None:
-        """Add the compensations to the weights."""
-        for param, compensation in self.compensations:
-            param += compensation
+    def load_weights(self) -> None:
+        """Give the parameters these values."""
+        for param, value in self.weights:
+            param.copy_(value)
 
 
 def is_ours(state_dict: dict[str, Any]) -> bool:
@@ -51,11 +54,12 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
     """Convert `state_dict`, which this library has saved, for torch's `optimizer`, whose weights are loaded already.
 
     Raises:
-        ValueError: the optimizer is of another algorithm, its weights are in 16 bits or sharded and would lose the
-            compensation, or the state dict does not fit.
+        ValueError: the optimizer is of another algorithm, its weights are in 16 bits or sharded and would lose what a
+            compensation or remainder holds, or the state dict does not fit.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    groups, saved_groups = optimizer.param_groups, from_saved_form(state_dict)["param_groups"]
+    state_dict = from_saved_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     writers = {group.get(HEADER, {}).get("optimizer", "an early version of hf_lowprec") for group in saved_groups}
     if writers != {_CLASSES.get(type(optimizer))}:
         writer = " and ".join(sorted(writers))
@@ -70,25 +74,24 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
             "optimizer the same groups in the same order"
         )
     states: dict[Any, Any] = {}
-    compensations: list[tuple[Tensor, Tensor]] = []
+    weights: list[tuple[Tensor, Tensor]] = []
     index = 0
     for group, saved in zip(groups, saved_groups, strict=True):
         header = saved[HEADER]
         dithered = header.get(DITHERED, "")
         for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
             state = dict(state_dict["state"].get(number, {}))
-            compensation = state.pop("compensation", None)
-            if compensation is not None:
+            low_bits = low_bits_state(state)
+            if low_bits is not None:
+                is_dithered = dithered[position : position + 1] == "1"
+                stream = (saved["seed"], index + first_parameter(header)) if is_dithered else None
                 weight = _weight_in_16_bits(param, name)
-                compensation = compensation.to(param.device)
-                if dithered[position : position + 1] == "1":
-                    number_in_stream = index + first_parameter(header)
-                    compensation = subtract_dither(compensation, weight, saved["seed"], number_in_stream)
-                compensations.append((param, compensation.float()))
+                weights.append((param, fp32_values(weight, low_bits.to(param.device), stream)))
+                state = {name: value for name, value in state.items() if name not in LOW_BITS_STATES}
             if state:
                 states[number] = _state(state, group)
             index += 1
-    return ForTorch({**state_dict, "state": states, "param_groups": _groups(groups, saved_groups)}, compensations)
+    return ForTorch({**state_dict, "state": states, "param_groups": _groups(groups, saved_groups)}, weights)
 
 
 def _groups(groups: list[ParamGroup], saved_groups: list[ParamGroup]) -> list[ParamGroup]:
@@ -102,26 +105,27 @@ def _groups(groups: list[ParamGroup], saved_groups: list[ParamGroup]) -> list[Pa
 def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:
     """FP32 states, as torch's optimizers name them; its SGD does not count steps."""
     step = {} if "dampening" in group else {"step": torch.tensor(float(state["step"]), dtype=torch.float32)}
-    return step | {name: value.float() for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if name != "step" and isinstance(value, Tensor)}
+    return step | {name: value.float() for name, value in decoded_states(tensors).items()}
 
 
 def _weight_in_16_bits(param: Tensor, name: str) -> Tensor:
-    """The weight that a compensation belongs to: the FP32 `param`, which has a 16-bit value, in its 16-bit dtype.
+    """The weight that low bits belong to: the FP32 `param`, which has a 16-bit value, in its 16-bit dtype.
 
     Raises:
-        ValueError: `param` cannot take in a compensation, or has another value.
+        ValueError: `param` cannot take in low bits, or has another value.
     """
     if is_sharded(param) or param.dtype != torch.float32:
         what = "sharded" if is_sharded(param) else dtype_name(param.dtype)
         raise ValueError(
-            f"this checkpoint holds a Kahan compensation, which {what} weights under {name} would lose: load the model "
-            "in FP32 (from_pretrained with dtype='float32', no FSDP), resume with the optim= it was saved with, or "
-            f"{START_AGAIN}"
+            f"this checkpoint holds low bits of its weights, which {what} weights under {name} would lose: load the "
+            "model in FP32 (from_pretrained with dtype='float32', no FSDP), resume with the optim= it was saved with, "
+            f"or {START_AGAIN}"
         )
     for weight in map(param.detach().to, LOW_PRECISION_DTYPES):
         if torch.equal(weight.float(), param):
             return weight
     raise ValueError(
-        "the model's weights are not the 16-bit weights of this checkpoint, to which its compensation belongs; load "
+        "the model's weights are not the 16-bit weights of this checkpoint, to which its optimizer state belongs; load "
         "the checkpoint's weights first"
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.sharding import check_placements, is_sharded
 from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation
-from hf_lowprec.rounding import MODES, Rounding, StateRounding
+from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -249,7 +249,9 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
         if isinstance(default, tuple) and name in group:
             _check_length(name, group[name], default, where)
     optimizer.check_hyperparameters(group)
-    _check_state_dtype(group["state_dtype"], [state.name for state in optimizer.states(group)], where)
+    states = optimizer.states(group)
+    _check_state_dtype(group["state_dtype"], [state.name for state in states], where)
+    _check_8_bits(group, states, where)
 
 
 def first_parameter(group: ParamGroup) -> int:
@@ -292,6 +294,25 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
             f"state_dtype={value!r} in {where} is not supported; use torch.bfloat16, torch.float32 or torch.int8, or a "
             "mapping from state name to one of them"
         )
+
+
+def _check_8_bits(group: ParamGroup, states: Iterable[State], where: str) -> None:
+    """Raise ValueError if `group` asks for states in 8 bits that cannot be."""
+    requested = group["state_dtype"]
+    dtypes = requested if isinstance(requested, Mapping) else {"": requested}
+    if torch.int8 not in dtypes.values():
+        return
+    if group["state_rounding"] == "nearest":
+        raise ValueError(
+            f"state_rounding='nearest' in {where} is not supported with state_dtype={requested!r}: states in 8 bits "
+            "are always rounded stochastically; remove state_rounding, or use state_dtype=torch.bfloat16"
+        )
+    for state in states:
+        if not state.averages and dtypes.get(state.name) == torch.int8:
+            raise ValueError(
+                f"state_dtype={requested!r} in {where} is not supported: {state.name} does not average over steps, so "
+                "the errors of 8 bits would not average out; use torch.bfloat16 or torch.float32 for it"
+            )
 
 
 def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
@@ -341,16 +362,21 @@ def check_gradient(grad: Tensor) -> None:
 
 
 def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None:
-    """Raise ValueError if `param` was cast to FP32 after steps with Kahan summation.
+    """Raise ValueError if `param` was cast to FP32 after steps with a compensation or remainder.
 
-    An FP32 parameter is stepped without compensation, so what the compensation holds would be lost silently.
+    An FP32 parameter is stepped without them, so what they hold would be lost silently.
     """
     if param.dtype != torch.float32:
         return
     for name in {auxiliary.name for mode in MODES.values() for auxiliary in mode.auxiliary} & state.keys():
+        popped = f"optimizer.state[param].pop({name!r})"
+        joined = {
+            "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
+            "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
+        }
         raise ValueError(
-            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. Add what it "
-            f"holds to the weight, param.data.add_(optimizer.state[param].pop({name!r})), or build a new optimizer"
+            f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "
+            f"{joined[name]}, or build a new optimizer"
         )
 
 

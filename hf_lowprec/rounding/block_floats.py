@@ -128,6 +128,32 @@ def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
     return torch.where(is_coarse, product >> 4, product >> 5)
 
 
+def intended_bias(variance: Tensor, value: Tensor) -> Tensor:
+    """The mean by which second moments are rounded up on purpose, see `_skew`.
+
+    Args:
+        variance: that of their rounding.
+        value: the moments before it.
+    """
+    _, exponent = torch.frexp(value)
+    return 9 / 32 * variance / torch.ldexp(torch.ones_like(value), exponent - 1)
+
+
+def code_spacing(code: Tensor, scale: Tensor, nonnegative: bool) -> Tensor:
+    """The distance from numbers to those of the next smaller magnitude that have a code under the same scale.
+
+    Of zero and of the smallest number, it is that of the next larger one.
+
+    Args:
+        code: as for `decode`.
+        scale: as for `decode`.
+        nonnegative: as for `decode`.
+    """
+    magnitude = code & (0xFF if nonnegative else 0x7F)
+    larger = torch.where(magnitude > 2, magnitude, 2)
+    return decode(larger, scale, nonnegative) - decode(larger - 1, scale, nonnegative)
+
+
 def decode(code: Tensor, scale: Tensor, nonnegative: bool) -> Tensor:
     """Decode what `encode` has returned.
 

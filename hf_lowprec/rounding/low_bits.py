@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.dither import as_compensation
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding.stored_pairs import stored_pair
 
 _ATTRIBUTE = "_low_bits"
+
+KEPT_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
+"""The dtype in which the low bits of BF16 and FP16 parameters are kept, see `stored_pairs.py`."""
 
 
 class _LowBits(NamedTuple):
@@ -23,9 +26,10 @@ class _LowBits(NamedTuple):
 
 
 def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
-    """Keep the difference between `exact` and the 16-bit `param`, rounded to BF16, as an attribute of `param`.
+    """Keep what the 16-bit `param` lacks of `exact` as an attribute of `param`.
 
-    If it is zero everywhere, nothing is kept: the FP32 values were 16-bit numbers already.
+    If that is nothing, nothing is kept: the FP32 values were 16-bit numbers already. BF16 parameters lose no bit: ties,
+    which a cast rounds to even, are rounded away from zero again, see `split.py`.
 
     Args:
         param: a BF16 or FP16 parameter: `exact`, rounded to nearest.
@@ -35,24 +39,33 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
         Whether there is a difference.
     """
     weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
-    kept = torch.empty_like(weights, dtype=torch.bfloat16)
+    kept = torch.empty_like(weights, dtype=KEPT_DTYPES[param.dtype])
     chunk = chunk_size(weights.device)
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)
-        kept[part] = as_compensation(weights[part], exacts[part] - weights[part].float())
+        weights[part], kept[part] = stored_pair(exacts[part], param.dtype, kept.dtype)
     if not kept.any():
         return False
+    if weights.data_ptr() != param.data_ptr():
+        param.detach().copy_(weights.view(param.shape))
     set_low_bits(param, kept.view(param.shape))
     return True
 
 
 def set_low_bits(param: Tensor, low_bits: Tensor) -> None:
-    """Keep `low_bits` as an attribute of `param`: BF16, of the shape of `param`; of this rank's shard for a DTensor."""
+    """Keep `low_bits` as an attribute of `param`.
+
+    Args:
+        param: a BF16 or FP16 parameter.
+        low_bits: int16 or BF16 (see `stored_pairs.py`), of the shape of `param`; of this rank's shard for a DTensor.
+    """
     setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param)))
 
 
 def low_bits(param: Tensor) -> Tensor | None:
-    """The low bits kept for `param`, BF16 on its device, of its shape (of this rank's shard for a DTensor).
+    """The low bits kept for `param`, int16 or BF16 (see `stored_pairs.py`), on its device.
+
+    They have its shape, for a DTensor that of this rank's shard.
 
     None if there are none, and if the weight has changed since: after a checkpoint was loaded, for example, they belong
     to other weights.

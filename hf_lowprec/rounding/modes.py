@@ -113,7 +113,7 @@ def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
 
 
 _COMPENSATION = State("compensation", role=WEIGHT_ROLE, holds_low_bits=True, dtype=torch.bfloat16)
-_REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, dtype=torch.int16)
+_REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int16)
 
 MODES: dict[str, Mode] = {
     mode.name: mode
@@ -125,6 +125,10 @@ MODES: dict[str, Mode] = {
     )
 }
 """Every mode by its name."""
+
+LOW_BITS_STATES = tuple(state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits)
+"""Names of the states that hold low bits, see `stored_pairs.py`. A parameter has at most one of them, except between a
+change of its mode and the next step."""
 
 
 def mode_name(rounding: str) -> str:

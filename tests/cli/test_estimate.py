@@ -66,6 +66,8 @@ class GradientBytes(TrainerCallback):
         ("sgd_bf16_kahan", "momentum=0.9"),
         ("lion_bf16_sr", None),
         ("muon_bf16_kahan", None),
+        ("adamw_bf16_split", "state_dtype=int8"),
+        ("adan_bf16_sr", "state_dtype=exp_avg:int8|exp_avg_sq:int8"),
     ],
 )
 def test_it_foretells_what_training_holds(tmp_path, optim, optim_args):

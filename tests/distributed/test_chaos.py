@@ -30,11 +30,13 @@ def fsdp2(state_dict_type: str) -> list[str]:
 
 
 WRAPPED = {"ddp": ["ddp"], "sharded": fsdp2("SHARDED_STATE_DICT"), "full": fsdp2("FULL_STATE_DICT")}
+OPTIM = {"ddp": "adamw_bf16_kahan", "sharded": "adamw_bf16_split", "full": "adamw_bf16_kahan"}
 
 
 def train(out: Path, wrapped: str, killed: tuple[int, int, float]) -> forkserver.Done:
     """Train in `out`, from the last intact checkpoint if there is one."""
-    words = "--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim adamw_bf16_kahan"
+    words = "--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2"
+    words += f" --optim {OPTIM[wrapped]}"
     words += f" --per_device_train_batch_size 2 --output_dir {out}"
     if last_complete(out) is not None:
         words += " --resume_from_checkpoint True"

@@ -15,31 +15,34 @@ def digest(ranks: int, kind: str, rounding: str, *task: str) -> str:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folders of checkpoints that four ranks wrote halfway, with the digest of their weights at the end."""
-    folders: dict[str, tuple[str, str]] = {}
+    folders: dict[tuple[str, str], tuple[str, str]] = {}
 
-    def save(format: str) -> tuple[str, str]:
-        if format not in folders:
+    def save(format: str, rounding: str) -> tuple[str, str]:
+        if (format, rounding) not in folders:
             folder = str(tmp_path_factory.mktemp(format))
-            folders[format] = (folder, digest(4, "fsdp2", "kahan", "save", format, folder))
-        return folders[format]
+            folders[format, rounding] = (folder, digest(4, "fsdp2", rounding, "save", format, folder))
+        return folders[format, rounding]
 
     return save
 
 
 # "dcp" is torch.distributed.checkpoint by itself, "sharded" and "full" are accelerator.save_state.
 @pytest.mark.parametrize(
-    ("format", "ranks", "kind"),
+    ("format", "ranks", "kind", "rounding"),
     [
-        ("dcp", 2, "fsdp2"),
-        ("dcp", 1, "ddp"),
-        ("full", 2, "fsdp2"),
-        pytest.param("dcp", 3, "fsdp2", marks=many_ranks),
-        pytest.param("sharded", 3, "fsdp2", marks=many_ranks),
+        ("dcp", 2, "fsdp2", "kahan"),
+        ("dcp", 1, "ddp", "kahan"),
+        ("dcp", 2, "fsdp2", "split"),
+        ("full", 2, "fsdp2", "kahan"),
+        pytest.param("full", 2, "fsdp2", "split", marks=many_ranks),
+        pytest.param("dcp", 3, "fsdp2", "kahan", marks=many_ranks),
+        pytest.param("sharded", 3, "fsdp2", "kahan", marks=many_ranks),
+        pytest.param("sharded", 3, "fsdp2", "split", marks=many_ranks),
     ],
 )
-def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind):
-    folder, expected = saved(format)
-    assert digest(ranks, kind, "kahan", "resume", format, folder) == expected
+def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind, rounding):
+    folder, expected = saved(format, rounding)
+    assert digest(ranks, kind, rounding, "resume", format, folder) == expected
 
 
 def test_ddp_saves_and_goes_on(tmp_path):

@@ -25,15 +25,17 @@ def give_gradients(optimizer: LowPrecisionOptimizer) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("state_dtype", [None, torch.int8])
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_the_peak_of_a_step_is_what_the_allocator_hands_out(rounding, clip):
+def test_the_peak_of_a_step_is_what_the_allocator_hands_out(rounding, state_dtype, clip):
     """Within 3%: tables are not counted. At these sizes the FP32 values of a chunk are most of it."""
-    optimizer = built("cpu", rounding=rounding, max_grad_norm=clip, backend="native")
+    options = {"rounding": rounding, "state_dtype": state_dtype}
+    optimizer = built("cpu", max_grad_norm=clip, backend="native", **options)
     give_gradients(optimizer)
     optimizer.step()
     give_gradients(optimizer)
     found = peak_allocation(optimizer.step)
-    assert step_peak(built("meta", rounding=rounding), clipped=clip is not None) == pytest.approx(found, rel=0.03)
+    assert step_peak(built("meta", **options), clipped=clip is not None) == pytest.approx(found, rel=0.03)
 
 
 def test_of_large_matrices_it_is_that_of_newton_schulz(monkeypatch):

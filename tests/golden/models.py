@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.golden.exact import Shape, digest, integers, weights
+from tests.support.processes.gathered import gathered
 
 MICRO_BATCHES = 4
 
@@ -66,9 +67,5 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     for layer in model.layers:
         label = "norm" if isinstance(layer, ScaleRMSNorm) else "bf16"
         for kind, value in {"weight": layer.weight, **optimizer.state[layer.weight]}.items():
-            kinds.setdefault(f"{label} {kind}", []).append(full(value.detach()))
+            kinds.setdefault(f"{label} {kind}", []).append(gathered(value.detach()))
     return {kind: digest(values) for kind, values in kinds.items()}
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_lowprec
 from tests.golden import trainer
 from tests.golden.exact import digest
-from tests.golden.models import MICRO_BATCHES, Scales, digests, full
+from tests.golden.models import MICRO_BATCHES, Scales, digests
 from tests.golden.steps import ALGORITHMS, MODES, OPTIONS
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.gathered import gathered
 
 STEPS = 4
 WRAPPERS = {"one process": Scales, "DDP": DistributedDataParallel, "FSDP2": FSDPModule}
@@ -68,8 +69,8 @@ def train(kind: str, algorithm: str, mode: str, accumulation: str) -> dict[str, 
                 accelerator.backward(prepared(torch.zeros((), requires_grad=True)).float().sum())
                 if accelerator.sync_gradients:
                     if accelerator.num_processes < 3:  # of thirds, squares do not have exact sums
-                        norms.append(full(accelerator.clip_grad_norm_(prepared.parameters(), 0.5)))
-                    gradients += [full(layer.weight.grad).clone() for layer in model.layers]
+                        norms.append(gathered(accelerator.clip_grad_norm_(prepared.parameters(), 0.5)))
+                    gradients += [gathered(layer.weight.grad).clone() for layer in model.layers]
                 wrapped.step()
                 wrapped.zero_grad()
     trained = digests(accelerator.unwrap_model(prepared), wrapped.optimizer)

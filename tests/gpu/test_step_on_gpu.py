@@ -116,7 +116,7 @@ def test_nothing_is_compiled_again():
     assert built() == before
 
 
-@pytest.mark.parametrize(("rounding", "per_parameter"), [("kahan", 6), ("stochastic", 4), ("nearest", 4)])
+@pytest.mark.parametrize(("rounding", "per_parameter"), [("kahan", 6), ("split", 6), ("stochastic", 4), ("nearest", 4)])
 def test_memory_is_what_the_accounting_says(rounding, per_parameter):
     """Nothing is kept but the states, and a step needs no more than its tables beside them."""
     gc.collect()

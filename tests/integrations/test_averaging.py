@@ -30,15 +30,17 @@ def step(model, optimizer):
 
 
 def estimates(model, optimizer):
-    """Weight plus compensation in FP64, without the code under test."""
-    return {
-        name: p.detach().double()
-        + (optimizer.state[p]["compensation"].double() if "compensation" in optimizer.state[p] else 0)
-        for name, p in model.named_parameters()
-    }
+    """Weight plus compensation, or the master weight, in FP64, without the code under test."""
+
+    def exact(param, state):
+        if "remainder" in state:
+            return (param.detach().float().view(torch.int32) + state["remainder"]).view(torch.float32).double()
+        return param.detach().double() + (state["compensation"].double() if "compensation" in state else 0)
+
+    return {name: exact(param, optimizer.state[param]) for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
 @pytest.mark.parametrize(
     ("functions", "weight"),
     [

@@ -10,6 +10,7 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.monitor import PrecisionMonitor
 from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.stored_pairs import fp64_value
 
 torch_optim = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
@@ -81,10 +82,11 @@ def test_replayed_updates_are_those_of_the_whole_tensors(name):
     assert monitor.refusal is None
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic", "nearest"])
 def test_updates_of_this_package_are_adamws(rounding):
     params = parameters(torch.bfloat16)
-    optimizer = hf_lowprec.AdamW(params, lr=1e-3, weight_decay=0.1, rounding=rounding)
+    options = {"rounding": rounding, "initial_compensation": "zero"}
+    optimizer = hf_lowprec.AdamW(params, lr=1e-3, weight_decay=0.1, **options)
     monitor = PrecisionMonitor(optimizer)
     for step in range(3):
         set_gradients(params, step)
@@ -92,7 +94,9 @@ def test_updates_of_this_package_are_adamws(rounding):
         for param in params:
             state = optimizer.state[param]
             m, v = (state[name].double() if name in state else 0.0 for name in ("exp_avg", "exp_avg_sq"))
-            g, w, t = param.grad.double(), param.detach().double(), step + 1
+            g, t = param.grad.double(), step + 1
+            # Split weights decay as their masters do, which differ from them by half a spacing.
+            w = fp64_value(param.detach(), state.get("remainder"))
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             denominator = (v / (1 - 0.999**t)).sqrt() + 1e-8
             expected.append(-1e-3 * (m / (1 - 0.9**t) / denominator + 0.1 * w))

@@ -87,7 +87,7 @@ def test_rounding_to_nearest_says_so():
     findings = train(model_of(None), adamw(1e-6, rounding="nearest"), steps=1, every=1)
     finding = only(findings, "updates_vanish")
     assert "rounding='nearest', learning rate 1e-06" in finding.message
-    assert "Use rounding='kahan'" in finding.message
+    assert "Use rounding='split' or 'kahan'" in finding.message
 
 
 def test_a_frozen_second_moment():

@@ -31,6 +31,15 @@ def test_a_kahan_weight_is_weight_plus_compensation() -> None:
     assert torch.equal(found.double(), model.weight.double() + compensation.double())
 
 
+def test_a_split_weight_is_its_master() -> None:
+    model, optimizer = stepped("split")
+    remainder = optimizer.state[model.weight]["remainder"]
+    assert remainder.any()
+    found = fp32_state_dict(model, optimizer)["weight"]
+    pattern = model.weight.detach().float().view(torch.int32) + remainder
+    assert torch.equal(found.view(torch.int32), pattern)
+
+
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_without_a_compensation_weights_are_converted_as_they_are(rounding: str) -> None:
     model, optimizer = stepped(rounding)

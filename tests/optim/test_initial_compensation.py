@@ -18,6 +18,9 @@ from tests.support.triton_available import require_triton
 
 SHAPES = [(40, 25), (257,), ()]
 KINDS = ["low_bits", "dither", "zero"]
+PAIRED = ["kahan", "split"]
+"""The modes that store low bits besides the weight."""
+CASES = [(BF16, "kahan"), (FP16, "kahan"), (BF16, "split")]
 
 
 def model(dtype: torch.dtype = BF16, seed: int = 0) -> tuple[list[torch.Tensor], nn.ParameterList]:
@@ -42,6 +45,12 @@ def estimates(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> lis
     return list(fp32_state_dict(params, optimizer).values())
 
 
+def low_bits_of(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+    """The compensation or remainder of a parameter."""
+    state = optimizer.state[param]
+    return state["compensation" if "compensation" in state else "remainder"]
+
+
 def contents(params: nn.ParameterList, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All bits: weights, states and FP32 estimates."""
     states = [value for param in params for value in optimizer.state[param].values()]
@@ -59,18 +68,18 @@ def close(found: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
 
 @every_algorithm
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("dtype", "rounding"), CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_of_size_zero_change_no_weight(name, dtype, kind):
-    """Neither as stored nor in FP32: exactly for a dither and zero, to 2**-16 for low bits."""
+def test_steps_of_size_zero_change_no_weight(name, dtype, rounding, kind):
+    """Neither as stored nor in FP32: exactly for a dither, for zero and for remainders, to 2**-16 for compensations."""
     exact, params = model(dtype)
     before = [param.detach().clone() for param in params]
-    options = {**OPTIONS[name][0], "weight_decay": 0.0, "initial_compensation": kind}
+    options = {**OPTIONS[name][0], "weight_decay": 0.0, "initial_compensation": kind, "rounding": rounding}
     optimizer = build(name, params, lr=0.0, **options)
     for _ in range(3):
         found = estimates(params, optimizer)
         if kind == "low_bits":
-            assert close(found, exact)
+            assert same(found, exact) if rounding == "split" else close(found, exact)
             assert not same(found, [value.float() for value in before])
         elif not optimizer.state:
             assert close(found, exact)  # what the cast has kept, until it is dropped
@@ -80,26 +89,28 @@ def test_steps_of_size_zero_change_no_weight(name, dtype, kind):
         train(optimizer, range(1))
 
 
-def test_without_low_bits_a_step_of_size_zero_gives_the_given_weights_exactly():
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_without_low_bits_a_step_of_size_zero_gives_the_given_weights_exactly(rounding):
     """16-bit weights of all sizes, as a checkpoint on disk holds them: before the first step, and after it."""
     weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16)
     weights = weights[weights.isfinite()]
     params = nn.ParameterList([weights.clone()])
-    optimizer = AdamW(params, lr=0.0)
+    optimizer = AdamW(params, lr=0.0, rounding=rounding)
     for _ in range(3):
         (found,) = estimates(params, optimizer)
         assert torch.equal(found, weights.float())
         assert torch.equal(params[0], weights)
         train(optimizer, range(1))
     # (Of the smallest numbers, a dither may be too small for BF16.)
-    assert optimizer.state[params[0]]["compensation"][weights.abs() > 2.0**-100].all()
+    assert low_bits_of(optimizer, params[0])[weights.abs() > 2.0**-100].all()
 
 
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
-def test_an_averaged_model_starts_with_the_same_estimates():
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_an_averaged_model_starts_with_the_same_estimates(rounding):
     for kind in KINDS:
         exact, params = model()
-        optimizer = AdamW(params, lr=0.0, initial_compensation=kind)
+        optimizer = AdamW(params, lr=0.0, rounding=rounding, initial_compensation=kind)
         train(optimizer, range(1))
         averaged = hf_lowprec.AveragedModel(params)
         averaged.update_parameters(params, optimizer)
@@ -140,12 +151,13 @@ def test_estimates_follow_fp32(kind):
 
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["low_bits", "dither"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_backends_agree_from_the_first_step(kind, dtype):
+@pytest.mark.parametrize(("dtype", "rounding"), CASES)
+def test_backends_agree_from_the_first_step(kind, dtype, rounding):
     found = []
     for backend in ("eager", "native"):
         _, params = model(dtype)
-        optimizer = AdamW(params, lr=1e-3, initial_compensation=kind, backend=backend, first_parameter=0)
+        options = {"initial_compensation": kind, "rounding": rounding, "first_parameter": 0}
+        optimizer = AdamW(params, lr=1e-3, backend=backend, **options)
         train(optimizer, range(3))
         found.append(contents(params, optimizer))
     assert same(*found)
@@ -212,8 +224,9 @@ def test_optimizers_of_one_parameter_have_dithers_of_their_own():
             assert (fp32_state_dict(params, optimizer)[str(name)] == 1.5).all()
 
 
+@pytest.mark.parametrize("rounding", PAIRED)
 @pytest.mark.parametrize("memory", ["transposed", "channels last", "with gaps"])
-def test_weights_of_any_memory_format(memory):
+def test_weights_of_any_memory_format(memory, rounding):
     value = torch.randn(4, 6, 5, 3).to(BF16)
     if memory == "transposed":
         value = value.transpose(0, 3)
@@ -225,10 +238,10 @@ def test_weights_of_any_memory_format(memory):
     for made in (value, value.clone(memory_format=torch.contiguous_format)):
         params = nn.ParameterList([nn.Parameter(made)])
         before = made.clone()
-        optimizer = AdamW(params, lr=0.0, first_parameter=0)
+        optimizer = AdamW(params, lr=0.0, first_parameter=0, rounding=rounding)
         train(optimizer, range(1))
         assert torch.equal(estimates(params, optimizer)[0], before.float())
-        found.append(optimizer.state[params[0]]["compensation"])
+        found.append(low_bits_of(optimizer, params[0]))
     assert torch.equal(*found)
     assert found[0].any()
 
@@ -240,10 +253,11 @@ STEPS = range(1, 6)
 @pytest.mark.parametrize("way", ["torch.save", "deepcopied", "pickled"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("saved_at", [0, 1, 3])
-def test_training_resumes_bit_for_bit(way, kind, saved_at):
+@pytest.mark.parametrize("rounding", PAIRED)
+def test_training_resumes_bit_for_bit(way, kind, saved_at, rounding):
     """Also from before the first step, where the low bits are in the state dict and nowhere else."""
     _, params = model()
-    optimizer = AdamW(params, lr=1e-3, initial_compensation=kind)
+    optimizer = AdamW(params, lr=1e-3, rounding=rounding, initial_compensation=kind)
     train(optimizer, STEPS[:saved_at])
     if way == "pickled":
         resumed, other = pickle.loads(pickle.dumps((params, optimizer)))
@@ -256,7 +270,7 @@ def test_training_resumes_bit_for_bit(way, kind, saved_at):
         else:
             saved = copy.deepcopy(saved)
         _, resumed = model(seed=1)  # of other weights, with low bits of their own
-        other = AdamW(resumed, lr=1e-3, initial_compensation=kind)
+        other = AdamW(resumed, lr=1e-3, rounding=rounding, initial_compensation=kind)
         other.load_state_dict(saved["optimizer"])
         resumed.load_state_dict(saved["weights"])
     assert same(estimates(params, optimizer), estimates(resumed, other))
@@ -314,14 +328,15 @@ def test_flags_of_dithered_parameters_are_saved_per_group():
     assert "dithered" not in headers[1]
 
 
+@pytest.mark.parametrize("rounding", PAIRED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
-def test_clipping_before_the_first_step_creates_the_same_compensations(kind):
+def test_clipping_before_the_first_step_creates_the_same_compensations(kind, rounding):
     """With gradients enabled, where torch forbids changing parameters in place."""
     found = []
     for clipped in (False, True):
         _, params = model()
-        optimizer = AdamW(params, lr=1e-3, initial_compensation=kind, first_parameter=0)
+        optimizer = AdamW(params, lr=1e-3, rounding=rounding, initial_compensation=kind, first_parameter=0)
         for param in params:
             param.grad = torch.full_like(param, 2.0**-10)
         if clipped:
@@ -345,7 +360,9 @@ def test_weights_that_are_all_zero_are_not_dithered():
 def test_modes_without_a_compensation_drop_low_bits_with_a_note(options):
     _, params = model()
     optimizer = AdamW(params, **options)
-    with pytest.warns(RuntimeWarning, match=r"low bits .* of 3 parameters are dropped.*rounding='kahan'") as notes:
+    with pytest.warns(
+        RuntimeWarning, match=r"low bits .* of 3 parameters are dropped.*rounding='split' or 'kahan'"
+    ) as notes:
         train(optimizer, range(2))
     assert len(notes) == 1
     assert not any(low_bits(param) is not None for param in params)

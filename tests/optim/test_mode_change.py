@@ -121,8 +121,8 @@ def test_backends_agree_before_and_after(cls, rounding, any_backend):
     assert_equal([first["params"], first["state"]], [second["params"], second["state"]])
 
 
-@pytest.mark.parametrize("first", ["kahan", *OTHERS])
-@pytest.mark.parametrize("then", ["kahan", *OTHERS])
+@pytest.mark.parametrize("first", ["kahan", "split", *OTHERS])
+@pytest.mark.parametrize("then", ["kahan", "split", *OTHERS])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_dict_of_another_mode_continues_as_within_the_run(name, first, then):
     def made(rounding):
@@ -142,7 +142,42 @@ def test_a_state_dict_of_another_mode_continues_as_within_the_run(name, first, t
         train(optimizer, 3, seed=1)
     first_run, second_run = (everything(optimizer) for optimizer in (within, resumed))
     assert_equal([first_run[key] for key in COMPARED], [second_run[key] for key in COMPARED])
-    assert all(("compensation" in within.state[p]) == (then == "kahan") for p in params_of(within))
+    for param in params_of(within):
+        assert ("compensation" in within.state[param]) == (then == "kahan")
+        assert ("remainder" in within.state[param]) == (then == "split")
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(("first", "then"), [("kahan", "split"), ("split", "kahan")])
+def test_low_bits_change_their_form(first, then, start):
+    """To a remainder without loss (the estimate is an FP32 number); to a compensation, to 8 bits of what is missing."""
+    optimizer = stepped(first, initial_compensation=start)
+    sums = exact(optimizer)
+    set_mode(optimizer, then)
+    assert_equal(exact(optimizer), sums)
+    take_no_way(optimizer)
+    assert not optimizer.dithered
+    for param, found, expected in zip(params_of(optimizer), exact(optimizer), sums, strict=True):
+        error = (found - expected).abs()
+        if then == "split":
+            assert not error.any()
+        else:  # half a spacing of 2**-7 at most, to 2**-8 of itself; two rounding steps: the change, and the step
+            assert (error <= 2 * 2.0**-16 * expected.abs()).all()
+        missing = (param.detach().double() - expected).abs()
+        assert (missing <= 2.0**-8 * expected.abs() * (1 + 2.0**-6)).all()
+
+
+def test_a_third_mode_after_a_step_that_failed_in_between():
+    """A state of the new mode was created, but not yet filled."""
+    optimizer = stepped(initial_compensation="zero")
+    sums = exact(optimizer)
+    for param in params_of(optimizer):
+        optimizer.state[param]["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+    set_mode(optimizer, "nearest")
+    take_no_way(optimizer)
+    for param, expected in zip(params_of(optimizer), sums, strict=True):
+        assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert ((param.detach().double() - expected).abs() <= 2.0**-8 * expected.abs()).all()
 
 
 @pytest.mark.parametrize("then", OTHERS)
@@ -208,7 +243,9 @@ def test_parameters_without_a_gradient_keep_theirs_until_they_have_one():
     assert torch.equal(exact(optimizer)[1], sums[1])
 
 
-@pytest.mark.parametrize(("first", "then"), [("kahan", "stochastic"), ("stochastic", "kahan")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("kahan", "stochastic"), ("stochastic", "kahan"), ("split", "kahan"), ("kahan", "split")]
+)
 def test_a_change_before_gradients_are_clipped(first, then):
     """`clip_grad_norm_` makes the plan, with autograd on."""
     optimizers = [stepped(first) for _ in range(2)]
@@ -224,12 +261,13 @@ def test_a_change_before_gradients_are_clipped(first, then):
     assert_equal(one["params"], other["params"])
 
 
-def test_a_strided_parameter_is_folded():
+@pytest.mark.parametrize(("first", "then"), [("kahan", "nearest"), ("split", "nearest"), ("kahan", "split")])
+def test_a_strided_parameter_is_folded(first, then):
     param = nn.Parameter(weights(60).detach().view(6, 10).t())
-    optimizer = AdamW([param], lr=1e-5)
+    optimizer = AdamW([param], lr=1e-5, rounding=first)
     train(optimizer, 5)
     sums = exact(optimizer)[0]
-    set_mode(optimizer, "nearest")
+    set_mode(optimizer, then)
     take_no_way(optimizer)
     # A compensation is at most half a spacing, up to its own rounding, so both are the nearest number.
     assert ((param.detach().double() - sums).abs() <= sums.abs() * 2**-8).all()

@@ -10,6 +10,7 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.optim import AdamW
 from hf_lowprec.rounding.low_bits import drop_low_bits, keep_low_bits, low_bits
+from hf_lowprec.rounding.stored_pairs import fp32_value
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -51,10 +52,11 @@ def test_trainable_fp32_parameters_that_are_cast_have_low_bits(dtype):
     for name in kept(model):
         param = model.get_parameter(name)
         low = low_bits(param)
-        assert (low.dtype, low.shape) == (BF16, param.shape)
-        # 9 bits of the weight, ties included, and 8 of the rest, the last of them truncated at worst.
-        bits = 2.0**-16 if dtype is BF16 else 2.0**-19
-        assert ((param.double() + low.double() - exact[name].double()).abs() <= bits * exact[name].abs()).all()
+        assert (low.dtype, low.shape) == ({BF16: torch.int16, FP16: BF16}[dtype], param.shape)
+        if dtype is BF16:
+            assert torch.equal(fp32_value(param, low), exact[name])
+        else:  # 12 bits of the weight, ties included, and 8 of the rest, the last of them truncated at worst
+            assert ((param.double() + low.double() - exact[name].double()).abs() <= 2.0**-19 * exact[name].abs()).all()
         assert not torch.equal(param.double(), exact[name].double())
 
 
@@ -148,7 +150,7 @@ def test_memory_is_two_bytes_per_parameter_until_the_first_step():
 def test_low_bits_can_be_dropped():
     param = nn.Parameter(torch.ones(3, dtype=BF16))
     assert keep_low_bits(param, torch.full((3,), 1 + 2.0**-12))
-    assert low_bits(param).tolist() == [2.0**-12] * 3
+    assert low_bits(param).tolist() == [2**11] * 3  # in units of 2**-23
     drop_low_bits(param)
     assert low_bits(param) is None
     drop_low_bits(param)
@@ -159,4 +161,20 @@ def test_parameters_larger_than_a_chunk_and_with_gaps_in_memory():
     param = nn.Parameter(exact.to(BF16))
     assert not param.is_contiguous()
     keep_low_bits(param, exact)
-    assert ((param.double() + low_bits(param).double() - exact).abs() <= 2.0**-16 * exact.abs()).all()
+    assert torch.equal(fp32_value(param, low_bits(param)), exact)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_ties_are_kept_too(contiguous):
+    """A cast rounds them to even; half of them then move to the neighbour, so that 16 bits can hold what is missing."""
+    even, odd = torch.tensor([1.0, -1.0, 2.0**-120, 2.0**-133 * 2]), torch.tensor([1 + 2.0**-7, -1 - 2.0**-7, 0.0, 0.0])
+    odd[2:] = even[2:] + torch.tensor([2.0**-127, 2.0**-133])
+    exact = torch.stack([even, (even + odd) / 2, odd, odd + (odd - even) / 2])
+    exact = exact if contiguous else exact.t().contiguous().t()
+    param = nn.Parameter(exact.to(BF16))
+    cast = param.detach().clone()
+    assert keep_low_bits(param, exact)
+    assert torch.equal(fp32_value(param, low_bits(param)), exact)
+    assert (cast != param).sum() == 4  # the ties between an even number and an odd one above it
+    distances = [(weights.double() - exact.double()).abs() for weights in (cast, param)]
+    assert torch.equal(*distances)

@@ -19,6 +19,7 @@ from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
+from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
 
 CASES = {
@@ -63,7 +64,7 @@ def check(
 ) -> None:
     """Train full tensors and shards of them on the same gradients and compare; from step 3 in the mode `then`.
 
-    With `low`, compensations start with the low bits of FP32 weights, where there are any.
+    With `low`, compensations and remainders start with the low bits of FP32 weights, where there are any.
     """
     full, parts = torch.nn.ParameterList(), torch.nn.ParameterList()
     for k, shape in enumerate(shapes):
@@ -102,7 +103,7 @@ def check(
         assert torch.equal(of_parts[str(k)].full_tensor(), estimates[str(k)]), (name, options, k)
         for key, value in whole.state[param].items():
             mine = sharded.state[part][key]
-            assert torch.equal(mine if key == "step" else mine.full_tensor(), value), (name, options, k, key)
+            assert torch.equal(mine if key == "step" else gathered(mine), value), (name, options, k, key)
 
 
 def check_sums(monitors: list[hf_lowprec.PrecisionMonitor], *case: object) -> None:
@@ -138,13 +139,15 @@ def main(backend: str) -> None:
     for name, (kind, shapes, placements) in cases.items():
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
-        for rounding in ("kahan", "stochastic"):
+        for rounding in ("kahan", "split", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
             check_monitor_of_torch(name, mesh, shapes, placements)
         if backend == "native":  # no backend initializes compensations or converts them to another mode
-            check(name, AdamW, *arguments, low=True)
-            check(name, AdamW, *arguments, rounding="kahan", then="stochastic")
+            for rounding in ("kahan", "split"):
+                check(name, AdamW, *arguments, rounding=rounding, low=True)
+            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan")):
+                check(name, AdamW, *arguments, rounding=first, then=then)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing

@@ -29,6 +29,7 @@ import hf_lowprec
 from hf_lowprec.optim import gradient_release
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
 from tests.support.training.counting_text import tokenizer
 
@@ -53,7 +54,7 @@ def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     total = hashlib.sha256()
     for param in model.parameters():
         for tensor in (param, *optimizer.state[param].values()):
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            full = gathered(tensor)
             total.update(str(full.dtype).encode())
             total.update(full.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()[:16]

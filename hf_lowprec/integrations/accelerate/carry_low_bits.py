@@ -39,10 +39,10 @@ def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.devic
         device: where tensors are sent between ranks.
     """
     params = dict(_named(model))
-    names = gather_objects(list(kept), "preparing a model")[0]
-    for name in names:
+    dtypes = {name: low.dtype for name, low in kept.items()}
+    for name, dtype in gather_objects(dtypes, "preparing a model")[0].items():
         param = params[name]
-        ours = kept.pop(name) if dist.get_rank() == 0 else torch.empty(param.shape, dtype=torch.bfloat16)
+        ours = kept.pop(name) if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
         set_low_bits(param, shard_like(full, param).to(local_shard(param).device))

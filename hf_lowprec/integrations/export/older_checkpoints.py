@@ -2,6 +2,7 @@
 
 Trainer and most scripts pass the parameters in the order of the model. That this was so is checked against the values:
 a compensation is smaller than the spacing of its weight, which the compensation of another weight is not everywhere.
+Remainders do not show whose they are; checkpoints that have them also have names.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def _belongs(parameter: SavedParameter, layout: WeightLayout, name: str) -> bool
     if parameter.compensation is None:
         return parameter.low_bits is None and info.dtype == torch.float32
     compensation = parameter.compensation()
+    if not compensation.is_floating_point():
+        return False
     weight = layout.read(name)
     fits = compensation.float().abs() <= spacing(weight, weight.dtype)
     return bool(fits.all()) and int(compensation.count_nonzero()) >= _FEWEST

@@ -1,4 +1,4 @@
-"""Reads compensations from a saved optimizer, by the names of the parameters."""
+"""Reads compensations and remainders from a saved optimizer, by the names of the parameters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolde
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
-from hf_lowprec.optim.initial_compensation import subtract_dither
-from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form
+from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
-_COMPENSATION = "compensation"
 _STATE, _GROUPS = "state", "param_groups"
 
 
@@ -25,9 +25,9 @@ class SavedParameter(NamedTuple):
     """What a saved optimizer knows of a parameter.
 
     Attributes:
-        compensation: reads its compensation; None if it has none.
-        shape: the shape of its compensation; None without one.
-        dither: the random stream of the dither that the compensation started with; None if there was none.
+        compensation: reads its compensation or remainder; None if it has neither.
+        shape: the shape of that; None without one.
+        dither: the random stream of the dither that it started with; None if there was none.
         low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
     """
 
@@ -45,10 +45,8 @@ class SavedParameter(NamedTuple):
         """The FP32 estimate of the parameter, whose stored value is `weight`."""
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
-        missing = self.compensation() if self.compensation else low_bits(weight)
-        if missing is not None and self.dither is not None:
-            missing = subtract_dither(missing, weight, *self.dither)
-        return weight.float() if missing is None else weight.float() + missing.float()
+        kept = self.compensation() if self.compensation else low_bits(weight)
+        return weight.float() if kept is None else fp32_values(weight, kept, self.dither)
 
 
 class SavedOptimizer(NamedTuple):
@@ -66,7 +64,7 @@ class SavedOptimizer(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """Whether it has compensations, or low bits."""
+        """Whether it has compensations, remainders, or low bits."""
         return any(parameter.refines for group in self.groups for parameter in group)
 
     def by_name(self) -> dict[str, SavedParameter]:
@@ -93,7 +91,7 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
     saved = load_mapped(path)
     if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
         raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
-    groups, states, kept = saved_param_groups(saved), saved[_STATE], saved.get(LOW_BITS, {})
+    groups, states, kept = saved_param_groups(saved), from_saved_form(saved)[_STATE], saved.get(LOW_BITS, {})
     sizes = [len(group["params"]) for group in groups]
     if names is not None and [*map(len, names)] != sizes:
         raise ValueError(
@@ -104,10 +102,10 @@ def read_optimizer_file(path: Path, names: list[list[str | None]] | None) -> Sav
     dithers = _dithers(groups)
 
     def parameter(key: Any) -> SavedParameter:
-        compensation = states.get(key, {}).get(_COMPENSATION)
-        if compensation is None:
+        state = low_bits_state(states.get(key, {}))
+        if state is None:
             return SavedParameter(low_bits=None if states.get(key) else kept.get(key))
-        return SavedParameter(lambda: compensation, compensation.shape, dithers.get(key))
+        return SavedParameter(lambda: state, state.shape, dithers.get(key))
 
     parameters = [[parameter(key) for key in group["params"]] for group in groups]
     if all(isinstance(key, str) for group in groups for key in group["params"]):
@@ -124,11 +122,12 @@ def read_optimizer_folder(folder: Path) -> SavedOptimizer:
     dithers = _dithers(groups)
 
     def parameter(name: str) -> SavedParameter:
-        path = ("optimizer", _STATE, name, _COMPENSATION)
-        info = stored.info(path) if path in paths else None
-        if info is None:
+        candidates = (("optimizer", _STATE, name, state) for state in LOW_BITS_STATES)
+        path = next((path for path in candidates if path in paths), None)
+        info = stored.info(path) if path else None
+        if path is None or info is None:
             return SavedParameter()
-        return SavedParameter(lambda: stored.read(path), info.shape, dithers.get(name))
+        return SavedParameter(lambda: in_own_dtype(path[-1], stored.read(path)), info.shape, dithers.get(name))
 
     names: list[list[str | None]] = [[*group["params"]] for group in groups]
     parameters = [[parameter(name) for name in group["params"]] for group in groups]
@@ -155,7 +154,7 @@ def saved_param_groups(saved: Mapping[str, Any]) -> list[ParamGroup]:
 
 
 def _dithers(groups: list[ParamGroup]) -> dict[Any, RandomStream]:
-    """The random streams of parameters whose compensation started with a dither, by their keys in the state dict."""
+    """The random streams of dithered parameters, by their keys in the state dict."""
     flags = (group.get(HEADER, {}).get(DITHERED, "").ljust(len(group["params"]), "0") for group in groups)
     streams = random_streams(groups)
     return {key: stream for (key, stream), flag in zip(streams, "".join(flags), strict=True) if flag == "1"}

@@ -18,7 +18,10 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import check_keywords, optimizer_factory
 from hf_lowprec.optim.validation import keywords
 
-_DTYPES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32}
+_DTYPES = {
+    **{"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32},
+    "int8": torch.int8,
+}
 _TRUE, _FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -147,7 +150,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _dtypes(text: str) -> torch.dtype | Mapping[str, torch.dtype]:
-    """Parse one dtype, or one per state as in `exp_avg:bfloat16|exp_avg_sq:float32`."""
+    """Parse one dtype, or one per state as in `exp_avg:int8|exp_avg_sq:float32`."""
     if ":" not in text:
         return _dtype(text)
     pairs = (pair.split(":") for pair in text.split("|"))
@@ -173,6 +176,6 @@ _EXPECTED: dict[Callable[[str], Any], str] = {
     int: "use an integer",
     float: "use a number",
     RoundingSchedule.parse: EXPECTED,
-    _dtypes: "use bfloat16, float32, or a dtype per state as in exp_avg:bfloat16|exp_avg_sq:float32",
+    _dtypes: "use bfloat16, float32, int8, or a dtype per state as in exp_avg:int8|exp_avg_sq:float32",
 }
 """The end of the message when a parser fails."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.state_tensors import new_state_dtype
 from hf_lowprec.rounding import dtype_name
 
 
@@ -26,8 +26,8 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
             if earlier_dtypes.get(param, param.dtype) == param.dtype:
                 continue
             state = optimizer.state[param]
-            names = [stored.name for stored in optimizer.stored_states(group, param.dtype)]
-            old = [n for n in names if state[n].dtype != validation.state_dtype(n, param.dtype, group)]
+            states = optimizer.stored_states(group, param.dtype)
+            old = [each.name for each in states if state[each.name].dtype != new_state_dtype(each, group, param)]
             if old:
                 changed.append((param, old))
     if changed:

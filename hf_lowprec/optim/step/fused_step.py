@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
 from hf_lowprec.rounding.block_floats import decode, encode
+from hf_lowprec.rounding.modes import RandomBits
 from hf_lowprec.rounding.random_bits import lane, word_of
 
 
@@ -43,6 +44,34 @@ def fused_step(
     Returns:
         `(weight', state')`: FP32 or int32 tensors whose values the storage dtypes represent exactly.
     """
+    draw = _draws(index, keys)
+    new_weight, new_state = _stepped(spec, weight, grad, state, scalars, draw)
+    states = (stored for stored in spec.states if stored.scale_of is None)
+    return new_weight, {k: v for stored in states for k, v in _store(spec, stored, new_state, draw).items()}
+
+
+def stepped_weight(
+    spec: StepSpec,
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+    index: Tensor,
+    keys: Mapping[int, tuple[Any, Any]],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The new weight of some elements, and the states of the rounding mode. The elements need not be whole blocks.
+
+    Arguments and results are those of `fused_step`.
+    """
+    draw = _draws(index, keys)
+    new_weight, new_state = _stepped(spec, weight, grad, state, scalars, draw)
+    of_mode = {each.name for each in MODES[spec.rounding].auxiliary}
+    states = (stored for stored in spec.states if stored.name in of_mode)
+    return new_weight, {k: v for stored in states for k, v in _store(spec, stored, new_state, draw).items()}
+
+
+def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
+    """The random bits of each role; roles that share a word draw it once."""
     words: dict[int, Tensor] = {}
 
     def draw(role: int) -> Tensor:
@@ -51,25 +80,36 @@ def fused_step(
             words[word] = random_word(index, *keys[word])
         return lane(words[word], role)
 
-    loaded, decoded = _load_weight(spec, weight, state), _load_states(spec, state)
+    return draw
+
+
+def _stepped(
+    spec: StepSpec,
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+    draw: RandomBits,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The new weight as it is stored, and the new states before they are rounded."""
+    loaded, decoded = _load_weight(spec, weight, state), load_states(spec, state)
     update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
     if spec.param_dtype == torch.float32:
-        new_weight = loaded + update
-    else:
-        new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
-        new_state = {**new_state, **auxiliary}
+        return loaded + update, new_state
+    new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
+    return new_weight, {**new_state, **auxiliary}
 
-    def store(stored: StoredState) -> dict[str, Tensor]:
-        value = new_state[stored.name]
-        if stored.name in spec.scales:
-            code, scale = encode(value, draw(stored.role), stored.nonnegative)
-            return {stored.name: code, spec.scales[stored.name]: scale}
-        if stored.dtype.is_floating_point:
-            rounds = stored.stochastic
-            value = round_stochastic(value, draw(stored.role)) if rounds else round_nearest(value, stored.dtype)
-        return {stored.name: value}
 
-    return new_weight, {k: v for stored in spec.states if stored.scale_of is None for k, v in store(stored).items()}
+def _store(spec: StepSpec, stored: StoredState, new_state: Mapping[str, Tensor], draw: RandomBits) -> dict[str, Tensor]:
+    """A new state as it is stored, by name: rounded, or as codes and scales."""
+    value = new_state[stored.name]
+    if stored.name in spec.scales:
+        code, scale = encode(value, draw(stored.role), stored.nonnegative)
+        return {stored.name: code, spec.scales[stored.name]: scale}
+    if stored.dtype.is_floating_point:
+        rounds = stored.stochastic
+        value = round_stochastic(value, draw(stored.role)) if rounds else round_nearest(value, stored.dtype)
+    return {stored.name: value}
 
 
 def algorithm_update(
@@ -95,7 +135,7 @@ def evaluate(
     All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
     after its change of sign. Arguments are those of `fused_step`.
     """
-    return _evaluate_loaded(formula, spec, _load_weight(spec, weight, state), grad, _load_states(spec, state), scalars)
+    return _evaluate_loaded(formula, spec, _load_weight(spec, weight, state), grad, load_states(spec, state), scalars)
 
 
 def _load_weight(spec: StepSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -103,7 +143,7 @@ def _load_weight(spec: StepSpec, weight: Tensor, state: Mapping[str, Tensor]) ->
     return weight if spec.param_dtype == torch.float32 else MODES[spec.rounding].load(weight, state)
 
 
-def _load_states(spec: StepSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def load_states(spec: StepSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The states that the formulas see: those in 8 bits decoded, all others as they are."""
     decoded = dict(state)
     for stored in spec.states:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state_tensors import scale_shape
+from hf_lowprec.optim.states_in_8_bits import scale_shape
 
 PAGE = 4096
 """Bytes after which the last twelve bits of an address repeat."""

@@ -21,7 +21,7 @@ from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
-from hf_lowprec.optim.mode_change import fold_compensation, states_of_other_modes
+from hf_lowprec.optim.mode_change import convert_states, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
 from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
 from hf_lowprec.optim.step import interrupts
@@ -98,7 +98,7 @@ class StepPlan:
             first += len(group["params"])
         for entry in self._in_new_mode:  # all entries have been checked
             with interrupts.deferred():
-                fold_compensation(optimizer, entry.param, entry.group, entry.number)
+                convert_states(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
         self.fused_groups = sorted(groups, key=_largest_matrix, reverse=True)
@@ -319,6 +319,8 @@ def _initialized_state(
 ) -> dict[str, Any]:
     """The parameter's entry in `optimizer.state`, with initial values where `states` are missing.
 
+    A compensation or remainder that takes the place of another one is left at zero, see `mode_change.py`.
+
     Args:
         optimizer: the optimizer.
         param: the parameter.
@@ -332,7 +334,7 @@ def _initialized_state(
     for k, (state, dtype, shape) in enumerate(states):
         if state.name not in optimizer_state:
             optimizer_state[state.name] = zeros_apart(param, dtype, shape, k, len(states))
-            if state.holds_low_bits:
+            if state.holds_low_bits and not states_of_other_modes(param, group, optimizer_state):
                 initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)
     return optimizer_state

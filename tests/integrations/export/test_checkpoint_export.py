@@ -51,11 +51,14 @@ def assert_same_folders(found: Path, expected: Path) -> None:
     assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("optim", "dtype"),
+    [("adamw_bf16_kahan", "float32"), ("adamw_bf16_kahan", "bfloat16"), ("adamw_bf16_split", "float32")],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_command_and_function_agree(tmp_path, name, dtype):
+def test_command_and_function_agree(tmp_path, name, optim, dtype):
     """On the weights, on every byte of the configuration, and on tokenizer and generation config."""
-    trainer = trained(tmp_path, model=MODELS[name](), optim="adamw_bf16_kahan", processing_class=tokenizer(), **SAVING)
+    trainer = trained(tmp_path, model=MODELS[name](), optim=optim, processing_class=tokenizer(), **SAVING)
     options = {"dtype": dtype, "max_shard_size": "40KB"}
     hf_lowprec.save_pretrained(
         trainer.model, trainer.optimizer, tmp_path / "live", processing_class=tokenizer(), **options
@@ -68,11 +71,10 @@ def test_command_and_function_agree(tmp_path, name, dtype):
     assert report.notes == []
 
 
-def test_a_dither_is_subtracted(tmp_path):
-    """Weights that were BF16 from the start begin with a random compensation."""
-    trainer = trained(
-        tmp_path, model=llama().to(BF16), optim="adamw_bf16_kahan", optim_args="initial_compensation=dither", **SAVING
-    )
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split"])
+def test_a_dither_is_subtracted(tmp_path, optim):
+    """Weights that were BF16 from the start begin with a random compensation or remainder."""
+    trainer = trained(tmp_path, model=llama().to(BF16), optim=optim, optim_args="initial_compensation=dither", **SAVING)
     assert trainer.optimizer.optimizer.dithered
     expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
     hf_lowprec.export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "out")

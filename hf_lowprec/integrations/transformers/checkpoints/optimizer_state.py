@@ -63,8 +63,8 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
         group["rounding"] = mode
     if saved != own:
         logger.warning(
-            "hf_lowprec: the rounding mode changes from %s to %s: before the next step, a compensation is created for "
-            "'kahan', and rounded into the weights for other modes",
+            "hf_lowprec: the rounding mode changes from %s to %s: before the next step, compensations and remainders "
+            "are converted, or rounded into the weights for modes that have neither",
             sorted(set(saved)),
             sorted(set(own)),
         )
@@ -108,12 +108,13 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
     finally:
         handle.remove()
     for one in converted:
-        one.add_compensations()
+        one.load_weights()
         logger.warning(
-            "hf_lowprec: the state of %s was converted for %s; %d weights have taken in their Kahan compensation",
+            "hf_lowprec: the state of %s was converted for %s; %d weights have taken in their compensation or "
+            "remainder",
             checkpoint,
             type(optimizer).__name__,
-            len(one.compensations),
+            len(one.weights),
         )
 
 

@@ -121,13 +121,20 @@ def test_sgd_continues_in_sgd(runs, tmp_path):
 
 
 @pytest.mark.parametrize("start", ["low_bits", "dither"])
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_torch_continues_our_checkpoint_with_the_compensation(runs, tmp_path, caplog, optim, start):
-    """Before its first step, weights are weight plus compensation, and moments the same numbers, exactly."""
-    source = runs("adamw_bf16_kahan", optim_args=f"initial_compensation={start}")
+@pytest.mark.parametrize(
+    ("saved", "optim"),
+    [
+        ("adamw_bf16_kahan", "adamw_torch"),
+        ("adamw_bf16_kahan", "adamw_torch_fused"),
+        ("adamw_bf16_split", "adamw_torch"),
+    ],
+)
+def test_torch_continues_our_checkpoint_with_the_compensation(runs, tmp_path, caplog, saved, optim, start):
+    """Before its first step, weights are our FP32 estimates, and moments the same numbers, exactly."""
+    source = runs(saved, optim_args=f"initial_compensation={start}")
     ours = trained(
         tmp_path / "exact",
-        optim="adamw_bf16_kahan",
+        optim=saved,
         optim_args=f"initial_compensation={start}",
         **{**SAVING, "max_steps": 6},
     )
@@ -145,7 +152,7 @@ def test_torch_continues_our_checkpoint_with_the_compensation(runs, tmp_path, ca
             resumed = resume(source, tmp_path, optim, model=model)
     finally:
         handle.remove()
-    assert "weights have taken in their Kahan compensation" in caplog.text
+    assert "weights have taken in their compensation or remainder" in caplog.text
     for name, value in exact.items():
         assert torch.equal(found["weights"][name], value), name
     for theirs, param in zip(found["state"], ours.model.parameters(), strict=True):
@@ -157,9 +164,10 @@ def test_torch_continues_our_checkpoint_with_the_compensation(runs, tmp_path, ca
     assert distance(resumed, reference) < 1.2 * distance(source, reference)
 
 
-def test_16_bit_weights_under_torch_do_not_lose_the_compensation_in_silence(runs, tmp_path):
+@pytest.mark.parametrize("saved", ["adamw_bf16_kahan", "adamw_bf16_split"])
+def test_16_bit_weights_under_torch_do_not_lose_the_compensation_in_silence(runs, tmp_path, saved):
     with pytest.raises(ValueError, match=r"bfloat16 weights under .*AdamW would lose.*dtype='float32'"):
-        resume(runs("adamw_bf16_kahan"), tmp_path, "adamw_torch", model=llama().bfloat16())
+        resume(runs(saved), tmp_path, "adamw_torch", model=llama().bfloat16())
 
 
 def test_stochastic_weights_have_nothing_to_lose(runs, tmp_path):
@@ -172,13 +180,13 @@ def test_another_optimizer_of_transformers_refuses_our_state(runs, tmp_path):
         resume(runs("adamw_bf16_kahan"), tmp_path, "adafactor")
 
 
-@pytest.mark.parametrize(("first", "then"), [("sr", "kahan"), ("kahan", "sr")])
+@pytest.mark.parametrize(("first", "then"), [("sr", "kahan"), ("kahan", "sr"), ("kahan", "split")])
 def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
     """Bit for bit what changing the group's mode within the run gives."""
     source = runs(f"adamw_bf16_{first}")
     with pytest.warns(RuntimeWarning, match="the rounding mode changes from"):
         resumed = resume(source, tmp_path, f"adamw_bf16_{then}")
-    modes = {"sr": "stochastic", "kahan": "kahan"}
+    modes = {"sr": "stochastic", "kahan": "kahan", "split": "split"}
     schedule = f"rounding={modes[first]}:0.5|{modes[then]}"
     within = runs(f"adamw_bf16_{first}", optim_args=schedule)
     assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {modes[then]}

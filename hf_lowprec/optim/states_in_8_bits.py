@@ -1,0 +1,101 @@
+"""Whole states in 8 bits: their scales' names and shapes, and their values.
+
+A step decodes and encodes elements as it loads and stores them, see `step/fused_step.py`. What is here is for
+everything else that reads or converts states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.sharding import dtensor_like, local_shard
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
+
+SCALE_SUFFIX = "_scale"
+"""What the name of a state's scales has after the name of the state."""
+
+
+def scale_shape(shape: torch.Size) -> torch.Size:
+    """The shape of the scales of a state of `shape`."""
+    return torch.Size((*shape[:-1], shape[-1] // BLOCK))
+
+
+def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
+    """Whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
+    return name + SCALE_SUFFIX in state
+
+
+def names_in_8_bits(state: Mapping[str, Any]) -> set[str]:
+    """Names of the states that are codes, in a parameter's entry in `optimizer.state` or in a state dict."""
+    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
+
+
+def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if codes became values or values codes since `state` was saved.
+
+    Args:
+        were: names of the states that were saved in 8 bits.
+        state: the parameter's entry in the state dict.
+        where: its name in messages.
+    """
+    if different := sorted((were ^ names_in_8_bits(state)) & state.keys()):
+        name = different[0]
+        raise ValueError(
+            f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
+            f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
+            "with another state_dtype, which converts states to its dtypes. Build the optimizer with the state_dtype "
+            "of the checkpoint"
+        )
+
+
+def decoded_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a parameter, with FP32 values in place of codes and scales.
+
+    Args:
+        state: its entry in `optimizer.state` or in a state dict, or a part of it. Tensors may be DTensors.
+    """
+    scales = {name + SCALE_SUFFIX for name in state if is_in_8_bits(name, state)}
+    return {
+        name: decoded(value, state[name + SCALE_SUFFIX], name) if is_in_8_bits(name, state) else value
+        for name, value in state.items()
+        if name not in scales
+    }
+
+
+def decoded(code: Tensor, scale: Tensor, name: str) -> Tensor:
+    """The FP32 values of a whole state in 8 bits.
+
+    Args:
+        code: its codes, int8.
+        scale: its scales, uint8 of the shape `scale_shape(code.shape)`.
+        name: its name.
+    """
+    codes, scales = local_shard(code).int(), local_shard(scale).int().repeat_interleave(BLOCK, dim=-1)
+    return dtensor_like(decode(codes, scales, is_nonnegative(name)), code)
+
+
+def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
+    """A whole state in 8 bits, rounded to nearest: its codes and its scales, by the names of both.
+
+    Args:
+        value: floating-point tensor whose rows, or this rank's part of them, are made of blocks.
+        name: its name.
+    """
+    shard = local_shard(value).float()
+    middle = torch.full_like(shard, 1 << 15, dtype=torch.int32)
+    code, scale = encode(shard, middle, is_nonnegative(name))
+    scales = scale[..., ::BLOCK].to(torch.uint8)
+    return {
+        name: dtensor_like(code.to(torch.uint8).view(torch.int8), value),
+        name + SCALE_SUFFIX: dtensor_like(scales, value, scale_shape(value.shape)),
+    }
+
+
+def is_nonnegative(name: str) -> bool:
+    """Whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
+    return name.endswith("_sq")

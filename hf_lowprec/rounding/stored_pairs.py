@@ -1,0 +1,55 @@
+"""An FP32 number as a 16-bit weight and its low bits, which come in two forms.
+
+- A BF16 difference, as Kahan's compensation: 8 bits of what the weight lacks, for BF16 and FP16 weights.
+- An int16 remainder, see `split.py`: all that a BF16 weight lacks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.rounding.dither import as_compensation
+from hf_lowprec.rounding.nearest import round_nearest
+from hf_lowprec.rounding.split import join, split
+
+
+def fp32_value(weight: Tensor, low_bits: Tensor, dither: Tensor | float = 0.0) -> Tensor:
+    """The number that a weight and its low bits hold together.
+
+    Args:
+        weight: BF16, FP16 or FP32 tensor of 16-bit numbers.
+        low_bits: BF16 (or FP32) or int16 tensor of the same shape.
+        dither: FP32 tensor, subtracted from it.
+
+    Returns:
+        FP32 tensor of the same shape.
+    """
+    if low_bits.is_floating_point():
+        return weight.float() + (low_bits.float() - dither)
+    return join(weight.float(), low_bits.int()) - dither
+
+
+def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
+    """The number that a weight and its low bits, if there are any, hold together; FP64, without rounding."""
+    if low_bits is None or low_bits.is_floating_point():
+        return weight.double() if low_bits is None else weight.double() + low_bits.double()
+    return join(weight.float(), low_bits.int()).double()
+
+
+def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A weight and the low bits that hold `value` together with it, for a weight that is trained on.
+
+    Args:
+        value: FP32 tensor of any shape.
+        dtype: of the weight; BF16 or FP16.
+        low_bits_dtype: BF16 for a compensation, int16 for a remainder, which needs a BF16 weight.
+
+    Returns:
+        `(weight, low bits)` of these dtypes.
+    """
+    if low_bits_dtype.is_floating_point:
+        weight = round_nearest(value, dtype).to(dtype)
+        return weight, as_compensation(weight, value - weight.float())
+    weight, remainder = split(value)
+    return weight.to(dtype), remainder.to(low_bits_dtype)

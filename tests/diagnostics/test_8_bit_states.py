@@ -1,0 +1,74 @@
+"""States in 8 bits in numbers: what is counted before training is what steps allocate, and the report says it."""
+
+import pytest
+import torch
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.diagnostics.memory_estimate import elements_kept_in_bf16, expected_memory, memory_use
+from hf_lowprec.diagnostics.precision_report import precision_report
+
+INT8 = torch.int8
+ROWS, COLUMNS, ODD = 2048, 512, 40
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, COLUMNS), nn.Linear(ODD, COLUMNS, bias=False))
+
+
+def allocated(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the memory behind the states, padding included."""
+    tensors = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    return sum(storage.nbytes() for storage in {t.data_ptr(): t.untyped_storage() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(("rounding", "each"), [("stochastic", 6.06), ("kahan", 8.06), ("split", 8.06)])
+def test_bytes_per_parameter(rounding, each):
+    """Two bytes for weight and gradient each, two for a compensation or remainder, and 1 + 1/32 for each moment."""
+    trained = model()[:2].bfloat16()
+    optimizer = hf_lowprec.AdamW(trained.parameters(), rounding=rounding, state_dtype=INT8)
+    expected = expected_memory(trained, optimizer)
+    for param in trained.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    held = memory_use(trained, optimizer)
+    assert held.weights + held.gradients == expected.weights + expected.gradients
+    assert held.state - expected.state == {torch.int64: 8 * len(optimizer.state)}  # the step counts
+    assert sum(expected.state.values()) == pytest.approx(allocated(optimizer), rel=0.03)
+    assert expected.total / expected.parameters == pytest.approx(each, abs=0.005)
+
+
+def test_what_stays_in_bf16_is_named():
+    trained = model()
+    cast = hf_lowprec.cast_model(trained)
+    options = {"state_dtype": INT8, "amsgrad": True, "rounding": "stochastic"}
+    optimizer = hf_lowprec.AdamW(trained.parameters(), **options)
+    in_blocks, others = ROWS * COLUMNS + COLUMNS**2, COLUMNS + ODD * COLUMNS
+    kept = elements_kept_in_bf16(optimizer)
+    reasons = {"rows are not multiples of 32 elements": 2 * others}
+    reasons["max_exp_avg_sq does not average over steps"] = in_blocks + others
+    assert kept == reasons
+    lines = precision_report(trained, optimizer, cast).splitlines()
+    for reason, elements in reasons.items():
+        assert f"  not in 8 bits   {elements:,} elements in bfloat16: {reason}" in lines
+    (line,) = (line for line in lines if line.strip().startswith("exp_avg_sq"))
+    size = in_blocks * 33 // 32 + 2 * others
+    assert f"{size / 2**20:,.1f} MiB" in line
+    assert f"{size / (in_blocks + others):.2f} bytes/parameter" in line
+    assert f"(int8 {in_blocks:,}, bfloat16 {others:,}, scales {in_blocks // 32:,})" in line
+    assert not any("_scale" in line for line in lines)
+
+
+def test_nothing_is_said_without_8_bits():
+    trained = model()
+    cast = hf_lowprec.cast_model(trained)
+    optimizer = hf_lowprec.AdamW(trained.parameters(), amsgrad=True)
+    assert not elements_kept_in_bf16(optimizer)
+    assert "8 bits" not in precision_report(trained, optimizer, cast)
+
+
+def test_fp32_parameters_keep_fp32_states():
+    trained = nn.Linear(64, 64)
+    optimizer = hf_lowprec.AdamW(trained.parameters(), state_dtype=INT8)
+    assert expected_memory(trained, optimizer).state == {torch.float32: 2 * 4 * (64 * 64 + 64)}
+    assert not elements_kept_in_bf16(optimizer)

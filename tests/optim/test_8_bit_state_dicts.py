@@ -1,0 +1,179 @@
+"""State dicts with states in 8 bits: codes and scales are kept bit for bit, and never taken for values."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.states_for_torch import convert_for_torch
+from hf_lowprec.optim.states_in_8_bits import decoded_states, is_nonnegative
+from tests.support.optim.every_optimizer import OPTIONS, build
+from tests.support.optim.optimizer_contents import assert_equal, everything, refuses, train
+
+INT8, UINT8, BF16, FP32 = torch.int8, torch.uint8, torch.bfloat16, torch.float32
+SHAPES = [(6, 64), (2, 3, 32), (64,), (5, 40)]
+"""Two whose rows are whole blocks, and two that have no states in 8 bits."""
+
+
+def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def adamw(steps: int = 3, **options) -> AdamW:
+    optimizer = AdamW(parameters(), **{"lr": 1e-2, "state_dtype": INT8, "backend": "eager", **options})
+    train(optimizer, steps)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+def test_resuming_is_bit_for_bit(name, rounding, tmp_path):
+    options = {"rounding": rounding, "state_dtype": INT8, "backend": "eager", **OPTIONS[name][0]}
+    source = build(name, parameters(), lr=1e-2, **options)
+    train(source, 3)
+    torch.save([source.state_dict(), [p.data for g in source.param_groups for p in g["params"]]], tmp_path / "saved.pt")
+    state, weights = torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed_params = [nn.Parameter(weight) for weight in weights]
+    resumed = build(name, resumed_params, lr=1e-2, **options)
+    resumed.load_state_dict(state)
+    assert_equal(resumed.state_dict(), source.state_dict())
+    assert any(value.dtype == INT8 for value in resumed.state[resumed_params[0]].values())
+    for optimizer in (source, resumed):
+        train(optimizer, 2, seed=7)
+    assert_equal(everything(resumed), everything(source))
+
+
+def test_states_keep_their_dtype_and_options_are_those_of_the_checkpoint():
+    """Nothing is converted: states that a parameter has stay as they are, whatever `state_dtype` says."""
+    for saved, asked in ((INT8, None), (None, INT8), (FP32, INT8)):
+        source, target = adamw(state_dtype=saved), adamw(state_dtype=asked, steps=0)
+        with pytest.warns(RuntimeWarning, match="replaces options of this AdamW: state_dtype="):
+            target.load_state_dict(source.state_dict())
+        assert target.param_groups[0]["state_dtype"] == saved
+        assert_equal(target.state_dict()["state"], source.state_dict()["state"])
+        target.param_groups[0]["state_dtype"] = asked
+        train(target, 1)
+        dtypes = [{k: v.dtype for k, v in state.items()} for state in target.state.values()]
+        assert dtypes == [{k: v.dtype for k, v in state.items()} for state in source.state.values()]
+        further = adamw(state_dtype=asked, steps=0)  # what was saved with states of two kinds can be loaded
+        further.load_state_dict(target.state_dict())
+        assert_equal(further.state_dict()["state"], target.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("exp_avg_scale"), ["parameter 0", "has no 'exp_avg_scale'"]),
+        (lambda state: state.pop("exp_avg"), ["parameter 0", "has no 'exp_avg'"]),
+        (
+            lambda state: state.update(exp_avg_scale=state["exp_avg_scale"][:, :1]),
+            ["exp_avg_scale of parameter 0 has shape (6, 1)", "(6, 64), whose scales have (6, 2)"],
+        ),
+        (
+            lambda state: state.update(exp_avg_scale=state["exp_avg_scale"].int()),
+            ["exp_avg_scale of parameter 0 has dtype torch.int32; it must be uint8"],
+        ),
+        (
+            lambda state: state.update(exp_avg=state["exp_avg"].bfloat16()),
+            ["exp_avg of parameter 0 was saved in 8 bits and is bfloat16", "state_dtype"],
+        ),
+        (
+            lambda state: state.update(compensation=state["compensation"].to(INT8)),
+            ["compensation of parameter 0 was saved in floating point and is int8"],
+        ),
+    ],
+)
+def test_damaged_states_are_refused(change, words):
+    source, target = adamw(), adamw()
+    saved = copy.deepcopy(source.state_dict())
+    change(saved["state"][0])
+    refuses(lambda: target.load_state_dict(saved), target, words)
+
+
+@pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
+@pytest.mark.parametrize(("saved", "asked"), [(INT8, INT8), (INT8, None), (None, INT8)])
+def test_distributed_checkpoints(saved, asked, tmp_path):
+    """A distributed checkpoint is loaded into the tensors that the optimizer has, which converts dtypes."""
+    models = [nn.ParameterList(parameters()) for _ in range(2)]
+    source, target = (
+        AdamW(model.parameters(), lr=1e-2, state_dtype=dtype, backend="eager")
+        for model, dtype in zip(models, (saved, asked), strict=True)
+    )
+    train(source, 3)
+    dcp.save({"optimizer": get_optimizer_state_dict(models[0], source)}, checkpoint_id=tmp_path, no_dist=True)
+
+    def load() -> None:
+        found = get_optimizer_state_dict(models[1], target)
+        dcp.load({"optimizer": found}, checkpoint_id=tmp_path, no_dist=True)
+        set_optimizer_state_dict(models[1], target, optim_state_dict=found)
+
+    if saved == asked:
+        load()
+        assert_equal(target.state_dict(), source.state_dict())
+    elif saved == INT8:
+        with pytest.raises(ValueError, match=r"exp_avg of parameter \S+ was saved in 8 bits and is bfloat16"):
+            load()
+    else:
+        with pytest.raises(CheckpointException, match=r"exp_avg\w*_scale"):
+            load()
+
+
+def test_names_tell_which_states_are_nonnegative():
+    """Files are read without the algorithm that wrote them."""
+    for name in ALGORITHMS:
+        optimizer = build(name, parameters(), lr=1e-2, **OPTIONS[name][0])
+        for group in optimizer.param_groups:
+            for state in optimizer.states(group):
+                assert is_nonnegative(state.name) == state.nonnegative
+
+
+def test_decoded_states_are_close_to_fp32_states():
+    source = adamw(rounding="stochastic")
+    exact = AdamW(parameters(), lr=1e-2, state_dtype=FP32, backend="eager", rounding="stochastic")
+    train(exact, 3)
+    for ours, theirs in zip(source.state.values(), exact.state.values(), strict=True):
+        found = decoded_states(ours)
+        assert found.keys() == theirs.keys()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert found[name].shape == theirs[name].shape
+            error = (found[name].double() - theirs[name].double()).abs() / theirs[name].double().abs()
+            # Three roundings to 2 mantissa bits at least, of up to a quarter each; in the mean much less.
+            assert error.median() < 0.15
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_torchs_optimizers_get_values(dtype):
+    source = adamw(rounding="stochastic")
+    target = torch.optim.AdamW(parameters(dtype), lr=1e-2)
+    converted = convert_for_torch(target, source.state_dict()).state_dict
+    target.load_state_dict(converted)
+    for number, state in enumerate(source.state.values()):
+        found = converted["state"][number]
+        assert found.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for name in found.keys() - {"step"}:
+            assert torch.equal(found[name], decoded_states(state)[name].float())
+            assert found[name].dtype == FP32
+
+
+@pytest.mark.filterwarnings("ignore:the state of torch:RuntimeWarning")
+def test_states_of_torchs_optimizers_are_encoded():
+    theirs = torch.optim.AdamW(parameters(), lr=1e-2)
+    train(theirs, 3)
+    ours = adamw(steps=0)
+    ours.load_state_dict(theirs.state_dict())
+    for (param, state), exact in zip(ours.state.items(), theirs.state.values(), strict=True):
+        in_8_bits = param.dim() > 1 and param.shape[-1] % 32 == 0
+        assert state["exp_avg"].dtype == (INT8 if in_8_bits else BF16)
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = decoded_states(state)[name].double()
+            error = (found - exact[name].double()).abs() / exact[name].double().abs()
+            # Half a spacing of 3 mantissa bits; values far below their block's maximum have 2.
+            assert error.max() <= (1 / 8 if in_8_bits else 2.0**-9)
+    train(ours, 1)

@@ -1,0 +1,199 @@
+"""Split weights in training: FP32 optimizers, bit for bit, whose model computes with the nearest BF16 weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hf_lowprec
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.rounding import join
+from tests.support.optim.every_optimizer import OPTIONS, build
+
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
+EXACT = {"rounding": "split", "state_dtype": FP32, "initial_compensation": "zero"}
+
+
+def start(*shape: int) -> torch.Tensor:
+    """BF16 weights whose magnitudes run over four orders."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator) * 10.0 ** -torch.randint(0, 4, shape, generator=generator)
+    return values.to(BF16)
+
+
+def gradient(step: int, *shape: int) -> torch.Tensor:
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+    return (noise * (1.0 if step % 1000 < 500 else 0.1)).to(BF16)
+
+
+def master(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor:
+    return join(param.detach().float(), optimizer.state[param]["remainder"].int())
+
+
+def assert_nearest(weight: torch.Tensor, exact: torch.Tensor) -> None:
+    """No BF16 number is nearer, so the weight is within half an ulp of its master."""
+    patterns = weight.detach().contiguous().view(INT16)
+    distance = (weight.detach().double() - exact.double()).abs()
+    for step in (-1, 1):
+        neighbour = (patterns + step).view(BF16).double()
+        assert (distance <= (neighbour - exact.double()).abs()).all()
+
+
+def test_ten_thousand_steps_are_those_of_fp32():
+    size, steps, lr, decay = 512, 10_000, 1e-4, 0.1
+    split, ours, torchs = nn.Parameter(start(size)), *(nn.Parameter(start(size).float()) for _ in range(2))
+    optimizers = [
+        AdamW([split], lr=lr, weight_decay=decay, **EXACT),
+        AdamW([ours], lr=lr, weight_decay=decay),
+        torch.optim.AdamW([torchs], lr=lr, weight_decay=decay),
+    ]
+    for step in range(steps):
+        grad = gradient(step, size)
+        for param, optimizer in zip((split, ours, torchs), optimizers, strict=True):
+            param.grad = grad.to(param.dtype)
+            optimizer.step()
+        if step % 100 == 0:
+            assert_nearest(split, master(optimizers[0], split))
+    assert torch.equal(master(optimizers[0], split), ours.detach())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizers[0].state[split][name], optimizers[1].state[ours][name])
+    assert torch.equal(hf_lowprec.fp32_state_dict(nn.ParameterList([split]), optimizers[0])["0"], ours.detach())
+    # torch rounds the decayed weight and its sum with the update, we round that sum: half an ulp each, so steps differ
+    # by a random number of at most 3 * 2**-24 of the weight. 1e4 of them add up to 100 times that, 8 times as much in
+    # the tails. The updates themselves differ by a few roundings of numbers that are 1e4 times smaller.
+    largest = torch.maximum(torchs.detach().abs(), start(size).float().abs()) + lr * steps
+    assert ((torchs.detach() - ours.detach()).abs() <= 8 * steps**0.5 * 3 * 2.0**-24 * largest).all()
+    assert not torch.equal(torchs, ours)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_is_its_fp32_self(name, any_backend):
+    """Matrices that are orthogonalized go through BF16 in both."""
+    shapes = [(6, 5), (33,)]
+    split = [nn.Parameter(start(*shape)) for shape in shapes]
+    exact = [nn.Parameter(start(*shape).float()) for shape in shapes]
+    options = {"lr": 1e-3, "backend": any_backend, **OPTIONS[name][0]}
+    pair = build(name, split, **options, **EXACT), build(name, exact, **options)
+    for step in range(5):
+        for optimizer, params in zip(pair, (split, exact), strict=True):
+            for param in params:
+                param.grad = gradient(step, *param.shape).to(param.dtype)
+            optimizer.step()
+        for param, reference in zip(split, exact, strict=True):
+            assert torch.equal(master(pair[0], param), reference.detach())
+            assert_nearest(param, reference.detach())
+
+
+def test_an_fp32_model_keeps_every_digit():
+    """Also ties, of which a tensor of FP16 numbers is full."""
+    model, exact = nn.Linear(64, 64), nn.Linear(64, 64)
+    with torch.no_grad():
+        model.bias.copy_(torch.randn(64).half())
+    exact.load_state_dict(model.state_dict())
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    optimizers = [
+        AdamW(model.parameters(), lr=1e-5, rounding="split", state_dtype=FP32),
+        AdamW(exact.parameters(), lr=1e-5),
+    ]
+    before = hf_lowprec.fp32_state_dict(model, optimizers[0])
+    assert all(torch.equal(value, exact.state_dict()[name]) for name, value in before.items())
+    for step in range(3):
+        for optimizer, trained in zip(optimizers, (model, exact), strict=True):
+            for param in trained.parameters():
+                param.grad = gradient(step, *param.shape).to(param.dtype)
+            optimizer.step()
+        found = hf_lowprec.fp32_state_dict(model, optimizers[0])
+        for name, reference in exact.state_dict().items():
+            assert torch.equal(found[name], reference)
+            assert_nearest(model.get_parameter(name), reference)
+    assert not optimizers[0].dithered
+
+
+def test_a_dither_is_subtracted_from_the_master():
+    params = [nn.Parameter(start(5000)), nn.Parameter(start(5000))]
+    dithered, plain = (
+        AdamW([param], lr=1e-6, rounding="split", initial_compensation=kind)
+        for param, kind in zip(params, ("low_bits", "zero"), strict=True)
+    )
+    for optimizer, param in zip((dithered, plain), params, strict=True):
+        param.grad = gradient(0, 5000)
+        optimizer.step()
+    assert dithered.dithered == {params[0]}
+    spread = dithered.state[params[0]]["remainder"].double()
+    assert 18_000 < spread.std() < 19_800  # 65536 / √12 = 18918
+    found, expected = (
+        hf_lowprec.fp32_state_dict(nn.ParameterList([param]), optimizer)["0"].double()
+        for param, optimizer in zip(params, (dithered, plain), strict=True)
+    )
+    # Equal up to roundings of the master and of the decay of the dither, where the weight's spacing stayed the same:
+    # not where the sign changed, and not at powers of two, below which the spacing is half.
+    mantissa, exponent = torch.frexp(params[0].detach().float())
+    same = (exponent == torch.frexp(start(5000).float())[1]) & (mantissa.abs() != 0.5)
+    same &= mantissa.sign() == start(5000).sign()
+    assert same.double().mean() > 0.95
+    assert ((found - expected).abs() <= 4 * 2.0**-24 * expected.abs() + 1e-6 * 0.01 * expected.abs())[same].all()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.5])
+def test_weights_that_were_set_from_outside_train_on(value, any_backend):
+    """Pruning, `padding_idx` or a new initialization leave remainders of other weights."""
+    param = nn.Parameter(start(1000))
+    optimizer = AdamW([param], lr=1e-3, rounding="split", backend=any_backend)
+    for step in range(3):
+        param.grad = gradient(step, 1000)
+        optimizer.step()
+    assert (optimizer.state[param]["remainder"] < 0).any()
+    with torch.no_grad():
+        param[::2] = value
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.isfinite().all()
+    # Adam still moves by the momentum, by less than 3 learning rates; a remainder adds half a spacing of 2**-8.
+    assert ((param.detach()[::2].double() - value).abs() <= 3e-3 + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_fp16_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"rounding='split' in param group 0 does not support torch\.float16"):
+        build(name, [nn.Parameter(torch.ones(2, 2, dtype=FP16))], rounding="split")
+
+
+@pytest.mark.parametrize("state_dtype", [None, FP32, BF16])
+def test_remainders_are_integers_whatever_the_state_dtype(state_dtype):
+    param = nn.Parameter(start(7))
+    optimizer = AdamW([param], rounding="split", state_dtype=state_dtype)
+    param.grad = gradient(0, 7)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert state["remainder"].dtype == INT16
+    assert state["exp_avg"].dtype == (state_dtype or BF16)
+    with pytest.raises(ValueError, match="state_dtype names the state 'remainder'"):
+        AdamW([param], rounding="split", state_dtype={"remainder": BF16})
+
+
+def test_a_remainder_of_another_dtype_is_not_loaded():
+    param = nn.Parameter(start(7))
+    optimizer = AdamW([param], rounding="split")
+    param.grad = gradient(0, 7)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["remainder"] = saved["state"][0]["remainder"].float()
+    with pytest.raises(ValueError, match=r"remainder of parameter 0 has dtype torch.float32; it must be int16"):
+        AdamW([param], rounding="split").load_state_dict(saved)
+
+
+def test_a_parameter_that_was_cast_to_fp32_later_says_how_to_join_it():
+    param = nn.Parameter(start(40))
+    optimizer = AdamW([param], lr=1e-3, rounding="split", initial_compensation="zero")
+    param.grad = gradient(0, 40)
+    optimizer.step()
+    exact = master(optimizer, param)
+    param.data = param.data.float()
+    param.grad = gradient(1, 40).float()
+    with pytest.raises(ValueError, match=r"param.data.copy_\(hf_lowprec.rounding.join") as raised:
+        optimizer.step()
+    advice = str(raised.value).split("Join both, ")[1].split(", or build")[0]
+    exec(advice, {"param": param, "optimizer": optimizer, "hf_lowprec": hf_lowprec})
+    assert torch.equal(param.detach(), exact)
