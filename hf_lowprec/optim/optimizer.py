@@ -45,7 +45,8 @@ class LowPrecisionOptimizer(Algorithm):
     Args:
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
-        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"stochastic"` or `"sr"`
+        rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"split"` (an int16
+            remainder stores the rest of the exact FP32 weight; BF16 parameters only), `"stochastic"` or `"sr"`
             (unbiased, no extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be
             set per parameter group. Groups hold the long name.
         state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
@@ -61,10 +62,10 @@ class LowPrecisionOptimizer(Algorithm):
             start at 0 and therefore draw the same bits. To give each its own bits, pass the total number of parameters
             in the optimizers before it: `first_parameter=sum(map(len, blocks[:k]))`, where `blocks` are the lists of
             parameters.
-        initial_compensation: the compensation that a weight starts with. `"low_bits"`: what the cast to 16 bits rounded
-            off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random number, uniform
-            over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the papers' textbook
-            algorithm, with which weights lag behind their updates at first.
+        initial_compensation: the compensation or remainder that a weight starts with. `"low_bits"`: what the cast to 16
+            bits rounded off, if `cast_model(keep_low_bits=True)` has kept it, else a dither. `"dither"`: a random
+            number, uniform over the values that round to the weight; `fp32_state_dict` subtracts it. `"zero"` is the
+            papers' textbook algorithm, with which weights lag behind their updates at first.
         backend: `"auto"`, `"triton"` (GPU), `"native"` (CPU) or `"eager"`.
         capturable: keep step counts on the device, so that a step can be captured in a CUDA graph. If the learning rate
             changes between replays, it must be a tensor on the device.

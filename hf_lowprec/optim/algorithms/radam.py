@@ -24,9 +24,9 @@ class RAdam(TwoMoments):
     The first steps (five at β2 = 0.999) use only the first moment. After that, the step size grows to that of Adam.
 
     States: `exp_avg`, `exp_avg_sq`, of the parameter's shape, BF16 by default; `compensation` (BF16) with
-    `rounding="kahan"`; `step`, an int64 scalar.
+    `rounding="kahan"`, `remainder` (int16) with `rounding="split"`; `step`, an int64 scalar.
 
-    Bytes per parameter, gradient included: 10 with Kahan summation, 8 with the other modes. FP32 parameters take
+    Bytes per parameter, gradient included: 10 with `kahan` and `split`, 8 with the other modes. FP32 parameters take
     16.
 
     Args:
