@@ -14,8 +14,13 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolde
 from hf_lowprec.integrations.export.checkpoint_export import optimizer_files
 from hf_lowprec.integrations.export.older_checkpoints import usual_orders
 from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
-from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
+from hf_lowprec.integrations.export.saved_optimizer import (
+    info_in_own_dtype,
+    saved_param_groups,
+    sharded_param_groups,
+)
 from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
+from hf_lowprec.optim.state_dict import in_own_dtype
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded, is_in_8_bits
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
@@ -181,7 +186,11 @@ def _states_in_file(
         settings = ParamGroupSettings(group)
         for position, key in enumerate(keys[k]):
             state = states.get(key, {})
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+            tensors = {
+                name: in_own_dtype(name, value)
+                for name, value in state.items()
+                if isinstance(value, Tensor) and value.dim()
+            }
             infos = {name: TensorInfo(value.shape, value.dtype) for name, value in tensors.items()}
             name = names[k][position] if names else None
             shown = stored_names.get(name, name) if name is not None else f"parameter {key}"
@@ -199,14 +208,14 @@ def _states_in_folder(folder: Path, stored_names: Mapping[str, str]) -> Iterator
             paths.setdefault(path[2], []).append(path[3])
 
     def read(name: str, state: str) -> Any:
-        return stored.read(("optimizer", "state", name, state))
+        return in_own_dtype(state, stored.read(("optimizer", "state", name, state)))
 
     for group in saved_param_groups({"param_groups": sharded_param_groups(stored)}):
         settings = ParamGroupSettings(group)
         for name in group["params"]:
             states = paths.get(name, [])
             found = ((state, stored.info(("optimizer", "state", name, state))) for state in states)
-            infos = {state: info for state, info in found if info is not None and len(info.shape)}
+            infos = {state: info_in_own_dtype(state, info) for state, info in found if info is not None and info.shape}
             step = _step({_STEP: read(name, _STEP)} if _STEP in states else {}, group)
             yield _parameter_state(stored_names.get(name, name), True, settings, step, infos, partial(read, name))
 

@@ -7,7 +7,7 @@ elements, whichever dimensions are sharded and however unevenly. Every function 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,21 +67,21 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return Sharding(tensor.device_mesh, dims) if dims else None  # type: ignore[attr-defined]
 
 
-def dtensor_like(shard: Tensor, like: Tensor, shape: torch.Size | None = None) -> Tensor:
+def dtensor_like(shard: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Make a contiguous DTensor of this rank's `shard`, placed like `like`; `shard` itself if `like` is plain.
 
     Args:
-        shard: this rank's elements.
-        like: has the placements.
-        shape: the full shape; None is that of `like`.
+        shard: this rank's part.
+        like: the tensor that is sharded in the same way.
+        shape: of the full tensor; that of `like` by default. It may have more or fewer dimensions behind sharded ones.
     """
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
 
-    shape = like.shape if shape is None else shape
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(shard, like.device_mesh, like.placements, shape=shape, stride=stride)  # type: ignore[attr-defined]
+    full = torch.empty(like.shape if shape is None else shape, device="meta")
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(shard, mesh, placements, shape=full.shape, stride=full.stride())
 
 
 def full_tensor(shard: Tensor, like: Tensor) -> Tensor:

@@ -58,8 +58,9 @@ checkpoint lacks a key. So with a new key for the header, earlier checkpoints co
 string because torch flattens containers into keys of their own.
 """
 
-_SAVED_DTYPES = {torch.int16: torch.bfloat16}
-"""The dtype as whose bits states of a dtype are saved: gloo and NCCL gather and send BF16, but not int16."""
+_BYTES = 2
+"""int16 states are saved as the bytes of their numbers, in a last dimension of this size: gloo and NCCL gather and send
+uint8, but not int16."""
 
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
@@ -78,7 +79,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     """Make `state_dict` one that every checkpoint format can hold.
 
     Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
-    `torch.dtype`, and int16 states by views of their bits as BF16, since they cannot gather those either.
+    `torch.dtype`, and int16 states by views of their bytes, since they cannot gather those either.
     """
 
     def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
@@ -96,7 +97,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     saved = {
         **state_dict,
         "param_groups": [saved_group(group, own["params"]) for group, own in groups],
-        "state": _map_states(state_dict["state"], lambda name, value: _view(value, _SAVED_DTYPES.get(value.dtype))),
+        "state": _map_states(state_dict["state"], _in_saved_dtype),
     }
     params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
     kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
@@ -128,10 +129,19 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
+    """A view of the state as it is saved, see `_BYTES`."""
+    if value.dtype != torch.int16:
+        return value
+    return dtensor_like(local_shard(value).unsqueeze(-1).view(torch.uint8), value, (*value.shape, _BYTES))
+
+
 def in_own_dtype(name: str, saved: Tensor) -> Tensor:
-    """The saved state `name` in the dtype of its numbers; see `_SAVED_DTYPES`."""
+    """A view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
     own = next((state.dtype for mode in MODES.values() for state in mode.auxiliary if state.name == name), None)
-    return _view(saved, own if own is not None and saved.dtype == _SAVED_DTYPES.get(own) else None)
+    if own != torch.int16 or saved.dtype != torch.uint8 or saved.shape[-1:] != (_BYTES,):
+        return saved
+    return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
 
 
 def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
@@ -142,11 +152,6 @@ def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tenso
         else state
         for number, state in states.items()
     }
-
-
-def _view(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The bits of `tensor`, which may be a DTensor, as another dtype; None changes nothing."""
-    return tensor if dtype is None else dtensor_like(local_shard(tensor).view(dtype), tensor)
 
 
 def _dtype_name(value: Any) -> Any:

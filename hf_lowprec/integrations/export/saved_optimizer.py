@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, TensorInfo, load_mapped
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
@@ -127,11 +127,18 @@ def read_optimizer_folder(folder: Path) -> SavedOptimizer:
         info = stored.info(path) if path else None
         if path is None or info is None:
             return SavedParameter()
-        return SavedParameter(lambda: in_own_dtype(path[-1], stored.read(path)), info.shape, dithers.get(name))
+        shape = info_in_own_dtype(path[-1], info).shape
+        return SavedParameter(lambda: in_own_dtype(path[-1], stored.read(path)), shape, dithers.get(name))
 
     names: list[list[str | None]] = [[*group["params"]] for group in groups]
     parameters = [[parameter(name) for name in group["params"]] for group in groups]
     return SavedOptimizer(parameters, names, _are_ours(groups))
+
+
+def info_in_own_dtype(name: str, info: TensorInfo) -> TensorInfo:
+    """Shape and dtype of the saved state `name`, as `in_own_dtype` returns it."""
+    own = in_own_dtype(name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+    return TensorInfo(own.shape, own.dtype)
 
 
 def _are_ours(groups: Iterable[ParamGroup]) -> bool:

@@ -6,10 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The full tensor of a DTensor; others as they are. gloo knows no int16, so its bits go as those of BF16."""
+    """The full tensor of a DTensor; others as they are. gloo knows no int16, so those are sent as int32."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.dtype != torch.int16:
-        return tensor.full_tensor()
-    bits, layout = tensor.to_local().view(torch.bfloat16), {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **layout).full_tensor().view(torch.int16)
+    return tensor.int().full_tensor().to(torch.int16) if tensor.dtype == torch.int16 else tensor.full_tensor()
