@@ -35,16 +35,16 @@ class MixedRounding(AdamW):
     stochastic: tuple[str, ...] = ()
 
 
-def _mixed_layout(optimizer: MixedRounding, *args: Any) -> StepSpec:
-    layout = _plain_layout(optimizer, *args)
+def _mixed_spec(optimizer: MixedRounding, *args: Any) -> StepSpec:
+    spec = _plain_spec(optimizer, *args)
     states = (
-        dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in optimizer.stochastic) for s in layout.states
+        dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in optimizer.stochastic) for s in spec.states
     )
-    return dataclasses.replace(layout, states=tuple(states))
+    return dataclasses.replace(spec, states=tuple(states))
 
 
 # No user needs this choice, so the package has no word for it.
-_plain_layout, step_plan._step_spec = step_plan._step_spec, _mixed_layout  # type: ignore[assignment]
+_plain_spec, step_plan.step_spec = step_plan.step_spec, _mixed_spec  # type: ignore[assignment]
 
 
 ALL = ("exp_avg", "exp_avg_sq", "compensation")
