@@ -18,12 +18,14 @@ import statistics
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.step import step_plan
 from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.step_plan import step_spec
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -36,15 +38,12 @@ class MixedRounding(AdamW):
 
 
 def _mixed_spec(optimizer: MixedRounding, *args: Any) -> StepSpec:
-    spec = _plain_spec(optimizer, *args)
+    """The spec of a step whose states are rounded as `optimizer.stochastic` says: no user of the package needs that."""
+    spec = step_spec(optimizer, *args)
     states = (
         dataclasses.replace(s, stochastic=s.dtype == BF16 and s.name in optimizer.stochastic) for s in spec.states
     )
     return dataclasses.replace(spec, states=tuple(states))
-
-
-# No user needs this choice, so the package has no word for it.
-_plain_spec, step_plan.step_spec = step_plan.step_spec, _mixed_spec  # type: ignore[assignment]
 
 
 ALL = ("exp_avg", "exp_avg_sq", "compensation")
@@ -63,6 +62,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 MEANS = {"without a mean": 0.0, "around a mean": 0.3}
 
 
+@mock.patch.object(step_plan, "step_spec", _mixed_spec)
 def drift(seed: int, elements: int, mean: float) -> dict[str, tuple[float, float]]:
     """`(relative difference, relative excess along FP32)` of the displacement, by setting."""
     generator = torch.Generator().manual_seed(seed)
