@@ -37,8 +37,7 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
     Args:
         optimizer: the optimizer; it notes whether the parameter is dithered.
         compensation: zeros, BF16 or int16, sharded as `param` is.
-        param: the 16-bit parameter. Where its low bits are half a spacing, it may move to the neighbour, since Kahan
-            rounds such ties to even, and split weights away from zero.
+        param: the 16-bit parameter.
         seed: its group's seed.
         number: its number in the random stream.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.stored_pairs import stored_pair
+from hf_lowprec.rounding.stored_pairs import rounded_off
 
 _ATTRIBUTE = "_low_bits"
 
@@ -28,8 +28,9 @@ class _LowBits(NamedTuple):
 def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     """Keep what the 16-bit `param` lacks of `exact` as an attribute of `param`.
 
-    If that is nothing, nothing is kept: the FP32 values were 16-bit numbers already. BF16 parameters lose no bit: ties,
-    which a cast rounds to even, are rounded away from zero again, see `split.py`.
+    If that is nothing, nothing is kept: the FP32 values were 16-bit numbers already. BF16 parameters lose no bit,
+    except that ties which the cast has rounded down are kept as the next smaller FP32 number, since 16 bits cannot hold
+    both ties beside an even weight, see `split.py`.
 
     Args:
         param: a BF16 or FP16 parameter: `exact`, rounded to nearest.
@@ -43,11 +44,9 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     chunk = chunk_size(weights.device)
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)
-        weights[part], kept[part] = stored_pair(exacts[part], param.dtype, kept.dtype)
+        kept[part] = rounded_off(exacts[part], weights[part])
     if not kept.any():
         return False
-    if weights.data_ptr() != param.data_ptr():
-        param.detach().copy_(weights.view(param.shape))
     set_low_bits(param, kept.view(param.shape))
     return True
 

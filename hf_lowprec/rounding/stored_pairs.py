@@ -37,6 +37,23 @@ def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
     return join(weight.float(), low_bits.int()).double()
 
 
+def rounded_off(value: Tensor, weight: Tensor) -> Tensor:
+    """The low bits that a cast of `value` to `weight` rounds off.
+
+    Args:
+        value: FP32 tensor of any shape.
+        weight: BF16 or FP16 tensor of the same shape: `value`, rounded to nearest, ties to even.
+
+    Returns:
+        int16 tensor of the same shape for BF16 weights: remainders, but at most 32767, where a tie needs 32768. BF16
+        for FP16 weights.
+    """
+    if weight.dtype != torch.bfloat16:
+        return as_compensation(weight, value - weight.float())
+    difference = value.view(torch.int32) - weight.float().view(torch.int32)
+    return difference.clamp(-0x8000, 0x7FFF).to(torch.int16)
+
+
 def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A weight and the low bits that hold `value` together with it, for a weight that is trained on.
 

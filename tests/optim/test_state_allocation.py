@@ -63,7 +63,7 @@ def test_what_it_costs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_they_are_zeros_of_the_parameters_shape(dtype):
     param = nn.Parameter(torch.ones(LARGE[::-1], dtype=torch.bfloat16).t())
-    made = zeros_apart(param, dtype, position=0, count=1)
+    made = zeros_apart(param, dtype, param.shape, position=0, count=1)
     assert made.shape == param.shape
     assert made.dtype == dtype
     assert made.is_contiguous()
