@@ -23,7 +23,7 @@ from hf_lowprec.optim.step.fused_group import FusedGroup, load
 from hf_lowprec.optim.step.fused_step import algorithm_update, load_states, stepped_weight
 from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
-from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding import MODES, step_keys
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.rounding.stored_pairs import fp64_value
@@ -95,7 +95,7 @@ class FusedGroupUpdates:
             weight=weight,
             stored=fp64_value(weight, low_bits_state(state)),
             update=update.double(),
-            random_weights=spec.rounding == "stochastic" or "compensation" in stochastic,
+            random_weights=MODES[spec.rounding].random or "compensation" in stochastic,
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
         )
         for name in SECOND_MOMENTS:
