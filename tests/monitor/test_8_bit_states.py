@@ -23,7 +23,7 @@ def set_gradients(params, step: int, scale: float = 1e-2) -> None:
         param.grad = (torch.randn(param.shape, generator=generator) * spread * scale).bfloat16()
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 def test_updates_are_those_of_the_decoded_states(rounding):
     params = parameters()
     options = {"rounding": rounding, "initial_compensation": "zero", "state_dtype": INT8}

@@ -82,7 +82,7 @@ def test_replayed_updates_are_those_of_the_whole_tensors(name):
     assert monitor.refusal is None
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic", "nearest"])
 def test_updates_of_this_package_are_adamws(rounding):
     params = parameters(torch.bfloat16)
     options = {"rounding": rounding, "initial_compensation": "zero"}

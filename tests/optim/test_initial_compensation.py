@@ -18,9 +18,9 @@ from tests.support.triton_available import require_triton
 
 SHAPES = [(40, 25), (257,), ()]
 KINDS = ["low_bits", "dither", "zero"]
-PAIRED = ["kahan", "split"]
+PAIRED = ["kahan", "split", "split24"]
 """The modes that store low bits besides the weight."""
-CASES = [(BF16, "kahan"), (FP16, "kahan"), (BF16, "split")]
+CASES = [(BF16, "kahan"), (FP16, "kahan"), (BF16, "split"), (BF16, "split24")]
 
 
 def model(dtype: torch.dtype = BF16, seed: int = 0) -> tuple[list[torch.Tensor], nn.ParameterList]:
