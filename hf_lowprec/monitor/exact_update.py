@@ -126,7 +126,7 @@ class FusedGroupUpdates:
     def _gather(self, name: str) -> Tensor:
         """The samples of a state as it is stored, which may be codes, or those of the scales."""
         tensors = [entry.states[name] for entry in self.fused_group.entries]
-        if name in self.fused_group.spec.scales.values():
+        if name in self.fused_group.spec.per_block_tensors:
             return self.samples.gather_of_blocks(tensors, BLOCK)
         return self.samples.gather(tensors, name)
 

@@ -298,7 +298,6 @@ def _block_loops(spec: StepSpec) -> tuple[str, str]:
     rendered = operations(graph, renderer, integers)
     results = [result.name for result in graph.output_node().args[0]]  # type: ignore[union-attr]
     weyls = [f"weyl{word}" for word in spec.random_words]
-    scales = set(spec.scales.values())
     is_float = {node.name: operation.is_float for node, operation in rendered.items()}
     is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
 
@@ -313,9 +312,9 @@ def _block_loops(spec: StepSpec) -> tuple[str, str]:
         return renderer.assign(name, _LOAD[spec.tensors[name]].format(f"{name}_ptr[{place}]"), is_float[name])
 
     declarations = [f"const uint32_t first_{name} = {name} + (uint32_t)block * {_GOLDEN};" for name in weyls]
-    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in scales]
+    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in spec.per_block_tensors]
     loops = []
-    for loop in block_loops(graph, spec.tensors.keys() - scales):
+    for loop in block_loops(graph, spec.tensors.keys() - spec.per_block_tensors):
         declarations += [f"{_value_type(is_float[node.name])} kept_{node.name}[{BLOCK}];" for node in loop.kept]
         before = [*map(statement, loop.before), *(store(k, f"block / {BLOCK}") for k in loop.block_outputs)]
         before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
@@ -398,7 +397,7 @@ def _render_tensor_sum(spec: StepSpec) -> str:
 
 def _place(spec: StepSpec, name: str, index: str) -> str:
     """The place in the tensor `name` that belongs to the element `index` of the parameter."""
-    return f"({index}) / {BLOCK}" if name in spec.scales.values() else index
+    return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
 
 
 def _value_type(is_float: bool) -> str:

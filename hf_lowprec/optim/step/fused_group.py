@@ -182,7 +182,7 @@ class FusedGroup:
 
     def _load(self, name: str, tensor: Tensor, part: slice | Tensor) -> Tensor:
         """The values of `tensor`, called `name`, for some elements of its parameter."""
-        if name not in self.spec.scales.values():
+        if name not in self.spec.per_block_tensors:
             return load(tensor.view(-1)[part])
         if isinstance(part, Tensor):
             return load(tensor.view(-1)[part // BLOCK])

@@ -127,6 +127,11 @@ class StepSpec:
         return {state.scale_of: state.name for state in self.states if state.scale_of is not None}
 
     @cached_property
+    def per_block_tensors(self) -> frozenset[str]:
+        """Names of the tensors that have one element per block: the scales of states in 8 bits."""
+        return frozenset(self.scales.values())
+
+    @cached_property
     def random_words(self) -> tuple[int, ...]:
         """Numbers of the 32-bit random words that a step draws per element, see `word_of`."""
         roles = [state.role for state in self.states if state.stochastic]
