@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
-from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -205,7 +205,7 @@ def _render_step(spec: StepSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys, *spec.integer_tensors})
+    lines, results = statements(trace(spec), TritonRenderer(), integer_inputs(spec))
     addresses = [f"{name}_address" for name in tensors]
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
