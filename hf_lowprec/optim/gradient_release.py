@@ -409,6 +409,12 @@ class GradientRelease:
         )
 
 
+def gradient_release_of(optimizer: Any) -> GradientRelease | None:
+    """The gradient release of an optimizer, which may be of another library; None if `step` steps all parameters."""
+    release = getattr(optimizer, "release", None)
+    return release if isinstance(release, GradientRelease) else None
+
+
 _owners: Any = WeakIdKeyDictionary()
 """Parameter → a weak reference to the release whose hook it has."""
 
