@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
+from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.states_in_8_bits import check_codes, names_in_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
-from hf_lowprec.rounding import MODES, dtype_name
+from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -141,7 +143,7 @@ def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
 
 def in_own_dtype(name: str, saved: Tensor) -> Tensor:
     """A view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
-    own = next((state.dtype for mode in MODES.values() for state in mode.auxiliary if state.name == name), None)
+    own = AUXILIARY_STATES[name].dtype if name in AUXILIARY_STATES else None
     if own != torch.int16 or saved.dtype != torch.uint8 or saved.shape[-1:] != (_BYTES,):
         return saved
     return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
@@ -382,9 +384,10 @@ def _check_state(
             f"change the groups' 'rounding'), or {START_AGAIN}"
         )
     # A compensation means that the weight was in 16 bits.
-    if param.dtype == torch.float32 and (foreign := sorted(_states_of_any_mode() & state.keys())):
+    if param.dtype == torch.float32 and (foreign := sorted(AUXILIARY_STATES.keys() & state.keys())):
         raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}")
-    possible = expected | _states_of_any_option(optimizer, saved_group) | _states_of_any_mode()
+    # A group may have been given another rounding mode between two steps.
+    possible = expected | _states_of_any_option(optimizer, saved_group) | AUXILIARY_STATES.keys()
     if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
         raise ValueError(
             f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm_name(optimizer)} and to this "
@@ -428,15 +431,6 @@ def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     return {state.name for state in optimizer.states({**group, **switched_on})}
 
 
-def _states_of_any_mode() -> set[str]:
-    """Names of the states of all rounding modes; a group may have been given another mode between two steps."""
-    return {state.name for mode in MODES.values() for state in mode.auxiliary}
-
-
-def _states_with_low_bits() -> set[str]:
-    return {state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits}
-
-
 def _is_count(step: Any) -> bool:
     """Whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
@@ -478,7 +472,7 @@ def restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
             optimizer.dithered.add(param)
         if number in saved:
             restore_saved_low_bits(param, saved[number])
-        elif _states_with_low_bits() & state_dict["state"].get(number, {}).keys():
+        elif low_bits_state(state_dict["state"].get(number, {})) is not None:
             drop_low_bits(param)
 
 
