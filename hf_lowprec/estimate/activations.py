@@ -47,7 +47,7 @@ class Activations(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """What is left of `peak` after the layers."""
+        """The rest of `peak` after the layers."""
         return self.peak - self.per_layer * self.layers
 
 

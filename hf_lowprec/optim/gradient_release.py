@@ -47,7 +47,7 @@ ALTERNATIVES = (
     "use StableAdamW, which clips each tensor's update by itself, or clip='delayed', which clips by the norm of the "
     "step before"
 )
-"""What to use instead of clipping by the norm of all gradients."""
+"""The alternatives to clipping by the norm of all gradients."""
 
 _NEEDS_ALL = (
     "gradient_release=True frees gradients during the backward pass, so the norm of all gradients is known only after "
@@ -56,7 +56,7 @@ _NEEDS_ALL = (
 
 
 class ReleasingOptimizer(Protocol):
-    """What a `LowPrecisionOptimizer` does for its `GradientRelease`."""
+    """The interface of a `LowPrecisionOptimizer` that its `GradientRelease` uses."""
 
     param_groups: list[ParamGroup]
     clip: str
@@ -299,7 +299,7 @@ class GradientRelease:
             self.watch_parameters()
 
     def has_stepped(self, param: Tensor) -> bool:
-        """Whether `param` has been stepped since the last `step()`."""
+        """Return whether `param` has been stepped since the last `step()`."""
         return id(param) in self._running.stepped
 
     def check_between_steps(self, call: str) -> None:
@@ -420,7 +420,7 @@ _owners: Any = WeakIdKeyDictionary()
 
 
 class _RunningStep:
-    """What has happened since the last step ended.
+    """The step that has begun since the last one ended.
 
     Attributes:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
@@ -457,7 +457,7 @@ def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
 
 
 def _version(grad: Tensor | None) -> Any:
-    """How often a gradient was written to; None if torch does not count that."""
+    """The count of writes to a gradient; None if torch does not count them."""
     assert grad is not None
     try:
         return grad._version, local_shard(grad)._version

@@ -96,7 +96,7 @@ class LowPrecisionOptimizer(Algorithm):
     """
 
     release: GradientRelease | None
-    """What steps parameters during the backward pass; None if all are stepped by `step`."""
+    """The gradient release, which steps parameters during the backward pass; None if `step` steps all."""
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""

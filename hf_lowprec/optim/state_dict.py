@@ -432,7 +432,7 @@ def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
 
 
 def _is_count(step: Any) -> bool:
-    """Whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
+    """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
         value = step.item() if isinstance(step, Tensor) else step
         return int(value) == value and 0 <= int(value) < 2**63

@@ -46,7 +46,7 @@ class ForTorch(NamedTuple):
 
 
 def is_ours(state_dict: dict[str, Any]) -> bool:
-    """Whether this library has saved the optimizer state dict `state_dict`."""
+    """Return whether this library has saved the optimizer state dict `state_dict`."""
     return all({"rounding", "state_rounding"} <= group.keys() for group in state_dict.get("param_groups", [{}]))
 
 

@@ -138,7 +138,7 @@ def check_gradient_release(
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a Python or NumPy boolean."""
+    """Return whether `value` is a Python or NumPy boolean."""
     return isinstance(value, bool) or (type(value).__module__, type(value).__name__.rstrip("_")) == ("numpy", "bool")
 
 

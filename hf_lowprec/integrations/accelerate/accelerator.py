@@ -136,7 +136,7 @@ def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> N
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
-    """Whether these arguments of `Accelerator.prepare_model` (those after the model) mean that it is only evaluated."""
+    """Return whether these arguments of `Accelerator.prepare_model` (after the model) say that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
 
 
@@ -152,7 +152,7 @@ def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionSt
 
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:
-    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, but not their wrappers."""
+    """Return whether DDP wraps any of `models`. Accelerate keeps the models that it prepares, but no wrappers."""
     if not models:  # searching takes a tenth of a second
         return False
     wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))

@@ -22,7 +22,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 class SavedParameter(NamedTuple):
-    """What a saved optimizer knows of a parameter.
+    """A parameter as a saved optimizer holds it.
 
     Attributes:
         compensation: reads its compensation or remainder; None if it has neither.
@@ -38,7 +38,7 @@ class SavedParameter(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """Whether more is known of the weight than the checkpoint's weight files contain."""
+        """True if more is known of the weight than the checkpoint's weight files contain."""
         return self.compensation is not None or self.low_bits is not None
 
     def estimate(self, weight: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class SavedOptimizer(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """Whether it has compensations, remainders, or low bits."""
+        """True if it has compensations, remainders, or low bits."""
         return any(parameter.refines for group in self.groups for parameter in group)
 
     def by_name(self) -> dict[str, SavedParameter]:

@@ -37,7 +37,7 @@ from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
 LOGGED_SHARES = (LOST_UPDATES, "lost_second_moment", "lost_weight_decay")
-"""What is logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
+"""The shares that are logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
@@ -123,7 +123,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.precision: StepPrecision | None = None
         """The measurement of the step that is being logged; None if it was not measured."""
         self.findings: list[Finding] = []
-        """What is wrong at this log."""
+        """The findings at this log."""
         self._monitor: RunMonitor | None = None
         self._found: set[str] = set()
         self._noted_unused = False

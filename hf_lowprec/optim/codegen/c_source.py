@@ -417,7 +417,7 @@ def _statements(declarations: Iterable[str]) -> str:
 
 
 def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
-    """How many entries each row of the tables has."""
+    """The number of entries in each row of the tables."""
     return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
 
 

@@ -38,7 +38,7 @@ _COMPARISONS: dict[Callable, str] = {
 
 
 class Renderer:
-    """How a language writes operations on FP32 and 32-bit integer scalars; operands are passed as source text.
+    """The operations of a language on FP32 and 32-bit integer scalars; operands are passed as source text.
 
     Integers wrap around; right shifts and comparisons of integers are signed. Floats follow IEEE 754.
     """

@@ -139,7 +139,7 @@ class FusedGroup:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step is not to be taken; waits for the device."""
+        """True if the step is not to be taken; waits for the device."""
         return self.enabled is not None and not bool(self.enabled)
 
     def all_scalars(self, scalars: Tensor) -> Tensor:

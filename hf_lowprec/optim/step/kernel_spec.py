@@ -27,7 +27,7 @@ ORTHOGONALIZED = "orthogonalized"
 
 @dataclass(frozen=True)
 class StoredState:
-    """How a state is stored.
+    """The storage of a state.
 
     Attributes:
         name: its name.
