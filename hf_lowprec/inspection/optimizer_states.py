@@ -20,7 +20,7 @@ from hf_lowprec.integrations.export.saved_optimizer import (
     sharded_param_groups,
 )
 from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
-from hf_lowprec.optim.state_dict import in_own_dtype
+from hf_lowprec.optim.state_dict_format import in_own_dtype
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded, is_in_8_bits
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors

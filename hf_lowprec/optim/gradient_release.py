@@ -291,11 +291,15 @@ class GradientRelease:
                     self._running.versions.pop(id(param), None)
             self.watch_parameters()
 
-    def forget_step(self) -> None:
-        """Forget which parameters have been stepped; called when states are loaded."""
+    def resume(self, norm_before: float) -> None:
+        """Forget which parameters have been stepped, because states were loaded.
+
+        Args:
+            norm_before: the gradient norm of their last step, by which `clip="delayed"` clips the next one.
+        """
         with self._lock:
             self._running = _RunningStep()
-            self.clipping.forget_step()
+            self.clipping.resume(norm_before)
             self.watch_parameters()
 
     def has_stepped(self, param: Tensor) -> bool:

@@ -14,7 +14,7 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
-from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
+from hf_lowprec.optim.state_dict_format import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
