@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.optim.gradient_release import GradientBucket
+from hf_lowprec.optim.gradient_buckets import GradientBucket
 from hf_lowprec.user_inputs.input_errors import InputError
 
 if TYPE_CHECKING:

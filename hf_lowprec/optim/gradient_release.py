@@ -22,7 +22,7 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,18 +30,12 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.sharding import is_sharded, local_shard
+from hf_lowprec.optim.gradient_buckets import GradientBucket, bucket_key
+from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.delayed_clipping import DelayedClipping
 from hf_lowprec.optim.step.graph_capture import is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
-
-BUCKET_ELEMENTS = 1 << 24
-"""A bucket is stepped once it has this many elements: 32 MiB of BF16 gradients, all shards of a parameter counted.
-
-Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and cost a launch
-each; `benchmarks/gradient_release.py` measures both.
-"""
 
 ALTERNATIVES = (
     "use StableAdamW, which clips each tensor's update by itself, or clip='delayed', which clips by the norm of the "
@@ -79,46 +73,6 @@ class ReleasingOptimizer(Protocol):
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters."""
-
-
-class GradientBucket:
-    """Parameters whose gradients are final and wait to be stepped together, the newest last."""
-
-    def __init__(self) -> None:
-        self.params: list[Tensor] = []
-        self._elements = 0
-
-    def add(self, param: Tensor) -> int:
-        """Add a parameter; return how many of the oldest are to be stepped now."""
-        self.params.append(param)
-        self._elements += param.numel()
-        return len(self.params) - 1 if self._elements >= BUCKET_ELEMENTS else 0
-
-    def take(self, count: int) -> list[Tensor]:
-        """Remove the `count` oldest parameters, and return them."""
-        taken, self.params = self.params[:count], self.params[count:]
-        self._elements = sum(map(Tensor.numel, self.params))
-        return taken
-
-
-def gradients_alive(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters whose gradients exist at the same time, where they take most memory on this rank.
-
-    Args:
-        params: trainable parameters, in the order in which their gradients become final.
-    """
-    buckets: dict[Any, GradientBucket] = defaultdict(GradientBucket)
-    most: list[Tensor] = []
-    largest = 0
-    for param in params:
-        bucket = buckets[_bucket_key(param)]
-        count = bucket.add(param)
-        alive = [each for other in buckets.values() for each in other.params]
-        size = sum(local_shard(each).nbytes for each in alive)
-        if size > largest:
-            most, largest = alive, size
-        bucket.take(count)
-    return most
 
 
 class GradientRelease:
@@ -212,7 +166,7 @@ class GradientRelease:
                 running.versions[id(param)] = None
                 return
             running.versions[id(param)] = _version(param.grad)
-            key = _bucket_key(param)
+            key = bucket_key(param)
             self._step_waiting(key, running.waiting[key].add(param))
 
     def _check_once(self) -> None:
@@ -333,7 +287,7 @@ class GradientRelease:
             if param.grad is None or id(param) in waiting:
                 continue
             if id(param) not in running.stepped:
-                running.waiting[_bucket_key(param)].add(param)
+                running.waiting[bucket_key(param)].add(param)
             elif id(param) in self._averaged:
                 param.grad = None  # DDP's view of its bucket
             else:
@@ -428,7 +382,7 @@ class _RunningStep:
 
     Attributes:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
-        waiting: parameters to be stepped, by `_bucket_key`, or "means" for those that DDP has averaged.
+        waiting: parameters to be stepped, by `bucket_key`, or "means" for those that DDP has averaged.
         stepped: identities of the parameters that have been stepped.
         buckets: how many buckets have been stepped, by the same keys.
         settings: of the param groups when the first bucket was stepped.
@@ -447,11 +401,6 @@ def _gradient_is_final(release: Callable[[], GradientRelease | None], param: Ten
     """The hook of a parameter. It references `release` weakly, so that parameters do not keep an optimizer alive."""
     if (living := release()) is not None:
         living.gradient_is_final(param)
-
-
-def _bucket_key(param: Tensor) -> Any:
-    """Parameters of one key share a bucket. FSDP2 reduces gradients on a stream of its own."""
-    return param.device, is_sharded(param)
 
 
 def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
