@@ -140,12 +140,8 @@ class LowPrecisionOptimizer(Algorithm):
             "seed": seed,
         }
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
-        if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
-            execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite, gradient_release)
-            given = (defaults["rounding"], str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
-            kind = (type(self), *given)
-            if number := parameter_numbers.next_number((*kind, *execution)):
-                self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
+        if first_parameter is None:
+            parameter_numbers.number_single_parameter(self)
         self.release = GradientRelease(self) if self.gradient_release else None
 
     def _reset(self) -> None:
