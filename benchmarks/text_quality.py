@@ -1,4 +1,4 @@
-"""How far from FP32 does each variant of training end, compared with the noise of the seed?
+"""Measure how far from FP32 each variant of training ends, compared with the noise of the seed.
 
 Both stages of `hf-lowprec demo` (pre-training a small byte-level Llama, fine-tuning its FP32 result) over several
 seeds. A seed sets the initial weights and the data order; within a seed all variants share both, so differences from
@@ -56,13 +56,13 @@ _FURTHER = (
     _in_8_bits("sr", "BF16 stochastic", "adamw_bf16_sr"),
 )
 WAYS = VARIANTS | {variant.name: variant for variant in _FURTHER}
-"""What `--ways` takes: the variants of the demonstration, which it trains by default, and others."""
+"""The variants that `--ways` takes: those of the demonstration, which it trains by default, and others."""
 
 PERTURBATION = 1e-3
 """Relative change of the first weights that tells one path of training from another."""
 
 Numbers = dict[str, Any]
-"""What was recorded of a stage, or of a run with one seed; see `numbers`."""
+"""The record of a stage, or of a run with one seed; see `numbers`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 class Setup(NamedTuple):
-    """How the model is trained.
+    """The setup of the training whose memory is estimated.
 
     Attributes:
         gpus: number of GPUs over which FSDP2 shards the training state.

@@ -63,7 +63,10 @@ class PlannedRun(NamedTuple):
         return len(self.learning_rates)
 
     def storage(self, mode: str) -> Storage:
-        """Where `mode` stores updates. Only a requested Kahan summation has another state rounding than the default."""
+        """The storage of updates with `mode`.
+
+        Only a requested Kahan summation has another state rounding than the default.
+        """
         if mode == "kahan":
             requested = any(phase.mode == "kahan" for phase in self.rounding.phases)
             return Storage(COMPENSATION, stochastic=not requested or self.state_rounding == "stochastic")

@@ -123,7 +123,7 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:
-    """What people compare with: rounded BF16 with torch's AdamW, 8-bit AdamW, Adafactor.
+    """The rows to compare with: rounded BF16 with torch's AdamW, 8-bit AdamW, Adafactor.
 
     Args:
         build: builds the model in FP32 on the meta device.
@@ -225,7 +225,7 @@ def _fp32_parts(model: nn.Module, report: CastReport) -> dict[str, int]:
 
 
 def _reason(name: str, report: CastReport) -> str:
-    """Why the parameter `name` stays in FP32: the reason given for it or for the module around it."""
+    """The reason why the parameter `name` stays in FP32: its own, or that of the module around it."""
     parts = name.split(".")
     around = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
     for part in around:

@@ -98,12 +98,12 @@ class CheckpointFacts:
 
 
 def at_initial_value(tensor: TensorFacts) -> bool:
-    """Whether every element is exactly 1.0, or exactly 0.0 as in biases and norms that multiply by `1 + weight`."""
+    """Return whether all elements are exactly 1, or exactly 0 as in biases and norms that multiply by `1 + weight`."""
     return tensor.constant in _INITIAL_VALUES
 
 
 def is_decayed_by_trainer(name: str, kind: str) -> bool:
-    """Whether Trainer would decay a tensor: neither norms nor biases."""
+    """Return whether Trainer would decay a tensor: neither norms nor biases."""
     return kind != "norms" and not name.endswith("bias")
 
 

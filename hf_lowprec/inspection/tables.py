@@ -96,7 +96,7 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
 
 
 def changes_table(comparison: Comparison) -> Table:
-    """What moved, by part of the model."""
+    """A table of what moved, by part of the model."""
     table = _table(("part",), ("tensors", "that\nmoved", "weights", "that\nmoved", "relative\ndistance"))
     rows: dict[str, list[str]] = defaultdict(list)
     for name in comparison.changes:

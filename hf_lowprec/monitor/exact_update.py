@@ -20,7 +20,7 @@ from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load
-from hf_lowprec.optim.step.fused_step import algorithm_update, load_states, stepped_weight
+from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
 from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.rounding import MODES, step_keys
@@ -111,8 +111,8 @@ class FusedGroupUpdates:
             without, _ = algorithm_update(spec, weight, grad, state, undecayed)
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
-            new_weight, rounded = stepped_weight(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
-            exact.stored_without_decay = fp64_value(new_weight, low_bits_state(rounded))
+            new_weight, low_bits = fused_step(spec, weight, grad, state, undecayed, index, keys, LOW_BITS_STATES)
+            exact.stored_without_decay = fp64_value(new_weight, low_bits_state(low_bits))
         return exact
 
     def _orthogonalized(self) -> Tensor:
@@ -126,7 +126,7 @@ class FusedGroupUpdates:
     def _gather(self, name: str) -> Tensor:
         """The samples of a state as it is stored, which may be codes, or those of the scales."""
         tensors = [entry.states[name] for entry in self.fused_group.entries]
-        if name in self.fused_group.spec.scales.values():
+        if name in self.fused_group.spec.per_block_tensors:
             return self.samples.gather_of_blocks(tensors, BLOCK)
         return self.samples.gather(tensors, name)
 

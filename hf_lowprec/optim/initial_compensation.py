@@ -61,7 +61,7 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
 
 
 def _on_any_rank(condition: bool, param: Tensor) -> bool:
-    """Whether `condition` holds on a rank with a shard of `param`."""
+    """Return whether `condition` holds on a rank with a shard of `param`."""
     count = torch.tensor(float(condition), device=param.device)
     return bool(sum_over_shards(count, sharding_of(param)))
 
@@ -92,7 +92,7 @@ def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
+    """Return whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
     mode = MODES[mode_name(settings.get("rounding", "kahan"))]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)

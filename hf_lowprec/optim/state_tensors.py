@@ -71,7 +71,7 @@ def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dty
 
 
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
-    """Why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
+    """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
     if not state.averages:
         return f"{state.name} does not average over steps"
     return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
@@ -86,7 +86,7 @@ def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> lis
 
 
 def has_whole_blocks(param: Tensor) -> bool:
-    """Whether the rows of `param`, its last dimension, consist of whole blocks. Others have no states in 8 bits."""
+    """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
     return param.dim() > 1 and param.shape[-1] % BLOCK == 0
 
 

@@ -18,7 +18,7 @@ from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 SCALE_SUFFIX = "_scale"
-"""What the name of a state's scales has after the name of the state."""
+"""The end of the name of a state's scales, after the name of the state."""
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
@@ -32,7 +32,7 @@ def holds_codes(name: str, dtype: torch.dtype) -> bool:
 
 
 def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
+    """Return whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
     return name + SCALE_SUFFIX in state
 
 
@@ -103,5 +103,5 @@ def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def is_nonnegative(name: str) -> bool:
-    """Whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
+    """Return whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
     return name.endswith("_sq")

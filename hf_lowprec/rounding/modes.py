@@ -143,7 +143,10 @@ MODES: dict[str, Mode] = {
 }
 """Every mode by its name."""
 
-LOW_BITS_STATES = tuple(state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits)
+AUXILIARY_STATES: dict[str, State] = {state.name: state for mode in MODES.values() for state in mode.auxiliary}
+"""The auxiliary states of all modes by name."""
+
+LOW_BITS_STATES = tuple(name for name, state in AUXILIARY_STATES.items() if state.holds_low_bits)
 """Names of the states that hold low bits, see `stored_pairs.py`. A parameter has at most one of them, except between a
 change of its mode and the next step."""
 

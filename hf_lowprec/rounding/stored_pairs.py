@@ -14,6 +14,9 @@ from hf_lowprec.rounding.dither import as_compensation
 from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, round_to_24_bits, split
 
+ROUNDED_OFF_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
+"""The dtypes of the low bits that a cast rounds off, by dtype of the weight: remainders, and differences."""
+
 
 def fp32_value(weight: Tensor, low_bits: Tensor, dither: Tensor | float = 0.0) -> Tensor:
     """The number that a weight and its low bits hold together.
@@ -58,10 +61,11 @@ def rounded_off(value: Tensor, weight: Tensor) -> Tensor:
         int16 tensor of the same shape for BF16 weights: remainders, but at most 32767, where a tie needs 32768. BF16
         for FP16 weights.
     """
-    if weight.dtype != torch.bfloat16:
+    dtype = ROUNDED_OFF_DTYPES[weight.dtype]
+    if dtype.is_floating_point:
         return as_compensation(weight, value - weight.float())
-    difference = value.view(torch.int32) - weight.float().view(torch.int32)
-    return difference.clamp(-0x8000, 0x7FFF).to(torch.int16)
+    remainder = value.view(torch.int32) - weight.float().view(torch.int32)
+    return remainder.clamp(-0x8000, 0x7FFF).to(dtype)
 
 
 def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

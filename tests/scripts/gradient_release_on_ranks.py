@@ -11,7 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text
@@ -19,7 +19,7 @@ from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 STEPS = 3
-gradient_release.BUCKET_ELEMENTS = 4000  # of 44,000
+gradient_buckets.BUCKET_ELEMENTS = 4000  # of 44,000
 
 
 class MostAlive:

@@ -67,5 +67,5 @@ class Adam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used, and whether the decay is decoupled."""
+        """The options `amsgrad` (use the maximum of the second moment) and `decoupled` (decoupled weight decay)."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": bool(group["decoupled_weight_decay"])}

@@ -64,5 +64,5 @@ class AdamW(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the maximum of the second moment is used. The decay is always decoupled."""
+        """The options `amsgrad` (use the maximum of the second moment) and `decoupled`, which is always true."""
         return {"amsgrad": bool(group["amsgrad"]), "decoupled": True}

@@ -150,7 +150,7 @@ class Muon(TwoMoments):
         return bool(group["use_muon"])
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the parameters are matrices, whether the momentum is Nesterov's, and the options of AdamW."""
+        """The options `use_muon` (parameters are matrices) and `nesterov`, and those of AdamW."""
         muon = {"use_muon": bool(group["use_muon"]), "nesterov": bool(group["nesterov"])}
         return {"amsgrad": False, "decoupled": True, **muon}
 

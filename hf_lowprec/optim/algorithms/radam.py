@@ -69,7 +69,7 @@ class RAdam(TwoMoments):
         )
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether the decay is decoupled."""
+        """The options of Adam: `decoupled` for decoupled weight decay, and never `amsgrad`."""
         return {"amsgrad": False, "decoupled": bool(group["decoupled_weight_decay"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

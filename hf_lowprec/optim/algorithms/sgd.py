@@ -82,7 +82,7 @@ class SGD(LowPrecisionOptimizer):
         return (State("momentum_buffer", role=1),) if group["momentum"] else ()
 
     def options(self, group: ParamGroup) -> dict[str, bool]:
-        """Whether momentum is used, and whether it is Nesterov momentum."""
+        """The options `momentum` (use momentum) and `nesterov` (Nesterov momentum)."""
         return {"momentum": bool(group["momentum"]), "nesterov": bool(group["nesterov"])}
 
     def scalars(self, group: ParamGroup, lr: float, step: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
-from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -205,9 +205,8 @@ def _render_step(spec: StepSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys, *spec.integer_tensors})
+    lines, results = statements(trace(spec), TritonRenderer(), integer_inputs(spec))
     addresses = [f"{name}_address" for name in tensors]
-    scales = set(spec.scales.values())
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
     if keys:
@@ -219,7 +218,7 @@ def _render_step(spec: StepSpec) -> str:
     def stores(mask: str) -> str:
         values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
         in_block = f", mask={'mask & ' if mask else ''}(lanes % {BLOCK} == 0)"
-        masks = {name: in_block if name in scales else mask for name in values}
+        masks = {name: in_block if name in spec.per_block_tensors else mask for name in values}
         return indent(8, [f"tl.store({name}_ptr, {value}{masks[name]})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
@@ -336,9 +335,8 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
 def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
     """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
     lines = _load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
-    scales = set(spec.scales.values())
     lines += [
-        f"{name}_address += start {f'// {BLOCK}' if name in scales else f'* {dtype.itemsize}'}"
+        f"{name}_address += start {f'// {BLOCK}' if name in spec.per_block_tensors else f'* {dtype.itemsize}'}"
         for name, dtype in spec.tensors.items()
     ]
     return lines + _load_row("scalars", "entry_index", scalars)
@@ -346,8 +344,7 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
 
 def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
-    scales = set(spec.scales.values())
-    return " | ".join(f"{name}_address" for name in names if name not in scales)
+    return " | ".join(f"{name}_address" for name in names if name not in spec.per_block_tensors)
 
 
 def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
@@ -355,7 +352,7 @@ def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
     pointers, values = [], []
     for name in names:
         dtype = spec.tensors[name]
-        if name in spec.scales.values():
+        if name in spec.per_block_tensors:
             pointer = f"({name}_address + offset // {BLOCK}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
             pointers.append(f"{name}_ptr = {pointer} + lanes // {BLOCK}")
             values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")

@@ -28,7 +28,7 @@ ORTHOGONALIZED = "orthogonalized"
 
 @dataclass(frozen=True)
 class StoredState:
-    """How a state is stored.
+    """The storage of a state.
 
     Attributes:
         name: its name.
@@ -126,6 +126,11 @@ class StepSpec:
     def scales(self) -> dict[str, str]:
         """Names of the tensors that hold the scales of states in 8 bits, one per block, by name of the state."""
         return {state.scale_of: state.name for state in self.states if state.scale_of is not None}
+
+    @cached_property
+    def per_block_tensors(self) -> frozenset[str]:
+        """Names of the tensors that have one element per block: the scales of states in 8 bits."""
+        return frozenset(self.scales.values())
 
     @cached_property
     def random_words(self) -> tuple[int, ...]:
