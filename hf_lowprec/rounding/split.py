@@ -60,9 +60,3 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """
     joined = (weight.view(torch.int32) + remainder).view(torch.float32)
     return torch.where(joined != joined, weight, joined)
-
-
-def round_to_24_bits(value: Tensor) -> Tensor:
-    """Round FP32 numbers to the nearest with 24 bits, ties away from zero. NaN stays NaN."""
-    unit = 1 << LOW_BITS_OF_24
-    return ((bit_pattern(value) + unit // 2) & -unit).view(torch.float32)

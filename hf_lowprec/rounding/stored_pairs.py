@@ -12,7 +12,9 @@ from torch import Tensor
 
 from hf_lowprec.rounding.dither import as_compensation
 from hf_lowprec.rounding.nearest import round_nearest
-from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, round_to_24_bits, split
+from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, split
+
+_DROPPED_BITS = {torch.int16: 0, torch.int8: LOW_BITS_OF_24}
 
 ROUNDED_OFF_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
 """The dtypes of the low bits that a cast rounds off, by dtype of the weight: remainders, and differences."""
@@ -43,7 +45,7 @@ def fp64_value(weight: Tensor, low_bits: Tensor | None) -> Tensor:
 
 def dropped_bits(remainder: Tensor) -> int:
     """The number of low bits of FP32 that a remainder does not hold."""
-    return LOW_BITS_OF_24 if remainder.dtype == torch.int8 else 0
+    return _DROPPED_BITS[remainder.dtype]
 
 
 def _joined(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -77,13 +79,14 @@ def stored_pair(value: Tensor, dtype: torch.dtype, low_bits_dtype: torch.dtype) 
         low_bits_dtype: BF16 for a compensation, int16 or int8 for a remainder, which needs a BF16 weight.
 
     Returns:
-        `(weight, low bits)` of these dtypes. With int8, `value` is rounded to the nearest number of 24 bits.
+        `(weight, low bits)` of these dtypes. With int8, `value` is rounded to the nearest number of 24 bits that
+        does not round to another weight.
     """
     if low_bits_dtype.is_floating_point:
         weight = round_nearest(value, dtype).to(dtype)
         return weight, as_compensation(weight, value - weight.float())
-    if low_bits_dtype == torch.int8:
-        weight, remainder = split(round_to_24_bits(value))
-        return weight.to(dtype), (remainder >> LOW_BITS_OF_24).to(low_bits_dtype)
     weight, remainder = split(value)
+    if low_bits_dtype == torch.int8:
+        half = 1 << (LOW_BITS_OF_24 - 1)
+        remainder = ((remainder + half) >> LOW_BITS_OF_24).clamp(max=0x7F)
     return weight.to(dtype), remainder.to(low_bits_dtype)
