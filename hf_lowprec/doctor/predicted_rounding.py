@@ -34,6 +34,7 @@ from hf_lowprec.rounding.spacing import spacings_by_exponent
 
 WEIGHT_ITSELF = ((1.0, 1.0),)
 MASTER_WEIGHT = ((2.0**-16, 1.0),)
+MASTER_WEIGHT_OF_24 = ((2.0**-8, 1.0),)
 COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
 
 

@@ -89,7 +89,8 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)
-        kind = "remainder" if any("remainder" in state.dtypes for state in facts.states) else "compensation"
+        split = any(name.startswith("remainder") for state in facts.states for name in state.dtypes)
+        kind = "remainder" if split else "compensation"
         kept = f"{kind} of {counted(compensated, 'tensor')}" if compensated else f"no {kind}"
         yield f"Optimizer state: {', '.join(states)}; {kept}."
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 SCALE_SUFFIX = "_scale"
 """The end of the name of a state's scales, after the name of the state."""
@@ -25,6 +26,11 @@ def scale_shape(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // BLOCK))
 
 
+def holds_codes(name: str, dtype: torch.dtype) -> bool:
+    """Whether a state of this name and dtype is stored as codes, which have scales. An int8 remainder is not."""
+    return dtype == torch.int8 and name not in LOW_BITS_STATES
+
+
 def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
     """Return whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
     return name + SCALE_SUFFIX in state
@@ -32,7 +38,7 @@ def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
 
 def names_in_8_bits(state: Mapping[str, Any]) -> set[str]:
     """Names of the states that are codes, in a parameter's entry in `optimizer.state` or in a state dict."""
-    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
+    return {name for name, value in state.items() if isinstance(value, Tensor) and holds_codes(name, value.dtype)}
 
 
 def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:

@@ -374,6 +374,7 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
         joined = {
             "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
             "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
+            "remainder8": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int() << 8))",
         }
         raise ValueError(
             f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "

@@ -177,7 +177,7 @@ def test_a_state_that_is_not_a_tensor_raises():
 
 
 @pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written):
     target, saved = (
@@ -193,7 +193,7 @@ def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written)
     refuses(lambda: target.load_state_dict(saved), target, words)
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
     target, source = (stepped(name, rounding=rounding) for _ in range(2))

@@ -139,14 +139,14 @@ def main(backend: str) -> None:
     for name, (kind, shapes, placements) in cases.items():
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
-        for rounding in ("kahan", "split", "stochastic"):
+        for rounding in ("kahan", "split", "split24", "stochastic"):
             check(name, AdamW, *arguments, rounding=rounding)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
             check_monitor_of_torch(name, mesh, shapes, placements)
         if backend == "native":  # no backend initializes compensations or converts them to another mode
             for rounding in ("kahan", "split"):
                 check(name, AdamW, *arguments, rounding=rounding, low=True)
-            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan")):
+            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"), ("kahan", "split24")):
                 check(name, AdamW, *arguments, rounding=first, then=then)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
