@@ -82,6 +82,8 @@ def _updates_vanish(evidence: Evidence) -> Finding | None:
 def _few_weights_change(evidence: Evidence) -> Finding | None:
     """For optimizers whose updates are not known, and that are known to round to nearest."""
     optimizer, by_kind = evidence.optimizer, evidence.precision.by_kind
+    if evidence.precision.learning_rate == 0:  # as in the first step of a warm-up
+        return None
     changed = [by_kind[kind].get("changed", 1.0) for kind in ("attention", "mlp", "other") if kind in by_kind]
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers") or min(changed, default=1) > FEW:
         return None

@@ -96,10 +96,9 @@ class ParameterBlock:
         table[:, COLUMN["never_moved"]] *= weights
         if self.grad_seen is not None:
             table[:, COLUMN["has_gradient"]] = self.grad_seen
-        before = self.weight if self.exact is None else self.exact.weight
-        if before is not None:
+        if self.weight is not None:
             table[:, COLUMN["stepped"]] = table[:, COLUMN["elements"]]
-            table[:, COLUMN["changed"]] = (before != stored_weight).sum(1) * weights
+            table[:, COLUMN["changed"]] = (self.weight != stored_weight).sum(1) * weights
         if self.exact is not None:
             self._add_slopes(table, self.exact, stored_weight, compensation)
         return table

@@ -37,7 +37,7 @@ SUMS = (
 
 - elements: the number of elements; never_moved: of those that are as they were when training began;
 - has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
-- stepped: elements whose step was measured; changed: of those whose stored weight changed;
+- stepped: elements that were stepped by an unknown update; changed: those of them whose stored weight changed;
 - weight_square: of the weights with a measured update;
 - update, second_moment, weight_decay: see `slope_sums`;
 - compensated: elements with a compensation; compensation_square: in units of the weights' spacing.

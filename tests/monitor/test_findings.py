@@ -83,6 +83,13 @@ def test_an_optimizer_whose_updates_are_unknown():
     assert "of the 16-bit weights changed in step 1 (torch.optim.Adafactor" in message
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_learning_rate_of_zero_loses_nothing(cls, dtype):
+    """The first step of a warm-up, of updates that are known and of unknown ones."""
+    assert train(model_of(dtype), lambda p: cls(p, lr=0.0), steps=1, every=1) == []
+
+
 def test_rounding_to_nearest_says_so():
     findings = train(model_of(None), adamw(1e-6, rounding="nearest"), steps=1, every=1)
     finding = only(findings, "updates_vanish")
