@@ -61,10 +61,12 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
         from_tensors[node] = any(from_tensors[arg] for arg in args)
         loop[node] = max((loop[arg] for arg in args), default=0) + is_max
     for node in reversed(operations):
-        # Random words are computed where they are first used, instead of being kept from an earlier loop.
-        users = [user for user in node.users if user in loop]
-        if users and not from_tensors[node]:
-            loop[node] = min(loop[user] for user in users)
+        # Random words are computed where they are first used, instead of being kept from an earlier loop. So is what
+        # follows from one value of an element: keeping that value takes no more.
+        users = [loop[user] - (user.target is block_max) for user in node.users if user in loop]
+        follows_from_one = sum(varies[arg] for arg in node.all_input_nodes) == 1 and varies[node]
+        if users and (not from_tensors[node] or follows_from_one):
+            loop[node] = max(loop[node], min(users))
 
     loops = [BlockLoop() for _ in range(max(loop.values()) + 1)]
     for node in operations:
