@@ -6,7 +6,8 @@ extent for all candidates. So this is repeated in several processes, one after t
 processes, and the range of their ratios. Nothing is timed before the native step has been shown to equal the eager one
 bit for bit.
 
-    python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--algorithms] [--output …json]
+    python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--output …json]
+                                   [--algorithms | --states-in-8-bits]
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]
 Row = dict[str, Any]
 Process = dict[str, list[Row]]
+MODES = ("kahan", "split", "stochastic")
 Candidates = Callable[[Shapes], dict[str, torch.optim.Optimizer]]
 BASELINE = "torch AdamW, FP32, fused"
+IN_8_BITS = ", states in 8 bits"
 
 
 def traffic(optimizer: torch.optim.Optimizer) -> int:
@@ -106,19 +109,36 @@ def algorithms(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     return found
 
 
+def states_in_8_bits(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """The baseline, and optimizers of ours with states in BF16 and in 8 bits."""
+    params = parameters(shapes, torch.float32)
+    found: dict[str, torch.optim.Optimizer] = {
+        BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True)
+    }
+    modes: list[tuple[str, dict[str, Any]]] = [("AdamW", {"rounding": mode}) for mode in MODES]
+    modes += [("Lion", {"rounding": "kahan"}), ("SGD", {"rounding": "kahan", "momentum": 0.9})]
+    for (name, options), dtype in product(modes, (torch.bfloat16, torch.int8)):
+        params = parameters(shapes, torch.bfloat16)
+        row = f"hf_lowprec {name}, {options['rounding']}{IN_8_BITS if dtype == torch.int8 else ''}"
+        found[row] = ALGORITHMS[name](params, lr=LR, state_dtype=dtype, backend="native", **options)
+    return found
+
+
 def check_parity() -> None:
     """Exit if the compiled step does not give the bits of the eager one: the speed of a wrong step means nothing."""
-    for mode in ("kahan", "stochastic", "nearest"):
+    for mode, dtype in product((*MODES, "nearest"), (torch.bfloat16, torch.int8)):
         results = []
         for backend in ("eager", "native"):
             torch.manual_seed(0)
-            params = parameters([(1000, 33), (7,)], torch.bfloat16)
-            optimizer = AdamW(params, lr=LR, weight_decay=DECAY, rounding=mode, backend=backend)
+            params = parameters([(1000, 33), (100, 64), (7,)], torch.bfloat16)
+            optimizer = AdamW(params, lr=LR, weight_decay=DECAY, rounding=mode, state_dtype=dtype, backend=backend)
             for _ in range(3):
                 optimizer.step()
             results.append([*params, *(v for s in optimizer.state.values() for v in s.values())])
         if not all(map(torch.equal, *results)):
-            raise SystemExit(f"native and eager disagree for rounding={mode!r}: no speed is reported")
+            raise SystemExit(
+                f"native and eager disagree for rounding={mode!r}, state_dtype={dtype}: no speed is reported"
+            )
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -176,18 +196,30 @@ def table(title: str, processes: list[list[Row]]) -> str:
     return "\n".join(lines)
 
 
+def table_of_8_bits(processes: list[list[Row]]) -> str:
+    """A Markdown table of how long steps with states in 8 bits take, relative to the same with states in BF16."""
+    lines = ["\n| optimizer | 8 bits / BF16 | from … to |", "|---|---:|---:|"]
+    times = [{row["optimizer"]: row["median_ms"] for row in rows} for rows in processes]
+    for name in (name for name in times[0] if name + IN_8_BITS in times[0]):
+        ratios = [process[name + IN_8_BITS] / process[name] for process in times]
+        lines.append(f"| {name} | {statistics.median(ratios):.2f} | {min(ratios):.2f} … {max(ratios):.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=25, help="in each process")
-    parser.add_argument("--algorithms", action="store_true", help="every algorithm of ours, on the first set of shapes")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--algorithms", action="store_true", help="every algorithm of ours, on the first set of shapes")
+    rows.add_argument("--states-in-8-bits", action="store_true", help="and in BF16, on the first set of shapes")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
     require_compiler()
 
-    build = algorithms if options.algorithms else candidates
-    sets = dict(list(SETS.items())[:1]) if options.algorithms else SETS
+    build = algorithms if options.algorithms else states_in_8_bits if options.states_in_8_bits else candidates
+    sets = SETS if build is candidates else dict(list(SETS.items())[:1])
     processes: list[Process] = []
     for _ in tqdm(range(options.processes), unit="process"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -197,6 +229,8 @@ def main() -> None:
         count = sum(torch.Size(shape).numel() for shape in shapes)
         title = f"{name}: {len(shapes)} tensors, {count / 1e6:.1f} M parameters"
         print(table(title, [rows[name] for rows in processes]))
+        if options.states_in_8_bits:
+            print(table_of_8_bits([rows[name] for rows in processes]))
     result = {
         "machine": f"{platform.machine()}, {options.threads} threads",
         "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},

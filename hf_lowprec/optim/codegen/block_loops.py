@@ -24,7 +24,7 @@ class BlockLoop:
         before: operations of which the whole block needs one result, computed before the loop.
         operations: operations that are performed for each element.
         maxima: operations `block_max` whose operands this loop computes.
-        loaded: inputs that differ between elements and are first needed here.
+        loaded: inputs that differ between elements, all in the first loop.
         kept: values of elements that later loops need, computed or loaded in this one.
         restored: values of elements that this loop needs, computed or loaded in earlier ones.
         outputs: positions of the graph's outputs that are known for each element in this loop.
@@ -61,10 +61,12 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
         from_tensors[node] = any(from_tensors[arg] for arg in args)
         loop[node] = max((loop[arg] for arg in args), default=0) + is_max
     for node in reversed(operations):
-        # Random words are computed where they are first used, instead of being kept from an earlier loop.
-        users = [user for user in node.users if user in loop]
-        if users and not from_tensors[node]:
-            loop[node] = min(loop[user] for user in users)
+        # Random words are computed where they are first used, instead of being kept from an earlier loop. So is what
+        # follows from one other value of the element: keeping that one takes no more.
+        users = [loop[user] - (user.target is block_max) for user in node.users if user in loop]
+        follows_from_one = varies[node] and sum(varies[arg] for arg in node.all_input_nodes) == 1
+        if users and (not from_tensors[node] or follows_from_one):
+            loop[node] = max(loop[node], min(users))
 
     loops = [BlockLoop() for _ in range(max(loop.values()) + 1)]
     for node in operations:
@@ -78,9 +80,9 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
             continue
         uses = [loop[user] - (user.target is block_max) for user in node.users if user in loop]
         uses += [loop[node]] * (node in results)
-        first = min(uses, default=0) if node.op == "placeholder" else loop[node]
+        first = loop[node]
         if node.op == "placeholder" and uses:
-            loops[first].loaded.append(node)
+            loops[first].loaded.append(node)  # before an output overwrites it
         later = sorted({use for use in uses if use > first})
         if later:
             loops[first].kept.append(node)

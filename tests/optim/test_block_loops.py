@@ -1,0 +1,71 @@
+"""The loops into which a step with states in 8 bits is divided."""
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from hf_lowprec.optim import SGD, AdamW, Adan, Lion
+from hf_lowprec.optim.codegen.block_loops import BlockLoop, block_loops
+from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.rounding import MODES
+from hf_lowprec.rounding.block_floats import block_max
+
+ALGORITHMS = pytest.mark.parametrize(
+    ("cls", "options"), [(AdamW, {}), (Adan, {}), (Lion, {}), (SGD, {"momentum": 0.9})], ids=lambda v: str(v)[-16:]
+)
+BF16_MODES = pytest.mark.parametrize("rounding", list(MODES))
+
+
+def loops_of(cls, rounding: str, options: dict) -> list[BlockLoop]:
+    param = torch.nn.Parameter(torch.zeros(2, 32, dtype=torch.bfloat16))
+    param.grad = torch.zeros_like(param)
+    optimizer = cls([param], lr=1e-3, rounding=rounding, state_dtype=torch.int8, backend="eager", **options)
+    with optimizer.plan_step() as plan:
+        (group,) = plan.fused_groups
+    spec = group.spec
+    return block_loops(trace(spec), spec.tensors.keys() - set(spec.scales.values()))
+
+
+@ALGORITHMS
+@BF16_MODES
+def test_all_inputs_are_loaded_before_any_output_is_stored(cls, options, rounding):
+    """Outputs overwrite inputs, so an input that a later loop loads could be the new value."""
+    first, *later = loops_of(cls, rounding, options)
+    assert first.loaded
+    assert not any(loop.loaded for loop in later)
+
+
+@ALGORITHMS
+@BF16_MODES
+def test_no_value_is_kept_that_follows_from_another_value_that_is_kept(cls, options, rounding):
+    """Unless the loop that computes it needs it as well."""
+    loops = loops_of(cls, rounding, options)
+    assert len(loops) == 2
+    kept = set(loops[0].kept)
+    assert kept
+    for node in kept:
+        needed_before = {*loops[0].operations, *loops[0].maxima}
+        if not needed_before.intersection(node.users):
+            assert not kept.intersection(node.all_input_nodes)
+
+
+def test_adamw_keeps_its_random_word_and_three_patterns():
+    """The first moment with and without its sign, and the second moment."""
+    first, second = loops_of(AdamW, "kahan", {})
+    assert len(first.kept) == 4
+    assert second.restored == first.kept
+
+
+def test_an_input_that_only_a_later_loop_needs_is_loaded_in_the_first():
+    graph = fx.Graph()
+    value, previous = graph.placeholder("value"), graph.placeholder("previous")
+    largest = graph.call_function(block_max, (value,))
+    negative = graph.call_function(operator.neg, (previous,))
+    graph.output((value, graph.call_function(operator.add, (largest, negative))))
+    first, second = block_loops(graph, {"value", "previous"})
+    assert first.loaded == [value, previous]
+    assert first.kept == second.restored == [previous]
+    assert second.operations[0] is negative
+    assert (first.outputs, second.outputs) == ([0], [1])
