@@ -11,6 +11,7 @@ arithmetic forbids.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -193,6 +194,7 @@ def _longest_loop(machine_code: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100, 120])
+    parser.add_argument("--output", type=Path, help="a JSON file for the rows of the table")
     parser.add_argument("--specs", nargs="+", choices=list(specs()), default=list(specs()), metavar="NAME")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
@@ -201,14 +203,19 @@ def main() -> int:
     print("| kernel | sm | registers | stack | accesses to memory | instructions per element |")
     print("|---|---:|---:|---:|---|---:|")
     faults: Counter[str] = Counter()
+    rows = []
     selected = {name: specs()[name] for name in options.specs}
     kernels = [(name, spec, False) for name, spec in selected.items()]
     kernels += [(f"{name}, tensor_sum", spec, True) for name, spec in selected.items() if spec.tensor_mean is not None]
     for (name, spec, tensor_sum), capability in product(kernels, options.capabilities):
         result = compile_kernel(spec, capability, tensor_sum)
-        cells = (name, capability, result.registers, result.stack, _text(result.accesses), f"{result.instructions:.0f}")
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        cells = {"kernel": name, "sm": capability, "registers": result.registers, "stack": result.stack}
+        cells |= {"accesses": _text(result.accesses), "instructions": round(result.instructions)}
+        print(f"| {' | '.join(map(str, cells.values()))} |", flush=True)
+        rows.append(cells)
         faults.update(f"{name}, sm_{capability}: {fault}" for fault in result.faults)
+    if options.output is not None:
+        options.output.write_text(json.dumps({"triton": triton.__version__, "rows": rows}) + "\n")
     print(*faults, sep="\n")
     return 1 if faults else 0
 
