@@ -1,6 +1,6 @@
 """Ranks are killed at random moments, mostly while they save; a resumed run ends with the same bits all the same.
 
-`HF_LOWPREC_KILLS=20 HF_LOWPREC_SEED=7 pytest -s tests/distributed/test_chaos.py` kills more often.
+`HF_LOWPREC_KILLS=20 HF_LOWPREC_SEED=7 pytest -s tests/distributed/test_chaos.py` kills more often, and in more modes.
 """
 
 import json
