@@ -154,7 +154,7 @@ def _expected_accesses(spec: StepSpec, names: Iterable[str]) -> Counter[int]:
     """The accesses to some tensors, with all elements of a thread at once."""
     expected: Counter[int] = Counter()
     for name in names:
-        bits = 8 * spec.tensors[name].itemsize * (1 if name in spec.scales.values() else ELEMENTS_PER_THREAD)
+        bits = 8 * spec.tensors[name].itemsize * (1 if name in spec.per_block_tensors else ELEMENTS_PER_THREAD)
         expected[min(bits, WIDEST_BITS)] += -(-bits // WIDEST_BITS)
     return expected
 

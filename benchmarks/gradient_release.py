@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
-from hf_lowprec.optim import LowPrecisionOptimizer, gradient_release
+from hf_lowprec.optim import LowPrecisionOptimizer, gradient_buckets
 
 WARMUP = 3
 BUCKETS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -49,7 +49,7 @@ class Run:
 
     def step(self) -> tuple[float, float]:
         """Train one step; return its seconds, of the clock and of the CPU."""
-        gradient_release.BUCKET_ELEMENTS = self.bucket or gradient_release.BUCKET_ELEMENTS
+        gradient_buckets.BUCKET_ELEMENTS = self.bucket or gradient_buckets.BUCKET_ELEMENTS
         start, used = time.perf_counter(), time.process_time()
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         self.optimizer.step()

@@ -3,12 +3,13 @@
 A Llama with many tensors and one with few are trained on the CPU in BF16, with AdamW of this package and with torch's.
 Every other step is measured as `LowPrecisionCallback` does at a log: the measurement, the numbers by kind, the worst
 tensors, and the findings. A measurement takes some milliseconds for any model, so the share is largest for the smallest
-model. Measured and plain steps alternate, so that other load affects both alike. Reported are the medians of
-their processor times, which other processes disturb less than the clock, and the difference as a share of a plain step.
-Logged every n-th step, a run pays an n-th of that share.
+model. Measured and plain steps alternate. Reported are the medians of both, and the median difference between
+neighbours as a share of a plain step, with the interval of 95% of its order statistics. Logged every n-th step, a run
+pays an n-th of that share.
 
 `under Trainer` is the whole cost at `logging_steps=1`: Trainers with `log_lost_updates` and without it take turns, and
-steps are timed from the beginning of one to the beginning of the next, so that logs and the metrics file count.
+steps are timed from the beginning of one to the beginning of the next, so that logs and the metrics file count. Two
+neighbouring runs give one difference, that of their medians.
 
     python benchmarks/monitor_cost.py [--steps 60] [--output FILE]
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import tempfile
@@ -59,7 +61,7 @@ def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
     times: dict[bool, list[float]] = {True: [], False: []}
     for k in range(WARM_UP + steps):
         measured = k % 2 == 1
-        began = time.process_time()
+        began = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
         if measured:
             monitor.measure_next_step()
@@ -71,8 +73,8 @@ def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
             monitor.findings()
         optimizer.zero_grad()
         if k >= WARM_UP:
-            times[measured].append(time.process_time() - began)
-    return summary(model_name, optimizer_name, model, times)
+            times[measured].append(time.perf_counter() - began)
+    return summary(model_name, optimizer_name, model, times[False], times[True])
 
 
 def build_model(name: str) -> LlamaForCausalLM:
@@ -82,11 +84,12 @@ def build_model(name: str) -> LlamaForCausalLM:
 
 
 def summary(
-    model_name: str, optimizer_name: str, model: torch.nn.Module, times: dict[bool, list[float]]
+    model_name: str, optimizer_name: str, model: torch.nn.Module, plain_times: list[float], measured_times: list[float]
 ) -> dict[str, Any]:
-    """The medians of the times without and with measurement, in seconds, and their difference as a share."""
-    plain, with_monitor = (statistics.median(times[which]) for which in (False, True))
-    share = (with_monitor - plain) / plain
+    """The medians of the times without and with measurement, in seconds, and of their differences as a share."""
+    plain, with_monitor = statistics.median(plain_times), statistics.median(measured_times)
+    shares = sorted((b - a) / plain for a, b in zip(plain_times, measured_times, strict=True))
+    share, outside = statistics.median(shares), fewest_below_median(len(shares))
     return {
         "model": model_name,
         "optimizer": optimizer_name,
@@ -95,21 +98,34 @@ def summary(
         "plain step, ms": plain * 1e3,
         "measured step, ms": with_monitor * 1e3,
         "share of a step by interval": {interval: share / interval for interval in INTERVALS},
+        "95% of the share at 1": [shares[outside], shares[-1 - outside]],
     }
 
 
+def fewest_below_median(count: int) -> int:
+    """The largest k such that the median lies between the k-th smallest and the k-th largest, from 0, in 95% of all
+    samples of this size; or 0."""
+    below, total = 0.0, 0
+    for k in range(count // 2):
+        below += math.comb(count, k) / 2**count
+        if 2 * below > 0.05:
+            break
+        total = k
+    return total
+
+
 class StepTimes(TrainerCallback):
-    """Records the processor time from the beginning of each step to the beginning of the next."""
+    """Records the time from the beginning of each step to the beginning of the next."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take the time."""
-        self.began.append(time.process_time())
+        self.began.append(time.perf_counter())
 
     def times(self) -> list[float]:
-        """Processor seconds of each step after the first ones."""
+        """Seconds of each step after the first ones."""
         return [end - begin for begin, end in zip(self.began, self.began[1:], strict=False)][WARM_UP:]
 
 
@@ -138,8 +154,8 @@ def measure_under_trainer(model_name: str, steps: int) -> dict[str, Any]:
                 train_dataset=rows,
                 callbacks=[hf_lowprec.LowPrecisionCallback(log_lost_updates=measured, report=False), recorder],
             ).train()
-        times[measured] += recorder.times()
-    return summary(model_name, "adamw_bf16_kahan under Trainer", model, times)
+        times[measured].append(statistics.median(recorder.times()))
+    return summary(model_name, "adamw_bf16_kahan under Trainer", model, times[False], times[True])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -152,9 +168,10 @@ def main(arguments: list[str] | None = None) -> None:
     results += [measure_under_trainer(model, options.steps) for model in MODELS]
     for result in results:
         shares = ", ".join(f"{share:.2%} at {n}" for n, share in result["share of a step by interval"].items())
+        low, high = result["95% of the share at 1"]
         print(
             f"{result['model']} ({result['tensors']}), {result['optimizer']}: {result['plain step, ms']:.0f} ms, "
-            f"measured {result['measured step, ms']:.0f} ms; {shares}"
+            f"measured {result['measured step, ms']:.0f} ms; {shares} (at 1: {low:.2%} to {high:.2%})"
         )
     if options.output:
         machine = {"processor": platform.processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""How far Adam with states in 8 bits drifts from Adam in FP32, for gradients that become smaller in half of a block.
+"""Measure the drift of Adam with states in 8 bits from Adam in FP32, for gradients that shrink in half of a block.
 
 The same gradients go to torch's FP32 AdamW and to ours, 2000 steps without weight decay. Neighbouring elements have
 gradients of different scales, by a log-normal factor of σ, and those of every second element shrink by `drop` after 500
@@ -46,7 +46,7 @@ GRADIENTS = ("constant sign", "around a mean", "zero mean")
 
 
 class Case(NamedTuple):
-    """What is trained: the kind of gradients, and their scales.
+    """A setting of the comparison: the kind of gradients, and their scales.
 
     Attributes:
         gradients: one of `GRADIENTS`.
@@ -66,7 +66,7 @@ CASES = [Case(*values) for values in product(GRADIENTS, (0.95, 0.99, 0.999), (5.
 
 @dataclass(frozen=True)
 class Drift:
-    """What a displacement is compared with FP32's; see the top of this file."""
+    """A displacement compared with FP32's; see the top of this file."""
 
     slope: float
     error: float

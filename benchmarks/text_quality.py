@@ -1,4 +1,4 @@
-"""How far from FP32 does each variant of training end, compared with the noise of the seed?
+"""Measure how far from FP32 each variant of training ends, compared with the noise of the seed.
 
 Both stages of `hf-lowprec demo` (pre-training a small byte-level Llama, fine-tuning its FP32 result) over several
 seeds. A seed sets the initial weights and the data order; within a seed all variants share both, so differences from
@@ -53,16 +53,21 @@ _FURTHER = (
     ),
     _in_8_bits("kahan", "BF16 Kahan", "adamw_bf16_kahan"),
     _in_8_bits("split", "BF16 split", "adamw_bf16_split"),
+    Variant(
+        *("split24", "BF16 split24", "adamw_bf16_split24", True, torch.bfloat16),
+        'optim="adamw_bf16_split24": BF16 weights and remainders that make masters of 24 bits, state in BF16',
+    ),
+    _in_8_bits("split24", "BF16 split24", "adamw_bf16_split24"),
     _in_8_bits("sr", "BF16 stochastic", "adamw_bf16_sr"),
 )
 WAYS = VARIANTS | {variant.name: variant for variant in _FURTHER}
-"""What `--ways` takes: the variants of the demonstration, which it trains by default, and others."""
+"""The variants that `--ways` takes: those of the demonstration, which it trains by default, and others."""
 
 PERTURBATION = 1e-3
 """Relative change of the first weights that tells one path of training from another."""
 
 Numbers = dict[str, Any]
-"""What was recorded of a stage, or of a run with one seed; see `numbers`."""
+"""The record of a stage, or of a run with one seed; see `numbers`."""
 
 
 @dataclass(frozen=True)

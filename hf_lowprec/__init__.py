@@ -124,7 +124,7 @@ def register_or_warn() -> None:
 
 
 def _runs_command_line() -> bool:
-    """Whether this process is starting `hf-lowprec` or `python -m hf_lowprec`, whose commands register the names."""
+    """Return whether this process runs `hf-lowprec` or `python -m hf_lowprec`, whose commands register the names."""
     if getattr(sys.modules.get("hf_lowprec_cli"), "running", False):
         return True
     # While Python looks for the module to run, `sys.argv` is `["-m", *arguments]`, and the module's name precedes the

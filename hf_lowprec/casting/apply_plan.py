@@ -100,7 +100,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
 
 
 def _was_trainable_fp32(exact: Tensor, tensor: Tensor) -> bool:
-    """Whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
+    """Return whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
     return _is_trainable(tensor) and exact.dtype == torch.float32 and not exact.is_meta
 
 
@@ -109,7 +109,7 @@ def _is_trainable(tensor: Tensor) -> bool:
 
 
 def _is_buffer_of_transformers(planned: TensorPlan, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a tensor is a buffer of a transformers class. Those classes convert their buffers where they need to."""
+    """Return whether a tensor is a buffer of a transformers class. These classes convert buffers where they need to."""
     owner = type(modules[planned.target.owners[0].module])
     return not isinstance(planned.target.tensor, nn.Parameter) and owner.__module__.startswith("transformers.")
 

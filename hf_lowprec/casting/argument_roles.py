@@ -70,19 +70,19 @@ def _role_by_name(name: str) -> Role:
 
 
 def names_numbers(name: str) -> bool:
-    """Whether a buffer holds numbers, by its name: it has a word of `NUMBERS`, or a word for frequencies."""
+    """Return whether a buffer holds numbers, by its name: it has a word of `NUMBERS`, or a word for frequencies."""
     words = words_of(name)
     return _names_numbers(words) or not {"freq", "freqs", "frequency", "frequencies"}.isdisjoint(words)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_time(name: str) -> bool:
-    """Whether an argument holds timesteps, by the last word of its name: `timesteps` and `t`, but not `time_ids`."""
+    """Return whether an argument holds timesteps, by its name's last word: `timesteps` and `t`, but not `time_ids`."""
     return not set(words_of(name)[-1:]).isdisjoint(_TIMES.split())
 
 
 def _names_numbers(words: list[str]) -> bool:
-    """Whether a name stands for numbers themselves, rather than for something computed from them."""
+    """Return whether a name stands for numbers themselves, rather than for something computed from them."""
     if _NUMBERS.isdisjoint(words):
         return False
     if _COMPUTED.isdisjoint(words) or {"time", "features"} <= set(words):  # `past_time_features`: times of a series

@@ -28,7 +28,7 @@ def marks_in(model: nn.Module) -> list[CastMark]:
 
 
 def was_cast(module: nn.Module) -> bool:
-    """Whether a cast has left its mark on this module itself."""
+    """Return whether a cast has left its mark on this module itself."""
     return _ATTRIBUTE in vars(module)
 
 

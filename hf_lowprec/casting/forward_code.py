@@ -22,12 +22,12 @@ def arguments_of_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def uses_torch_losses(module: nn.Module) -> bool:
-    """Whether the code of a module's `forward` names one of torch's losses."""
+    """Return whether the code of a module's `forward` names one of torch's losses."""
     return not TORCH_LOSSES.isdisjoint(names_in_forward(module))
 
 
 def is_code_of_transformers(module: nn.Module) -> bool:
-    """Whether a module's `forward` comes from transformers, directly or inherited by a user's class."""
+    """Return whether a module's `forward` comes from transformers, directly or inherited by a user's class."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     return owner.__module__.startswith("transformers.")
 

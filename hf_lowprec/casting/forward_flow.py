@@ -61,7 +61,7 @@ _LOSSES = TORCH_LOSSES | {"binary_cross_entropy_with_logits", "kl_div"}
 
 @dataclass(frozen=True)
 class _Value:
-    """What is known about a value in `forward`."""
+    """Facts about a value in `forward`."""
 
     layers: frozenset[str] = frozenset()  # whose FP32 copies it is computed from
     is_16_bit: bool = False  # whether it may be a 16-bit tensor
@@ -353,7 +353,7 @@ class ForwardFlow:
         return self.unknown(operands)
 
     def is_inherited_forward(self, function: ast.expr) -> bool:
-        """Whether a function is `super().forward`, and that of a model of transformers."""
+        """Return whether a function is `super().forward`, and that of a model of transformers."""
         match function:
             case ast.Attribute(ast.Call(ast.Name("super"), []), "forward"):
                 owners = [cls for cls in type(self.module).__mro__ if "forward" in vars(cls)]
@@ -492,7 +492,7 @@ def _as_read(target: ast.expr) -> ast.expr:
 
 
 def _is_namespace(node: ast.expr, env: _Environment) -> bool:
-    """Whether an expression is a Python module, like `torch.nn.functional`, by its not starting from a variable."""
+    """Return whether an expression is a Python module (`torch.nn.functional`): it does not start from a variable."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name) and node.id not in env

@@ -71,7 +71,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_multiplied_outside(tree: ModuleTree, model: str) -> bool:
-    """Whether user code around a model multiplies its outputs by 16-bit tensors."""
+    """Return whether user code around a model multiplies its outputs by 16-bit tensors."""
     parts = model.split(".") if model else []
     for depth in range(len(parts)):
         around = tree.modules[".".join(parts[:depth])]
@@ -102,7 +102,7 @@ def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list
 
 
 def computes_loss_itself(model: nn.Module) -> bool:
-    """Whether a model has a `forward` of transformers that uses torch's losses and no `loss_function`."""
+    """Return whether a model has a `forward` of transformers that uses torch's losses and no `loss_function`."""
     if "loss_function" in names_in_forward(model) or not uses_torch_losses(model):
         return False
     return is_code_of_transformers(model) and is_model(model)

@@ -88,7 +88,7 @@ def _last_kept_module(tree: ModuleTree, parts: Fp32Parts) -> tuple[str | None, l
 
 
 def _has_several_names(tree: ModuleTree, name: str) -> bool:
-    """Whether a module is shared, and so called in several places."""
+    """Return whether a module is shared, and so called in several places."""
     return sum(module is tree.modules[name] for module in tree.modules.values()) > 1
 
 
@@ -167,7 +167,7 @@ def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtyp
 
 
 def _reason_for_fp32_inputs(tree: ModuleTree, name: str) -> str:
-    """Why a module may be called with FP32; empty if it is not."""
+    """The reason why a module may be called with FP32; empty if it is not."""
     module = tree.modules[name]
     if module is tree.root:
         return "the model, called with the data"

@@ -67,7 +67,7 @@ def install_input_upcast(module: nn.Module) -> bool:
 
 
 def upcasts_inputs(module: nn.Module) -> bool:
-    """Whether a cast has kept a module in FP32, so that it gets its floating inputs in FP32."""
+    """Return whether a cast has kept a module in FP32, so that it gets its floating inputs in FP32."""
     return upcast_inputs in module._forward_pre_hooks.values()
 
 
@@ -95,7 +95,7 @@ def install_model_output_upcast(model: nn.Module, next_to_loss: bool) -> None:
 
 
 def returns_float32(model: nn.Module) -> bool:
-    """Whether `install_model_output_upcast` was called for a model."""
+    """Return whether `install_model_output_upcast` was called for a model."""
     return any(hook in _MODEL_OUTPUT_UPCASTS for hook in model._forward_hooks.values())
 
 

@@ -25,7 +25,7 @@ _NUMBERS, _INTEGERS = "_low_precision_numbers", "_low_precision_integers"
 
 @functools.cache
 def losses_mix_dtypes() -> bool:
-    """Whether this torch can differentiate a loss between 16-bit predictions and FP32 labels: 2.13 can, 2.11 cannot."""
+    """Return whether torch can differentiate a loss of 16-bit predictions and FP32 labels: 2.13 can, 2.11 cannot."""
     prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     try:
         with torch.enable_grad():

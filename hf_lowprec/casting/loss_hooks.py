@@ -34,7 +34,7 @@ class Fp32Loss:
 
 
 def has_loss_function(module: nn.Module) -> bool:
-    """Whether a module has a `loss_function` of its own, as transformers' property has it."""
+    """Return whether a module has a `loss_function` of its own, as transformers' property has it."""
     # Only where the class has it (PEFT's wrappers forward attributes) and a loss belongs to it (not to a part).
     chosen = getattr(type(module), "loss_function", None)
     if not isinstance(chosen, property) or chosen.fset is None:
@@ -43,7 +43,7 @@ def has_loss_function(module: nn.Module) -> bool:
 
 
 def calls_loss_function(module: nn.Module) -> bool:
-    """Whether a module's `forward` calls its `loss_function`, and does not compute a loss in its own code."""
+    """Return whether a module's `forward` calls its `loss_function`, and does not compute a loss in its own code."""
     return "loss_function" in names_in_forward(module)
 
 

@@ -62,7 +62,9 @@ def loss_weights(
 
 
 def multiplies_with_16_bits(module: nn.Module, path: str) -> bool:
-    """Whether a module's `forward` multiplies FP32 outputs of a module inside it with 16-bit tensors, as far as seen.
+    """Return whether a module's `forward` multiplies FP32 outputs of a module inside it with 16-bit tensors.
+
+    False if its source cannot be read or is not understood.
 
     Args:
         module: a module that is cast.

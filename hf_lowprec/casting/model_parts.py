@@ -8,7 +8,7 @@ from hf_lowprec.casting.module_tree import ModuleTree
 
 
 def is_model(module: nn.Module) -> bool:
-    """Whether a module is a model by transformers' convention: its class has a `main_input_name`.
+    """Return whether a module is a model by transformers' convention: its class has a `main_input_name`.
 
     Code outside calls such a model directly: `generate` calls the encoder inside a model.
     """

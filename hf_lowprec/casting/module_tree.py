@@ -32,7 +32,7 @@ class ModelTensor:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several modules own it."""
+        """True if several modules own it."""
         return len({owner.module for owner in self.owners}) > 1
 
 
@@ -89,7 +89,7 @@ class ModuleTree:
         return {self.dtype_of(t) for t in tensors if t.is_floating_point()}
 
     def computes_in(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a module is called and holds tensors of `dtype`."""
+        """Return whether a module is called and holds tensors of `dtype`."""
         return dtype in self.floating_dtypes(name) and name in self.callable_parts(name)
 
 

@@ -15,7 +15,7 @@ _BIAS = "bias"  # added in the activations' dtype, after the quantized weight wa
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether `tensor` holds quantized data: its class is a quantizer's, or its dtype not one of floats or indices."""
+    """Return whether `tensor` holds quantized data, by its class (of a quantizer) or dtype (no floats or indices)."""
     if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
         return True
     if type(tensor) is Tensor and tensor.dim() < 2:
@@ -24,12 +24,12 @@ def is_quantized(tensor: Tensor) -> bool:
 
 
 def acts_as_fp32(tensor: Tensor) -> bool:
-    """Whether `tensor` stores quantized data and acts as FP32 in operations, whose other inputs must be FP32 then."""
+    """Return whether `tensor` is quantized and acts as FP32 in operations, whose other inputs must then be FP32."""
     return type(tensor.data) is not Tensor and tensor.dtype == torch.float32
 
 
 def holds_quantized_weights(module: nn.Module) -> bool:
-    """Whether the weights of `module` itself are quantized.
+    """Return whether the weights of `module` itself are quantized.
 
     They are parameters with quantized data; or, in a module without children and without a plain `weight`, buffers
     with quantized data alongside floating ones (scales).

@@ -70,7 +70,7 @@ def rounded_weight_warnings(
 
 
 def _gain(count: int) -> str:
-    """What loading in FP32 would gain for a number of trainable tensors, as a clause."""
+    """The gain of loading in FP32 for a number of trainable tensors, as a clause."""
     return (
         f"the cast (with keep_low_bits=True, as under Trainer) keeps the low digits of {count} trainable tensors for "
         "Kahan summation, which then starts from the FP32 weights instead of rounded ones"
@@ -82,7 +82,7 @@ def _in_16_bits(weight: LoadedTensor) -> bool:
 
 
 def _is_initial(tensor: Tensor) -> bool:
-    """Whether a tensor has the values that norms begin with."""
+    """Return whether a tensor has the values that norms begin with."""
     return tensor.is_meta or bool(((tensor == 0) | (tensor == 1)).all())
 
 

@@ -10,19 +10,20 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
     from rich.table import Table
     from transformers import PreTrainedModel
 
     from hf_lowprec.estimate.activations import Activations
     from hf_lowprec.estimate.rows import Row
 
-WIDTH = 120
-"""Terminal width that fits any table."""
+WIDTH = 80
+"""Columns of the narrowest terminal that is thought of."""
 GIB = 1 << 30
 
 
 class Setup(NamedTuple):
-    """How the model is trained.
+    """The setup of the training whose memory is estimated.
 
     Attributes:
         gpus: number of GPUs over which FSDP2 shards the training state.
@@ -214,20 +215,34 @@ def _size(nbytes: float) -> str:
 def _print(title: str, rows: list[Row], notes: list[str], setup: Setup) -> None:
     from rich.console import Console
 
-    console = Console(width=max(Console().width, WIDTH))  # a truncated number would be wrong
+    console = Console(width=max(Console().width, WIDTH))
+    filled = table(rows, setup)
+    _fit(filled, [row.name for row in rows], console)
     plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
     kept = next(row.fp32_parts for row in rows if row.fp32_parts is not None)
     count = f"{rows[0].memory.parameters:,} parameters, {sum(kept.values()):,} of which stay in FP32"
     console.print(f"{title}, {count}", **plain)
     for reason, number in kept.items():
         console.print(f"  {number:,} in FP32: {reason}", **plain)
-    console.print(table(rows, setup))
+    console.print(filled)
+    console.print("Autocast (bf16=True) keeps weights, gradients and state in FP32 too.", **plain)
     if setup.gpus > 1:
         console.print(
             f"Weights, grads, state, total and bytes per parameter are those of all {setup.gpus} GPUs.", **plain
         )
     for note in notes:
         console.print(note, **plain)
+
+
+def _fit(table: Table, names: list[str], console: Console) -> None:
+    """Wrap the names in the first column of `table` if it is too wide; widen `console` if that is not enough."""
+    from rich.measure import Measurement
+
+    width = Measurement.get(console, console.options.update(width=1000), table).maximum
+    longest, longest_word = (max(map(len, words)) for words in (names, " ".join(names).split()))
+    if width > console.width:
+        table.columns[0].width = max(longest_word, longest - (width - console.width))
+        console.width = max(console.width, width - longest + table.columns[0].width)  # a cut number would be wrong
 
 
 def table(rows: list[Row], setup: Setup) -> Table:
@@ -242,7 +257,7 @@ def table(rows: list[Row], setup: Setup) -> Table:
         (30, "GiB") if max(*(row.total(gpus) for row in rows), *(each or 0 for each in peaks)) >= 2**32 else (20, "MiB")
     )
     lines = Table(box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
-    lines.add_column("optim", no_wrap=True)
+    lines.add_column("optim")
     headings = [f"weights\n{unit}", f"grads\n{unit}", f"state\n{unit}"]
     headings += [f"in step\n{unit}"] if with_step else []
     headings += [f"total\n{unit}", "bytes\n/param"]

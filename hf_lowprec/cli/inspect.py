@@ -78,7 +78,7 @@ def inspect(
 
 
 def _is_unread(inspection: Inspection) -> bool:
-    """Whether something of a checkpoint could not be read."""
+    """Return whether something of a checkpoint could not be read."""
     return any(facts.notes for facts in inspection.checkpoints)
 
 

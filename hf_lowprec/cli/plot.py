@@ -83,7 +83,7 @@ def _default_files(runs: Sequence[Path]) -> list[Path]:
 
 
 def _print_summary(run: Run) -> None:
-    """Where a run was read, and what its log and we have to say about it."""
+    """Print where a run was read, and the findings and notes of its log."""
     typer.echo(f"{run.name}: {run.last_step} steps, from {run.records.source}")
     for finding in run.findings():
         typer.echo(f"  step {finding.last_step}: {finding.message}")

@@ -88,6 +88,6 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
 
 
 def _raised_by_runpy(error: ImportError) -> bool:
-    """Whether the module itself was not found, rather than a module that it imports."""
+    """Return whether the module itself was not found, rather than a module that it imports."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return all(frame.filename == runpy.run_module.__code__.co_filename for frame in frames)

@@ -135,6 +135,6 @@ def workarounds(device: torch.device, patterns: Iterable[str] = ()) -> str:
 
 
 def _has_amx() -> bool:
-    """Whether this CPU multiplies BF16 matrices in AMX tiles; True if this torch cannot tell."""
+    """Return whether this CPU multiplies BF16 matrices in AMX tiles; True if this torch cannot tell."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has none
     return capabilities is None or bool(capabilities().get("amx_bf16"))

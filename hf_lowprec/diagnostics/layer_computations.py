@@ -95,7 +95,7 @@ def weight_count(layer: Convolution) -> int:
 
 
 def multiplications_per_weight(layer: Convolution, size: tuple[int, ...]) -> int:
-    """How often a convolution multiplies by each weight, for a batch of the given spatial size."""
+    """The number of times that a convolution multiplies by each weight, for a batch of the given spatial size."""
     if layer.transposed:
         return _BATCH * math.prod(size)
     dims = zip(size, _kernel_spans(layer), _zero_padding(layer), layer.stride, strict=True)

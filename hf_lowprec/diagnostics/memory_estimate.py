@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.gradient_release import gradients_alive
+from hf_lowprec.optim.gradient_buckets import gradients_alive
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state_tensors import state_tensors, stays_in_bf16
 from hf_lowprec.rounding.block_floats import BLOCK

@@ -1,4 +1,4 @@
-"""Which part of a model a parameter belongs to, from its name and shape alone.
+"""The part of a model that a parameter belongs to, from its name and shape alone.
 
 Files have names and shapes but no modules, so a checkpoint and a model in memory are divided in the same way.
 """

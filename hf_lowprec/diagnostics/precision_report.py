@@ -48,7 +48,7 @@ def precision_report(
         lines.append(f"  {'rounding':<16}{_rounding_modes(optimizer)}")
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
-            lines.append(f"  {_low_bits_state(optimizer):<16}starts with {counts}")
+            lines.append(f"  {_names_of_low_bits_states(optimizer):<16}starts with {counts}")
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
@@ -69,8 +69,8 @@ def _state_rows(optimizer: LowPrecisionOptimizer) -> Iterator[str]:
         yield f"  {'not in 8 bits':<16}{elements:,} elements in bfloat16: {reason}"
 
 
-def _low_bits_state(optimizer: LowPrecisionOptimizer) -> str:
-    """The name of the state that holds low bits: compensation or remainder."""
+def _names_of_low_bits_states(optimizer: LowPrecisionOptimizer) -> str:
+    """The names of the states that hold low bits: compensation, remainder or both."""
     modes = (MODES[group["rounding"]] for group in optimizer.param_groups)
     names = (state.name for mode in modes for state in mode.auxiliary if state.holds_low_bits)
     return ", ".join(dict.fromkeys(names))

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
-from hf_lowprec.doctor.predicted_rounding import COMPENSATION, MASTER_WEIGHT, WEIGHT_ITSELF, Storage
+from hf_lowprec.doctor.predicted_rounding import (
+    COMPENSATION,
+    MASTER_WEIGHT,
+    MASTER_WEIGHT_OF_24,
+    WEIGHT_ITSELF,
+    Storage,
+)
 from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
@@ -57,12 +63,17 @@ class PlannedRun(NamedTuple):
         return len(self.learning_rates)
 
     def storage(self, mode: str) -> Storage:
-        """Where `mode` stores updates. Only a requested Kahan summation has another state rounding than the default."""
+        """The storage of updates with `mode`.
+
+        Only a requested Kahan summation has another state rounding than the default.
+        """
         if mode == "kahan":
             requested = any(phase.mode == "kahan" for phase in self.rounding.phases)
             return Storage(COMPENSATION, stochastic=not requested or self.state_rounding == "stochastic")
         if mode == "split":
             return Storage(MASTER_WEIGHT, stochastic=False)
+        if mode == "split24":
+            return Storage(MASTER_WEIGHT_OF_24, stochastic=True)
         return Storage(WEIGHT_ITSELF, stochastic=mode == "stochastic")
 
 

@@ -1,4 +1,4 @@
-r"""What rounding does to updates of a given size: how much of them it loses, and how much noise it adds.
+r"""Effects of rounding on updates of a given size: how much of them it loses, and how much noise it adds.
 
 **Rounding to nearest** moves a stored weight of spacing `s` by `Δ = s·round(u/s)`. The lost share of updates is
 `1 - E[u·Δ]/E[u²]`, as the training log has it. For Gaussian `u` of standard deviation σ, integration by parts gives
@@ -34,11 +34,12 @@ from hf_lowprec.rounding.spacing import spacings_by_exponent
 
 WEIGHT_ITSELF = ((1.0, 1.0),)
 MASTER_WEIGHT = ((2.0**-16, 1.0),)
+MASTER_WEIGHT_OF_24 = ((2.0**-8, 1.0),)
 COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
 
 
 class Storage(NamedTuple):
-    """Where an update is stored.
+    """The storage of an update.
 
     Attributes:
         quanta: the spacing of what is rounded, relative to the weight's, and the share of weights that have it.

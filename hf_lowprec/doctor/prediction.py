@@ -49,7 +49,7 @@ class ModelWeights(NamedTuple):
 
 
 class ModePrediction(NamedTuple):
-    """What one rounding mode, or several by phases, do to the updates of one part of the model.
+    """Effects of one rounding mode, or of several by phases, on the updates of one part of the model.
 
     Attributes:
         steps: the steps for which `rounded` holds values, ascending.

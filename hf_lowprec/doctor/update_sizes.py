@@ -1,4 +1,4 @@
-r"""How large the updates of an optimizer are, in units of its learning rate.
+r"""Sizes of an optimizer's updates, in units of its learning rate.
 
 The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`. Without a
 run, directions are predicted for gradients that are noise: independent from step to step, Gaussian, of constant

@@ -1,1 +1,1 @@
-"""What `hf-lowprec estimate` does: the memory of training a model, from its configuration alone."""
+"""Estimate the memory of training a model from its configuration alone, for `hf-lowprec estimate`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.optim.gradient_release import GradientBucket
+from hf_lowprec.optim.gradient_buckets import GradientBucket
 from hf_lowprec.user_inputs.input_errors import InputError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Activations(NamedTuple):
 
     @property
     def rest(self) -> float:
-        """What is left of `peak` after the layers."""
+        """The rest of `peak` after the layers."""
         return self.peak - self.per_layer * self.layers
 
 

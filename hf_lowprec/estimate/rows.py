@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hf_lowprec.casting.cast_report import CastReport
 
-FP32_ROW = "FP32 or autocast, AdamW"
+FP32_ROW = "FP32, AdamW"
 """The row to compare with: torch's fused AdamW on FP32 weights; autocast to BF16 takes the same memory for them."""
 FP32, BF16 = torch.float32, torch.bfloat16
 _BLOCK = 256
@@ -123,7 +123,7 @@ def low_precision_row(model: nn.Module, name: str, optim_args: str | None, gpus:
 
 
 def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iterator[Row]:
-    """What people compare with: rounded BF16 with torch's AdamW, 8-bit AdamW, Adafactor.
+    """The rows to compare with: rounded BF16 with torch's AdamW, 8-bit AdamW, Adafactor.
 
     Args:
         build: builds the model in FP32 on the meta device.
@@ -131,7 +131,7 @@ def compared_rows(build: Callable[[], nn.Module], gpus: int, steps: int) -> Iter
         steps: gradient accumulation steps.
     """
     yield _stock_row("BF16 rounded, AdamW", build().to(BF16), gpus, steps, lambda param: 4 * param.numel())
-    for dtype, name in ((FP32, "FP32 or autocast"), (BF16, "BF16 rounded")):
+    for dtype, name in ((FP32, "FP32"), (BF16, "BF16 rounded")):
         model = build().to(dtype)
         embeddings = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
         yield _stock_row(f"{name}, 8-bit AdamW", model, gpus, steps, functools.partial(_eight_bit, embeddings))
@@ -189,7 +189,7 @@ def _adafactor_row(model: nn.Module, gpus: int, steps: int) -> Row:
         optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     state = sum(value.nbytes for value in states if value.ndim)
-    row = _stock_row("FP32 or autocast, Adafactor", model, gpus, steps, lambda param: 0)
+    row = _stock_row("FP32, Adafactor", model, gpus, steps, lambda param: 0)
     return row._replace(memory=_with_state(row.memory, state), step=(memory.peak - state) // gpus)
 
 
@@ -225,7 +225,7 @@ def _fp32_parts(model: nn.Module, report: CastReport) -> dict[str, int]:
 
 
 def _reason(name: str, report: CastReport) -> str:
-    """Why the parameter `name` stays in FP32: the reason given for it or for the module around it."""
+    """The reason why the parameter `name` stays in FP32: its own, or that of the module around it."""
     parts = name.split(".")
     around = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
     for part in around:

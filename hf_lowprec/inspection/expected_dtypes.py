@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are meant to stay in FP32, from its config.json alone."""
+"""Find the tensors of a checkpoint that are meant to stay in FP32, from its config.json alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong in one checkpoint. Ordinary things, such as a model that was never trained, give no finding."""
+"""Findings in one checkpoint. Ordinary things, such as a model that was never trained, give none."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
 
 
 def _layer_was_trained(facts: CheckpointFacts, name: str) -> bool:
-    """Whether the optimizer holds tensors of the layer that `name` is in, as far as the checkpoint tells."""
+    """Return whether the optimizer holds tensors of the layer that `name` is in, as far as the checkpoint tells."""
     states = facts.state_of()
     return not states or any(layer(other) == layer(name) for other, state in states.items() if state.has_gradients)
 
@@ -117,7 +117,7 @@ def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> lis
 
 
 def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperparameters) -> bool:
-    """Whether an optimizer has applied gradients to a parameter with a learning rate above zero."""
+    """Return whether an optimizer has applied gradients to a parameter with a learning rate above zero."""
     steps = state.step if state.step is not None else facts.step
     if not state.has_gradients or not steps:
         return False
@@ -126,7 +126,7 @@ def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperpara
 
 
 def looks_untrained(facts: CheckpointFacts) -> bool:
-    """Whether matrices of one shape are equally large in all layers, as before training, which makes them differ."""
+    """Return whether matrices of one shape are equally large in all layers. Training makes them differ."""
     sizes: dict[tuple[str, torch.Size], list[TensorFacts]] = defaultdict(list)
     for name, tensor in facts.tensors.items():
         if len(tensor.shape) > 1 and tensor.is_floating and tensor.rms:
@@ -135,7 +135,7 @@ def looks_untrained(facts: CheckpointFacts) -> bool:
 
 
 def _sizes_differ(tensors: list[TensorFacts]) -> bool:
-    """Whether root mean squares differ by more than chance.
+    """Return whether root mean squares differ by more than chance.
 
     That of n normal numbers scatters by 1/√(2n); six times that is exceeded in one of 10⁹ cases. Some initializations
     are not normal, hence the 1%.

@@ -1,4 +1,4 @@
-"""What is wrong between two checkpoints of a model: weights, decay and second moments that did not follow training."""
+"""Findings in two checkpoints of a model: weights, decay and second moments that did not follow training."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ _LARGEST_SPACING = 0.25
 
 
 def _is_frozen(change: SecondMomentChange, state: StateFacts) -> bool:
-    """Whether no element decreased, although as many as are unchanged could have.
+    """Return whether no element decreased, although as many as are unchanged could have.
 
     Where gradients become smaller, about as many elements decrease as stay the same by chance in 16 bits, if there are
     enough steps for a decay by one spacing: `steps * (1 - beta2)` of an element is its largest decay, and stochastic

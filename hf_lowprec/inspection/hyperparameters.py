@@ -9,7 +9,7 @@ from hf_lowprec.inspection.training_record import TrainingRecord
 
 
 class Hyperparameters(NamedTuple):
-    """What the user has said of a run; None stands for what the checkpoint says.
+    """Hyperparameters of a run as the user gives them; None stands for those of the checkpoint.
 
     Attributes:
         lr: the learning rate of every step.

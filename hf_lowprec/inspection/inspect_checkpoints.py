@@ -15,7 +15,7 @@ from hf_lowprec.inspection.two_checkpoints import Comparison, compare_checkpoint
 
 
 class Inspection(NamedTuple):
-    """What was found.
+    """The result of an inspection.
 
     Attributes:
         checkpoints: the facts of each checkpoint, in order of time.

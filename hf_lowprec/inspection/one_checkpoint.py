@@ -14,6 +14,7 @@ from hf_lowprec.inspection.checkpoint import Checkpoint
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT, ParameterState, ParamGroupSettings
 from hf_lowprec.inspection.tensor_facts import CHUNK, TensorFacts, tensor_facts
 from hf_lowprec.inspection.training_record import TrainingRecord
+from hf_lowprec.optim.states_in_8_bits import holds_codes
 from hf_lowprec.rounding.block_floats import BLOCK
 
 USUAL_UPDATE = 2e-5
@@ -54,7 +55,7 @@ class StateFacts:
     def bytes_of(self, name: str) -> int:
         """Bytes of one of them, with its scales if it is in 8 bits."""
         dtype = self.dtypes[name]
-        return self.parameters * dtype.itemsize + (self.parameters // BLOCK if dtype == torch.int8 else 0)
+        return self.parameters * dtype.itemsize + (self.parameters // BLOCK if holds_codes(name, dtype) else 0)
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ class CheckpointFacts:
 
 
 def at_initial_value(tensor: TensorFacts) -> bool:
-    """Whether every element is exactly 1.0, or exactly 0.0 as in biases and norms that multiply by `1 + weight`."""
+    """Return whether all elements are exactly 1, or exactly 0 as in biases and norms that multiply by `1 + weight`."""
     return tensor.constant in _INITIAL_VALUES
 
 
 def is_decayed_by_trainer(name: str, kind: str) -> bool:
-    """Whether Trainer would decay a tensor: neither norms nor biases."""
+    """Return whether Trainer would decay a tensor: neither norms nor biases."""
     return kind != "norms" and not name.endswith("bias")
 
 

@@ -20,7 +20,7 @@ from hf_lowprec.integrations.export.saved_optimizer import (
     sharded_param_groups,
 )
 from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
-from hf_lowprec.optim.state_dict import in_own_dtype
+from hf_lowprec.optim.state_dict_format import in_own_dtype
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded, is_in_8_bits
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
@@ -30,7 +30,7 @@ _STEP = "step"
 
 
 class ParamGroupSettings:
-    """What a saved param group says about the arithmetic of its steps.
+    """The settings of a saved param group that determine the arithmetic of its steps.
 
     Args:
         group: the saved param group.
@@ -79,7 +79,7 @@ class ParamGroupSettings:
 
     @property
     def rounding(self) -> str | None:
-        """How 16-bit weights are rounded; None if the keys do not tell."""
+        """The rounding mode of 16-bit weights; None if the keys do not tell."""
         if self._library == "hf_lowprec":
             return str(self._group["rounding"])
         if self._library and self._library.startswith("optimi."):
@@ -88,20 +88,20 @@ class ParamGroupSettings:
 
     @property
     def rounds_states_to_nearest(self) -> bool:
-        """Whether 16-bit states are known to be rounded to nearest."""
+        """True if 16-bit states are known to be rounded to nearest."""
         if self._library == "hf_lowprec":
             return self._group.get("state_rounding") == "nearest"
         return self._library is not None and self._library.startswith(("torch.", "optimi."))
 
     @property
     def decays_in_a_step_of_its_own(self) -> bool:
-        """Whether weights are multiplied by `1 - lr * weight_decay` in their own dtype, before the update."""
+        """True if weights are multiplied by `1 - lr * weight_decay` in their own dtype, before the update."""
         is_torch = self._library is not None and self._library.startswith("torch.optim.Adam")
         return is_torch and self.decoupled_decay and not self._group.get("fused")
 
     @property
     def decoupled_decay(self) -> bool:
-        """Whether the decay multiplies the weights; else it is an L2 penalty added to the gradient."""
+        """True if the decay multiplies the weights; else it is an L2 penalty added to the gradient."""
         if self._library == "hf_lowprec":
             return bool(self._group.get("decoupled_weight_decay", True)) and "momentum" not in self._group
         return bool(self._group.get("decoupled_weight_decay", self._group.get("decouple_wd")))

@@ -89,13 +89,14 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)
-        kind = "remainder" if any("remainder" in state.dtypes for state in facts.states) else "compensation"
+        split = any(name.startswith("remainder") for state in facts.states for name in state.dtypes)
+        kind = "remainder" if split else "compensation"
         kept = f"{kind} of {counted(compensated, 'tensor')}" if compensated else f"no {kind}"
         yield f"Optimizer state: {', '.join(states)}; {kept}."
 
 
 def changes_table(comparison: Comparison) -> Table:
-    """What moved, by part of the model."""
+    """A table of what moved, by part of the model."""
     table = _table(("part",), ("tensors", "that\nmoved", "weights", "that\nmoved", "relative\ndistance"))
     rows: dict[str, list[str]] = defaultdict(list)
     for name in comparison.changes:

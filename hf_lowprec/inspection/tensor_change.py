@@ -1,4 +1,4 @@
-"""What one pass over two versions of a tensor counts: which elements changed, and how far."""
+"""Facts that one pass over two versions of a tensor counts: which elements changed, and how far."""
 
 from __future__ import annotations
 

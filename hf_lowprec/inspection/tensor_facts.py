@@ -1,4 +1,4 @@
-"""What one pass over a stored tensor counts. A tensor is read in chunks, so that FP32 copies stay small."""
+"""Facts that one pass over a stored tensor counts. Tensors are read in chunks, so that FP32 copies stay small."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TensorFacts(NamedTuple):
 
     @property
     def is_floating(self) -> bool:
-        """Whether it holds floating-point numbers."""
+        """True if it holds floating-point numbers."""
         return self.dtype.is_floating_point
 
     @property
@@ -71,7 +71,7 @@ class TensorFacts(NamedTuple):
         return int(self.exponents[lost].sum())
 
     def movers(self, distance: float, dtype: torch.dtype) -> float:
-        """How many elements are expected to change if each moves by `distance` and is stored as `dtype`."""
+        """The expected number of elements that change if each moves by `distance` and is stored as `dtype`."""
         if not self.is_floating:
             return 0.0
         chances = (distance / spacings_by_exponent(dtype)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""Which steps and learning rates led to a checkpoint, from `trainer_state.json`."""
+"""The steps and learning rates that led to a checkpoint, from `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAINER_STATE = "trainer_state.json"
 
 
 class TrainingRecord(NamedTuple):
-    """What Trainer logged up to a checkpoint.
+    """The log of Trainer up to a checkpoint.
 
     Attributes:
         step: Trainer's global step.

@@ -1,4 +1,4 @@
-"""What moved between two checkpoints of a model: a pass over each pair of tensors."""
+"""Compare two checkpoints of a model: a pass over each pair of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WRAPPERS = re.compile(
 
 
 class SecondMomentChange(NamedTuple):
-    """How the second moment of a parameter changed, over elements that were not zero.
+    """The change of a parameter's second moment, over elements that were not zero.
 
     Attributes:
         steps: number of steps between the checkpoints.
@@ -65,7 +65,7 @@ class Comparison:
     notes: list[str]
 
     def has_moved(self, name: str) -> bool:
-        """Whether a tensor has changed, or has a compensation, which holds changes that are still to come."""
+        """Return whether a tensor has changed, or has a compensation, which holds changes that are still to come."""
         state = self.later.state_of().get(name)
         pending = self.steps != 0 and state is not None and state.compensation
         return self.changes[name].moved > 0 or pending

@@ -40,7 +40,7 @@ class AveragedModel(swa_utils.AveragedModel):
     """
 
     _checked = False
-    """Whether the optimizer of the first update has been checked."""
+    """True if the optimizer of the first update has been checked."""
 
     def __init__(
         self,

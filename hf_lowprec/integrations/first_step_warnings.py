@@ -29,7 +29,7 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 _MATRIX = 1024
 """Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
-"""How often a process makes each search (0.1 s), since there may be one optimizer per parameter."""
+"""Limit of searches of each kind (0.1 s each) per process, since there may be one optimizer per parameter."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _uncast_model(params: list[Tensor]) -> str | None:
 
 
 def _in_fp32_model(params: list[Tensor]) -> bool:
-    """Whether `params` belong to models in which nothing is cast, quantized or in 16 bits."""
+    """Return whether `params` belong to models in which nothing is cast, quantized or in 16 bits."""
     models = list(_models_of(params))
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
@@ -126,7 +126,7 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Whether a model has quantized weights. Shards are none, although their class is not a plain Parameter either."""
+    """Return whether a model has quantized weights. Shards do not count, though their class is no plain Parameter."""
     unsharded = (m for m in model.modules() if not any(map(is_sharded, m.parameters(recurse=False))))
     return any(map(holds_quantized_weights, unsharded))
 

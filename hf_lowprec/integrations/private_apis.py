@@ -134,7 +134,7 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded `model` as a whole. Accelerate returns such a model unchanged."""
+    """Return whether FSDP2 has sharded `model` as a whole. Accelerate returns such a model unchanged."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule) or isinstance(model, FSDPModule)
 
 
@@ -159,7 +159,7 @@ def prepared_models(accelerator: Any) -> list[Any]:
 
 
 def runs_under_autocast(model: Any) -> bool:
-    """Whether an accelerator has wrapped the `forward` of `model` in autocast, as it does for mixed precision."""
+    """Return whether an accelerator has wrapped `forward` of `model` in autocast, as it does for mixed precision."""
     return hasattr(model, "_original_forward")
 
 
@@ -175,12 +175,12 @@ def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parame
 
 
 def has_communication_hook(model: DistributedDataParallel) -> bool:
-    """Whether a hook was registered by `DistributedDataParallel.register_comm_hook`."""
+    """Return whether a hook was registered by `DistributedDataParallel.register_comm_hook`."""
     return bool(model._comm_hooks)
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a transformers model was given adapters by its own `add_adapter` or `load_adapter`."""
+    """Return whether a transformers model was given adapters by its own `add_adapter` or `load_adapter`."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -210,7 +210,7 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
 
 
 def saves_sharded(trainer: Trainer) -> bool:
-    """Whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
+    """Return whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
 

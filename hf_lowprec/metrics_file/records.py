@@ -35,7 +35,7 @@ class MeasuredPrecision:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What is trained, written when a run begins and each time it is resumed.
+    """The record of what is trained, written when a run begins and each time it is resumed.
 
     Attributes:
         model: the model's class.
@@ -60,7 +60,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What was logged at one step.
+    """The record of a logged step.
 
     Attributes:
         step: Trainer's global step.

@@ -49,6 +49,6 @@ class MetricsWriter:
 
 
 def parts_until(parts: Iterable[RunPart], step: int) -> list[RunPart]:
-    """What remains of the parts of a run that continues from `step`: records of later steps are dropped."""
+    """The parts of a run that continues from `step`: records of later steps are dropped."""
     kept = [RunPart(part.run, [record for record in part.steps if record.step <= step]) for part in parts]
     return [part for part in kept if part.steps]

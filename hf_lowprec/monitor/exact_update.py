@@ -8,6 +8,7 @@ the values of whole tensors give (clip factors, means, orthogonalized matrices) 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,10 @@ from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import contiguous_runs
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load
-from hf_lowprec.optim.step.fused_step import algorithm_update, load_states, stepped_weight
+from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
 from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
-from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding import MODES, step_keys
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.rounding.stored_pairs import fp64_value
@@ -93,9 +94,9 @@ class FusedGroupUpdates:
         stochastic = {stored.name for stored in spec.states if stored.stochastic}
         exact = ExactUpdate(
             weight=weight,
-            stored=fp64_value(weight, low_bits_state(state)),
+            stored=self._value(weight, state),
             update=update.double(),
-            random_weights=spec.rounding == "stochastic" or "compensation" in stochastic,
+            random_weights=MODES[spec.rounding].random or "compensation" in stochastic,
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
         )
         for name in SECOND_MOMENTS:
@@ -111,9 +112,15 @@ class FusedGroupUpdates:
             without, _ = algorithm_update(spec, weight, grad, state, undecayed)
             exact.decay = exact.update - without.double()
             index, keys = self._random_keys()
-            new_weight, rounded = stepped_weight(spec, weight, grad, state, undecayed, index, keys)  # type: ignore[arg-type]
-            exact.stored_without_decay = fp64_value(new_weight, low_bits_state(rounded))
+            new_weight, low_bits = fused_step(spec, weight, grad, state, undecayed, index, keys, LOW_BITS_STATES)
+            exact.stored_without_decay = self._value(new_weight, low_bits)
         return exact
+
+    def _value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """What weights and their low bits, as steps compute with them, hold together; FP64."""
+        dtypes = self.fused_group.spec.tensors
+        low_bits = {name: value.to(dtypes[name]) for name, value in state.items() if name in LOW_BITS_STATES}
+        return fp64_value(weight, low_bits_state(low_bits))
 
     def _orthogonalized(self) -> Tensor:
         """The samples of the orthogonalized matrices, which are computed part by part; FP32."""
@@ -126,7 +133,7 @@ class FusedGroupUpdates:
     def _gather(self, name: str) -> Tensor:
         """The samples of a state as it is stored, which may be codes, or those of the scales."""
         tensors = [entry.states[name] for entry in self.fused_group.entries]
-        if name in self.fused_group.spec.scales.values():
+        if name in self.fused_group.spec.per_block_tensors:
             return self.samples.gather_of_blocks(tensors, BLOCK)
         return self.samples.gather(tensors, name)
 

@@ -35,6 +35,7 @@ class GradientRecord:
         self.nonzero = [False] * len(names)
         self._names = names
         self._params = params
+        self._elements = sum(param.numel() for param in params)
         self._in_model = None if model is None else set(model.parameters())
         self._left_out = {} if model is None else left_out(model, params)
         self._left_out_present = [False] * len(self._left_out)
@@ -74,6 +75,8 @@ class GradientRecord:
 
         What a task does not use are last layers; what `detach()` cuts off are first ones.
         """
+        if all(self.present):  # nearly always, and names take time
+            return []
         last: dict[str, int] = defaultdict(lambda: -1)
         for name in self._select(self.present.__getitem__):
             last[name_pattern(name)] = max(last[name_pattern(name)], layer_number(name))
@@ -81,9 +84,8 @@ class GradientRecord:
 
     def most_of_all(self) -> list[str]:
         """Those without gradient, if they are more than half of all weights."""
-        sizes = [param.numel() for param in self._params]
-        missing = sum(size for size, present in zip(sizes, self.present, strict=True) if not present)
-        return self._missing(lambda row: 2 * missing > sum(sizes))
+        missing = sum(param.numel() for param, present in zip(self._params, self.present, strict=True) if not present)
+        return self._missing(lambda _: 2 * missing > self._elements)
 
     def unused(self) -> list[str]:
         """Those without gradient, as far as one can tell because the task does not use them."""

@@ -14,7 +14,7 @@ from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.spacing import spacing
-from hf_lowprec.rounding.stored_pairs import fp64_value
+from hf_lowprec.rounding.stored_pairs import dropped_bits, fp64_value
 
 
 class ParameterBlock:
@@ -144,8 +144,8 @@ class ParameterBlock:
             grid = ulp
         elif compensation.is_floating_point():
             grid = spacing(compensation, compensation.dtype)
-        else:  # a remainder: all of FP32 is stored
-            grid = spacing(exact.weight, torch.float32)
+        else:  # a remainder
+            grid = spacing(exact.weight, torch.float32) * 2.0 ** dropped_bits(compensation)
         random_grid = grid if exact.random_weights else None
         put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
         wide = exact.weight.double()

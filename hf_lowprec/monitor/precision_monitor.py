@@ -35,7 +35,7 @@ from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
-from hf_lowprec.optim.gradient_release import GradientRelease
+from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -174,7 +174,7 @@ class PrecisionMonitor:
 
     @property
     def _release(self) -> GradientRelease | None:
-        return self.optimizer.release if isinstance(self.optimizer, LowPrecisionOptimizer) else None
+        return gradient_release_of(self.optimizer)
 
     # What is watched.
 

@@ -54,7 +54,7 @@ class Algorithm(torch.optim.Optimizer):
         return {}
 
     def orthogonalizes(self, group: ParamGroup) -> bool:
-        """Whether `update` takes `state.orthogonalized`, made from a whole matrix; see `MatrixAlgorithm`."""
+        """Return whether `update` takes `state.orthogonalized`, made from a whole matrix; see `MatrixAlgorithm`."""
         return False
 
     def check_hyperparameters(self, group: ParamGroup) -> None:

@@ -77,7 +77,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
 
 
 class RandomStream(NamedTuple):
-    """What determines a parameter's random bits: the seed, and the parameter's number."""
+    """The source of a parameter's random bits: the seed, and the parameter's number."""
 
     seed: int
     number: int

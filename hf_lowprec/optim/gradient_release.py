@@ -22,7 +22,7 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,24 +30,18 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.sharding import is_sharded, local_shard
+from hf_lowprec.optim.gradient_buckets import GradientBucket, bucket_key
+from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.delayed_clipping import DelayedClipping
 from hf_lowprec.optim.step.graph_capture import is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 
-BUCKET_ELEMENTS = 1 << 24
-"""A bucket is stepped once it has this many elements: 32 MiB of BF16 gradients, all shards of a parameter counted.
-
-Smaller buckets do not save much more, since the largest gradient (an embedding's) is usually larger, and cost a launch
-each; `benchmarks/gradient_release.py` measures both.
-"""
-
 ALTERNATIVES = (
     "use StableAdamW, which clips each tensor's update by itself, or clip='delayed', which clips by the norm of the "
     "step before"
 )
-"""What to use instead of clipping by the norm of all gradients."""
+"""The alternatives to clipping by the norm of all gradients."""
 
 _NEEDS_ALL = (
     "gradient_release=True frees gradients during the backward pass, so the norm of all gradients is known only after "
@@ -56,7 +50,7 @@ _NEEDS_ALL = (
 
 
 class ReleasingOptimizer(Protocol):
-    """What a `LowPrecisionOptimizer` does for its `GradientRelease`."""
+    """The interface of a `LowPrecisionOptimizer` that its `GradientRelease` uses."""
 
     param_groups: list[ParamGroup]
     clip: str
@@ -79,46 +73,6 @@ class ReleasingOptimizer(Protocol):
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters."""
-
-
-class GradientBucket:
-    """Parameters whose gradients are final and wait to be stepped together, the newest last."""
-
-    def __init__(self) -> None:
-        self.params: list[Tensor] = []
-        self._elements = 0
-
-    def add(self, param: Tensor) -> int:
-        """Add a parameter; return how many of the oldest are to be stepped now."""
-        self.params.append(param)
-        self._elements += param.numel()
-        return len(self.params) - 1 if self._elements >= BUCKET_ELEMENTS else 0
-
-    def take(self, count: int) -> list[Tensor]:
-        """Remove the `count` oldest parameters, and return them."""
-        taken, self.params = self.params[:count], self.params[count:]
-        self._elements = sum(map(Tensor.numel, self.params))
-        return taken
-
-
-def gradients_alive(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters whose gradients exist at the same time, where they take most memory on this rank.
-
-    Args:
-        params: trainable parameters, in the order in which their gradients become final.
-    """
-    buckets: dict[Any, GradientBucket] = defaultdict(GradientBucket)
-    most: list[Tensor] = []
-    largest = 0
-    for param in params:
-        bucket = buckets[_bucket_key(param)]
-        count = bucket.add(param)
-        alive = [each for other in buckets.values() for each in other.params]
-        size = sum(local_shard(each).nbytes for each in alive)
-        if size > largest:
-            most, largest = alive, size
-        bucket.take(count)
-    return most
 
 
 class GradientRelease:
@@ -212,7 +166,7 @@ class GradientRelease:
                 running.versions[id(param)] = None
                 return
             running.versions[id(param)] = _version(param.grad)
-            key = _bucket_key(param)
+            key = bucket_key(param)
             self._step_waiting(key, running.waiting[key].add(param))
 
     def _check_once(self) -> None:
@@ -291,15 +245,19 @@ class GradientRelease:
                     self._running.versions.pop(id(param), None)
             self.watch_parameters()
 
-    def forget_step(self) -> None:
-        """Forget which parameters have been stepped; called when states are loaded."""
+    def resume(self, norm_before: float) -> None:
+        """Forget which parameters have been stepped, because states were loaded.
+
+        Args:
+            norm_before: the gradient norm of their last step, by which `clip="delayed"` clips the next one.
+        """
         with self._lock:
             self._running = _RunningStep()
-            self.clipping.forget_step()
+            self.clipping.resume(norm_before)
             self.watch_parameters()
 
     def has_stepped(self, param: Tensor) -> bool:
-        """Whether `param` has been stepped since the last `step()`."""
+        """Return whether `param` has been stepped since the last `step()`."""
         return id(param) in self._running.stepped
 
     def check_between_steps(self, call: str) -> None:
@@ -329,7 +287,7 @@ class GradientRelease:
             if param.grad is None or id(param) in waiting:
                 continue
             if id(param) not in running.stepped:
-                running.waiting[_bucket_key(param)].add(param)
+                running.waiting[bucket_key(param)].add(param)
             elif id(param) in self._averaged:
                 param.grad = None  # DDP's view of its bucket
             else:
@@ -409,16 +367,22 @@ class GradientRelease:
         )
 
 
+def gradient_release_of(optimizer: Any) -> GradientRelease | None:
+    """The gradient release of an optimizer, which may be of another library; None if `step` steps all parameters."""
+    release = getattr(optimizer, "release", None)
+    return release if isinstance(release, GradientRelease) else None
+
+
 _owners: Any = WeakIdKeyDictionary()
 """Parameter → a weak reference to the release whose hook it has."""
 
 
 class _RunningStep:
-    """What has happened since the last step ended.
+    """The step that has begun since the last one ended.
 
     Attributes:
         versions: identity of each parameter whose gradient is final → the version of that gradient.
-        waiting: parameters to be stepped, by `_bucket_key`, or "means" for those that DDP has averaged.
+        waiting: parameters to be stepped, by `bucket_key`, or "means" for those that DDP has averaged.
         stepped: identities of the parameters that have been stepped.
         buckets: how many buckets have been stepped, by the same keys.
         settings: of the param groups when the first bucket was stepped.
@@ -439,11 +403,6 @@ def _gradient_is_final(release: Callable[[], GradientRelease | None], param: Ten
         living.gradient_is_final(param)
 
 
-def _bucket_key(param: Tensor) -> Any:
-    """Parameters of one key share a bucket. FSDP2 reduces gradients on a stream of its own."""
-    return param.device, is_sharded(param)
-
-
 def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
     for _, handle in hooks.values():
         handle.remove()
@@ -451,7 +410,7 @@ def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
 
 
 def _version(grad: Tensor | None) -> Any:
-    """How often a gradient was written to; None if torch does not count that."""
+    """The count of writes to a gradient; None if torch does not count them."""
     assert grad is not None
     try:
         return grad._version, local_shard(grad)._version

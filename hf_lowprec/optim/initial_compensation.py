@@ -36,7 +36,7 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
 
     Args:
         optimizer: the optimizer; it notes whether the parameter is dithered.
-        compensation: zeros, BF16 or int16, sharded as `param` is.
+        compensation: zeros, BF16, int16 or int8, sharded as `param` is.
         param: the 16-bit parameter.
         seed: its group's seed.
         number: its number in the random stream.
@@ -61,7 +61,7 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
 
 
 def _on_any_rank(condition: bool, param: Tensor) -> bool:
-    """Whether `condition` holds on a rank with a shard of `param`."""
+    """Return whether `condition` holds on a rank with a shard of `param`."""
     count = torch.tensor(float(condition), device=param.device)
     return bool(sum_over_shards(count, sharding_of(param)))
 
@@ -92,7 +92,7 @@ def _settings(optimizer: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
+    """Return whether an optimizer with these keyword arguments starts with the low bits that a cast has kept."""
     mode = MODES[mode_name(settings.get("rounding", "kahan"))]
     low_bits_wanted = settings.get("initial_compensation", "low_bits") == "low_bits"
     return low_bits_wanted and any(state.holds_low_bits for state in mode.auxiliary)
@@ -158,10 +158,9 @@ def undithered(weight: Tensor, low_bits: Tensor, index: Tensor, dither_stream: t
     """The FP32 values of some elements, without the dither. `index` is their global indices."""
     if dither_stream is None:
         return fp32_value(weight, low_bits)
-    without = _draw(weight, index, *dither_stream)
-    if low_bits.is_floating_point():  # a compensation holds 8 bits of it
-        without = stored_pair(weight.float() + without, weight.dtype, low_bits.dtype)[1].float()
-    return fp32_value(weight, low_bits, without)
+    dithered = weight.float() + _draw(weight, index, *dither_stream)
+    held = fp32_value(*stored_pair(dithered, weight.dtype, low_bits.dtype)) - weight.float()  # of 8 bits at least
+    return fp32_value(weight, low_bits, held)
 
 
 def _draw(weight: Tensor, index: Tensor, seed: int, number: int) -> Tensor:
@@ -183,7 +182,7 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
 
     Args:
         param: the 16-bit parameter. Written to only where that changes it.
-        low_bits: BF16 for a compensation or int16 for a remainder, contiguous, sharded as `param` is.
+        low_bits: BF16 for a compensation, int16 or int8 for a remainder; contiguous, sharded as `param` is.
         values: `(weight, part, index) -> FP32 values` of some elements: their weights, where they are in this rank's
             flattened shard, and their global indices.
     """

@@ -18,6 +18,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.initial_compensation import chunks, store_values, undithered
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits
 
 STEP, ROLE = 0, 1
@@ -29,7 +30,7 @@ def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dic
     if param.dtype not in LOW_PRECISION_DTYPES:
         return set()
     own = {state.name for state in MODES[group["rounding"]].auxiliary}
-    return ({state.name for mode in MODES.values() for state in mode.auxiliary} - own) & optimizer_state.keys()
+    return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
 
 
 @torch.no_grad()

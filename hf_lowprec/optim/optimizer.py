@@ -19,14 +19,8 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release import GradientRelease
 from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
-from hf_lowprec.optim.state_dict import (
-    NORM_BEFORE,
-    Prepared,
-    prepare_for_loading,
-    restore_dtypes,
-    restore_low_bits,
-    to_saved_form,
-)
+from hf_lowprec.optim.state_dict import check_and_load
+from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
@@ -46,9 +40,10 @@ class LowPrecisionOptimizer(Algorithm):
         params: parameters or groups, as for any `torch.optim.Optimizer`.
         defaults: the algorithm's own hyperparameters.
         rounding: `"kahan"` (a BF16 compensation stores the rounding error of each update), `"split"` (an int16
-            remainder stores the rest of the exact FP32 weight; BF16 parameters only), `"stochastic"` or `"sr"`
-            (unbiased, no extra state; BF16 parameters only) or `"nearest"`. This argument and the next four may also be
-            set per parameter group. Groups hold the long name.
+            remainder stores the rest of the exact FP32 weight), `"split24"` (an int8 remainder stores 8 more bits of
+            the weight; master weights of 24 bits are rounded stochastically), `"stochastic"` or `"sr"` (unbiased, no
+            extra state) or `"nearest"`. All but `"kahan"` and `"nearest"` take BF16 parameters only. This argument and
+            the next four may also be set per parameter group. Groups hold the long name.
         state_dtype: the dtype of the states of low-precision parameters: `torch.bfloat16`, `torch.float32` or
             `torch.int8` (codes of 8 bits, and a scale for each 32 elements of a row), or a mapping from state name to
             dtype; None means BF16. With `torch.int8`, states that do not average over steps stay in BF16, and all
@@ -96,7 +91,7 @@ class LowPrecisionOptimizer(Algorithm):
     """
 
     release: GradientRelease | None
-    """What steps parameters during the backward pass; None if all are stepped by `step`."""
+    """The gradient release, which steps parameters during the backward pass; None if `step` steps all."""
 
     def __init_subclass__(cls) -> None:
         """Show the shared keywords in the signature of an algorithm that takes them as `**shared`."""
@@ -146,12 +141,8 @@ class LowPrecisionOptimizer(Algorithm):
             "seed": seed,
         }
         super().__init__(params, defaults | ({} if first_parameter is None else {"first_parameter": first_parameter}))
-        if first_parameter is None and [len(group["params"]) for group in self.param_groups] == [1]:
-            execution = (initial_compensation, backend, capturable, max_grad_norm, skip_nonfinite, gradient_release)
-            given = (defaults["rounding"], str(state_dtype), state_rounding, seed, isinstance(defaults["lr"], Tensor))
-            kind = (type(self), *given)
-            if number := parameter_numbers.next_number((*kind, *execution)):
-                self.defaults["first_parameter"] = self.param_groups[0]["first_parameter"] = number
+        if first_parameter is None:
+            parameter_numbers.number_single_parameter(self)
         self.release = GradientRelease(self) if self.gradient_release else None
 
     def _reset(self) -> None:
@@ -442,10 +433,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._spell_out_modes()
         if self.release is not None:
             self.release.check_between_steps("state_dict()")
-        state_dict = super().state_dict()
-        if self.release is not None and self.clip == "delayed":
-            state_dict["param_groups"][0][NORM_BEFORE] = float(self.release.clipping.norm_before)
-        return to_saved_form(self, state_dict)
+        return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
@@ -461,25 +449,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
         """
         self._spell_out_modes()
-        final: list[Prepared] = []
-
-        def check(optimizer: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            final.append(prepare_for_loading(self, incoming))
-            return final[0].state_dict
-
-        # torch's loader casts states to the parameter's dtype. Registered last, this hook sees what torch will load.
-        handle = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        restore_dtypes(self, final[0].state_dict)
-        restore_low_bits(self, final[0].state_dict)
-        norms = [group.pop(NORM_BEFORE, 0.0) for group in self.param_groups]
-        if self.release is not None:
-            self.release.forget_step()
-            self.release.clipping.norm_before = torch.tensor(float(norms[0]), dtype=torch.float32, device="cpu")
-        for note in final[0].notes:
+        for note in check_and_load(self, state_dict, super().load_state_dict):
             warnings.warn(note, RuntimeWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -500,4 +470,4 @@ class LowPrecisionOptimizer(Algorithm):
             group.setdefault("maximize", False)
         if self.gradient_release:
             self.release = GradientRelease(self)
-            self.release.clipping.norm_before = torch.tensor(state.get(NORM_BEFORE, 0.0), dtype=torch.float32)
+            self.release.resume(state.get(NORM_BEFORE, 0.0))

@@ -12,19 +12,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import Algorithm
+
 _constructed: Counter[Hashable] = Counter()
 """One-parameter optimizers constructed since the last step of any optimizer, by kind."""
 
+_SETTINGS = ("rounding", "state_dtype", "state_rounding", "seed")
+_EXECUTION = ("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release")
+"""Arguments that tell kinds of optimizers apart: those that groups have, and those of the whole optimizer.
 
-def next_number(kind: Hashable) -> int:
-    """Return the number for the parameter of a new one-parameter optimizer, counting separately for each `kind`.
+Optimizers of different kinds belong to runs that are compared, so they must draw the same bits.
+"""
 
-    Args:
-        kind: the optimizer's class and settings. Optimizers of different kinds belong to runs that are compared, so
-            they must draw the same bits.
-    """
+
+def number_single_parameter(optimizer: Algorithm) -> None:
+    """Number the parameter of a new optimizer, if it has only one, counting separately for each kind of optimizer."""
+    if [len(group["params"]) for group in optimizer.param_groups] != [1]:
+        return
+    settings = (str(optimizer.defaults[name]) for name in _SETTINGS)
+    execution = (getattr(optimizer, name) for name in _EXECUTION)
+    kind = (type(optimizer), *settings, *execution, isinstance(optimizer.defaults["lr"], Tensor))
+    number = _constructed[kind]
     _constructed[kind] += 1
-    return _constructed[kind] - 1
+    if number:
+        optimizer.defaults["first_parameter"] = optimizer.param_groups[0]["first_parameter"] = number
 
 
 def reset_numbers() -> None:

@@ -47,7 +47,7 @@ class Sharding:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether `tensor` is a `DTensor`, replicated ones included."""
+    """Return whether `tensor` is a `DTensor`, replicated ones included."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -59,7 +59,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
-    """How `tensor` is sharded; None if every rank holds all of it."""
+    """The sharding of `tensor`; None if every rank holds all of it."""
     if not is_sharded(tensor):
         return None
     placements = tensor.placements  # type: ignore[attr-defined]

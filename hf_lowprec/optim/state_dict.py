@@ -1,69 +1,42 @@
-"""Saving and loading of optimizer state dicts.
+"""Loading of optimizer state dicts.
 
-Saving: `to_saved_form` makes a state dict that every checkpoint format can hold. Loading: `prepare_for_loading` checks
-a state dict completely before anything is changed, and fills in what it lacks; torch's loader then copies it into the
-optimizer; `restore_dtypes` restores the dtypes that torch's loader has changed. `LowPrecisionOptimizer.state_dict` and
-`load_state_dict` call these.
+`prepare_for_loading` checks a state dict completely before anything is changed, and fills in what it lacks. Then
+torch's loader copies it into the optimizer, and what that loader has changed or left out is restored.
 """
 
 from __future__ import annotations
 
-import json
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
-from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
+from hf_lowprec.optim.gradient_release import gradient_release_of
+from hf_lowprec.optim.initial_compensation import low_bits_state
+from hf_lowprec.optim.state_dict_format import (
+    ADDED_KEYS,
+    DITHERED,
+    FORMAT,
+    HEADER,
+    LOW_BITS,
+    NORM_BEFORE,
+    algorithm_name,
+    dithered_numbers,
+    from_saved_form,
+    names_saved_in_8_bits,
+    numbered_parameters,
+)
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
-from hf_lowprec.optim.states_in_8_bits import check_codes, names_in_8_bits
+from hf_lowprec.optim.states_in_8_bits import check_codes
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
-from hf_lowprec.rounding import MODES, dtype_name
-from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits_to_save, restore_saved_low_bits
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.low_bits import drop_low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-
-FORMAT = 2
-"""Version of the state dicts that are saved. Those of format 1 have no header."""
-
-HEADER = "header"
-"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
-
-NORM_BEFORE = "norm_before"
-"""Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
-
-ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE)
-"""Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
-group are those of format 1."""
-
-LOW_BITS = "low_bits"
-"""Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
-none."""
-
-DITHERED = "dithered"
-"""Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
-if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
-
-EIGHT_BITS = "eight_bits"
-"""Key of the header: for each state of which some are in 8 bits, "1" for each parameter of the group whose state is,
-else "0". Distributed checkpoints convert what they load to the dtype of the optimizer's tensor, so that codes could be
-taken for values."""
-
-_CARRIER = "state_rounding"
-"""The key whose saved value is a JSON string of the header and of the value itself.
-
-Distributed checkpoints hold nothing but states and the keys of param groups, and torch raises an error when a
-checkpoint lacks a key. So with a new key for the header, earlier checkpoints could no longer be loaded. The header is a
-string because torch flattens containers into keys of their own.
-"""
-
-_BYTES = 2
-"""int16 states are saved as the bytes of their numbers, in a last dimension of this size: gloo and NCCL gather and send
-uint8, but not int16."""
 
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
@@ -76,106 +49,6 @@ _WRITTEN_BY_TORCH = {
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
 }
 """Keys that torch and its schedulers leave in param groups."""
-
-
-def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make `state_dict` one that every checkpoint format can hold.
-
-    Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
-    `torch.dtype`, and int16 states by views of their bytes, since they cannot gather those either.
-    """
-
-    def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
-        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
-        if not optimizer.dithered.isdisjoint(params):
-            header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
-        in_8_bits = [names_in_8_bits(optimizer.state.get(param, {})) for param in params]
-        if names := sorted(set().union(*in_8_bits)):
-            header[EIGHT_BITS] = {name: "".join("01"[name in each] for each in in_8_bits) for name in names}
-        header |= {key: group[key] for key in ADDED_KEYS if key in group}
-        group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
-        return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
-
-    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
-    saved = {
-        **state_dict,
-        "param_groups": [saved_group(group, own["params"]) for group, own in groups],
-        "state": _map_states(state_dict["state"], _in_saved_dtype),
-    }
-    params = ((number, param) for param, number, _ in _parameters(optimizer, state_dict) if not is_sharded(param))
-    kept = {number: low_bits for number, param in params if (low_bits := low_bits_to_save(param)) is not None}
-    return {**saved, LOW_BITS: kept} if kept else saved
-
-
-def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
-
-    Raises:
-        ValueError: a header is damaged.
-    """
-
-    def loaded_group(group: ParamGroup) -> ParamGroup:
-        group = _with_state_dtype(group, _dtype)
-        carried = group.get(_CARRIER)
-        if not isinstance(carried, str) or not carried.startswith("{"):
-            return group
-        try:
-            header = json.loads(carried)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
-        return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
-
-    return {
-        **state_dict,
-        "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
-        "state": _map_states(state_dict.get("state", {}), in_own_dtype),
-    }
-
-
-def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
-    """A view of the state as it is saved, see `_BYTES`."""
-    if value.dtype != torch.int16:
-        return value
-    return dtensor_like(local_shard(value).unsqueeze(-1).view(torch.uint8), value, (*value.shape, _BYTES))
-
-
-def in_own_dtype(name: str, saved: Tensor) -> Tensor:
-    """A view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
-    own = next((state.dtype for mode in MODES.values() for state in mode.auxiliary if state.name == name), None)
-    if own != torch.int16 or saved.dtype != torch.uint8 or saved.shape[-1:] != (_BYTES,):
-        return saved
-    return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
-
-
-def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
-    """Copies of the dictionaries in `states`, with each tensor replaced."""
-    return {
-        number: {name: change(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
-        if isinstance(state, Mapping)
-        else state
-        for number, state in states.items()
-    }
-
-
-def _dtype_name(value: Any) -> Any:
-    return dtype_name(value) if isinstance(value, torch.dtype) else value
-
-
-def _dtype(value: Any) -> Any:
-    return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
-
-
-def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> ParamGroup:
-    """`group` with each dtype in its `state_dtype`, which may be a mapping, converted."""
-    value = group.get("state_dtype")
-    value = {k: convert(v) for k, v in value.items()} if isinstance(value, Mapping) else convert(value)
-    return {**group, "state_dtype": value} if "state_dtype" in group else group
-
-
-def algorithm_name(optimizer: Algorithm) -> str:
-    """The name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
-    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
-    return next(classes, type(optimizer)).__name__
 
 
 class Prepared(NamedTuple):
@@ -233,15 +106,13 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
             if foreign is not None:
                 states[number] = rounded_to_nearest(optimizer, prepared, param, states[number])
             else:
-                flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
-                were = {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
-                check_codes(were, states[number], f"parameter {number}")
+                check_codes(names_saved_in_8_bits(saved, position), states[number], f"parameter {number}")
             _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
-    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: _dithered(saved_groups)}
+    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered_numbers(saved_groups)}
     return Prepared(loadable, notes)
 
 
@@ -382,9 +253,10 @@ def _check_state(
             f"change the groups' 'rounding'), or {START_AGAIN}"
         )
     # A compensation means that the weight was in 16 bits.
-    if param.dtype == torch.float32 and (foreign := sorted(_states_of_any_mode() & state.keys())):
+    if param.dtype == torch.float32 and (foreign := sorted(AUXILIARY_STATES.keys() & state.keys())):
         raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}")
-    possible = expected | _states_of_any_option(optimizer, saved_group) | _states_of_any_mode()
+    # A group may have been given another rounding mode between two steps.
+    possible = expected | _states_of_any_option(optimizer, saved_group) | AUXILIARY_STATES.keys()
     if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
         raise ValueError(
             f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm_name(optimizer)} and to this "
@@ -428,17 +300,8 @@ def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     return {state.name for state in optimizer.states({**group, **switched_on})}
 
 
-def _states_of_any_mode() -> set[str]:
-    """Names of the states of all rounding modes; a group may have been given another mode between two steps."""
-    return {state.name for mode in MODES.values() for state in mode.auxiliary}
-
-
-def _states_with_low_bits() -> set[str]:
-    return {state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits}
-
-
 def _is_count(step: Any) -> bool:
-    """Whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
+    """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
         value = step.item() if isinstance(step, Tensor) else step
         return int(value) == value and 0 <= int(value) < 2**63
@@ -446,9 +309,45 @@ def _is_count(step: Any) -> bool:
         return False
 
 
-def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
+def check_and_load(
+    optimizer: Algorithm, state_dict: dict[str, Any], load_by_torch: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Load a state dict into `optimizer`.
+
+    Args:
+        optimizer: the optimizer.
+        state_dict: the state dict, of any format.
+        load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
+
+    Returns:
+        What the user should know about it, as in `Prepared`.
+
+    Raises:
+        ValueError: the state dict does not fit. The optimizer is left unchanged.
+    """
+    final: list[Prepared] = []
+
+    def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+        final.append(prepare_for_loading(optimizer, incoming))
+        return final[0].state_dict
+
+    # Registered last, this hook sees what torch will load.
+    handle = optimizer.register_load_state_dict_pre_hook(prepare)
+    try:
+        load_by_torch(state_dict)
+    finally:
+        handle.remove()
+    _restore_dtypes(optimizer, final[0].state_dict)
+    _restore_low_bits(optimizer, final[0].state_dict)
+    norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
+    if release := gradient_release_of(optimizer):
+        release.resume(float(norms[0]))
+    return final[0].notes
+
+
+def _restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
     """Restore the dtypes of states, which torch's loader casts to the parameter's; make step counts int64 tensors."""
-    for param, number, _ in _parameters(optimizer, state_dict):
+    for param, number in numbered_parameters(optimizer, state_dict):
         if number in state_dict["state"]:
             step = state_dict["state"][number]["step"]
             optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
@@ -457,33 +356,17 @@ def restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
                 optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
 
 
-def _dithered(saved_groups: list[ParamGroup]) -> set[Any]:
-    """The numbers of dithered parameters."""
-    dithered = set()
-    for group in saved_groups:
-        flags = group.get(HEADER, {}).get(DITHERED, "")
-        dithered |= {number for number, flag in zip(group["params"], flags, strict=False) if flag == "1"}
-    return dithered
-
-
-def restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
+def _restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
     """Restore which parameters are dithered, and the low bits of parameters that had not been stepped.
 
     Low bits that the cast of the model has kept are dropped where the loaded states hold them.
     """
     saved = state_dict.get(LOW_BITS, {})
     optimizer.dithered.clear()
-    for param, number, _ in _parameters(optimizer, state_dict):
+    for param, number in numbered_parameters(optimizer, state_dict):
         if number in state_dict[DITHERED]:
             optimizer.dithered.add(param)
         if number in saved:
             restore_saved_low_bits(param, saved[number])
-        elif _states_with_low_bits() & state_dict["state"].get(number, {}).keys():
+        elif low_bits_state(state_dict["state"].get(number, {})) is not None:
             drop_low_bits(param)
-
-
-def _parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any, ParamGroup]]:
-    """Each parameter of `optimizer`, its number in `state_dict`, and its param group there."""
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for param, number in zip(group["params"], saved["params"], strict=True):
-            yield param, number, saved

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import shard_length
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, scale_shape
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, holds_codes, scale_shape
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -57,7 +57,7 @@ def state_tensors(
     for state in optimizer.stored_states(group, param.dtype):
         dtype = existing[state.name].dtype if state.name in existing else new_state_dtype(state, group, param)
         tensors.append(StateTensor(state, dtype, param.shape))
-        if dtype == torch.int8:
+        if holds_codes(state.name, dtype):
             _check_blocks(param)
             scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
             tensors.append(StateTensor(scale, torch.uint8, scale_shape(param.shape)))
@@ -67,11 +67,11 @@ def state_tensors(
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
     """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
     dtype = validation.state_dtype(state.name, param.dtype, group)
-    return torch.bfloat16 if dtype == torch.int8 and why_not_8_bits(state, param) else dtype
+    return torch.bfloat16 if holds_codes(state.name, dtype) and why_not_8_bits(state, param) else dtype
 
 
 def why_not_8_bits(state: State, param: Tensor) -> str | None:
-    """Why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
+    """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
     if not state.averages:
         return f"{state.name} does not average over steps"
     return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
@@ -80,13 +80,13 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
     """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
     states = optimizer.stored_states(group, param.dtype)
-    wanted = (state for state in states if validation.state_dtype(state.name, param.dtype, group) == torch.int8)
+    wanted = (s for s in states if holds_codes(s.name, validation.state_dtype(s.name, param.dtype, group)))
     reasons = (why_not_8_bits(state, param) for state in wanted)
     return [reason for reason in reasons if reason is not None]
 
 
 def has_whole_blocks(param: Tensor) -> bool:
-    """Whether the rows of `param`, its last dimension, consist of whole blocks. Others have no states in 8 bits."""
+    """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
     return param.dim() > 1 and param.shape[-1] % BLOCK == 0
 
 
@@ -119,5 +119,5 @@ def rounded_to_nearest(
             states[name] = value
             continue
         dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
-        states |= encoded(value, name) if dtype == torch.int8 else {name: value.to(dtype)}
+        states |= encoded(value, name) if holds_codes(name, dtype) else {name: value.to(dtype)}
     return states

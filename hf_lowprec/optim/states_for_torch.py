@@ -15,7 +15,7 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state_dict import DITHERED, HEADER, from_saved_form
+from hf_lowprec.optim.state_dict_format import DITHERED, HEADER, from_saved_form
 from hf_lowprec.optim.states_in_8_bits import decoded_states
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
@@ -46,7 +46,7 @@ class ForTorch(NamedTuple):
 
 
 def is_ours(state_dict: dict[str, Any]) -> bool:
-    """Whether this library has saved the optimizer state dict `state_dict`."""
+    """Return whether this library has saved the optimizer state dict `state_dict`."""
     return all({"rounding", "state_rounding"} <= group.keys() for group in state_dict.get("param_groups", [{}]))
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 SCALE_SUFFIX = "_scale"
-"""What the name of a state's scales has after the name of the state."""
+"""The end of the name of a state's scales, after the name of the state."""
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
@@ -25,14 +26,19 @@ def scale_shape(shape: torch.Size) -> torch.Size:
     return torch.Size((*shape[:-1], shape[-1] // BLOCK))
 
 
+def holds_codes(name: str, dtype: torch.dtype) -> bool:
+    """Whether a state of this name and dtype is stored as codes, which have scales. An int8 remainder is not."""
+    return dtype == torch.int8 and name not in LOW_BITS_STATES
+
+
 def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
-    """Whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
+    """Return whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
     return name + SCALE_SUFFIX in state
 
 
 def names_in_8_bits(state: Mapping[str, Any]) -> set[str]:
     """Names of the states that are codes, in a parameter's entry in `optimizer.state` or in a state dict."""
-    return {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.int8}
+    return {name for name, value in state.items() if isinstance(value, Tensor) and holds_codes(name, value.dtype)}
 
 
 def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
@@ -97,5 +103,5 @@ def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
 
 
 def is_nonnegative(name: str) -> bool:
-    """Whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
+    """Return whether no element of the state `name` is ever negative; for states whose algorithm is not known."""
     return name.endswith("_sq")

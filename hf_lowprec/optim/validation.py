@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import check_placements, is_sharded
 from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -137,7 +138,7 @@ def check_gradient_release(
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a Python or NumPy boolean."""
+    """Return whether `value` is a Python or NumPy boolean."""
     return isinstance(value, bool) or (type(value).__module__, type(value).__name__.rstrip("_")) == ("numpy", "bool")
 
 
@@ -368,11 +369,12 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
     """
     if param.dtype != torch.float32:
         return
-    for name in {auxiliary.name for mode in MODES.values() for auxiliary in mode.auxiliary} & state.keys():
+    for name in AUXILIARY_STATES.keys() & state.keys():
         popped = f"optimizer.state[param].pop({name!r})"
         joined = {
             "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
             "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
+            "remainder8": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int() << 8))",
         }
         raise ValueError(
             f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "

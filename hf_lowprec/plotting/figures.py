@@ -186,7 +186,7 @@ def overview(runs: Sequence[Run], theme: Theme = LIGHT) -> Figure:
 
 
 def page_title(runs: Sequence[Run]) -> str:
-    """What a plot of these runs is about."""
+    """The title of a plot of these runs."""
     return f"Training of {shortened(runs[0].name)}" if len(runs) == 1 else f"{len(runs)} training runs"
 
 

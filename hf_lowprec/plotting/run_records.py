@@ -1,4 +1,4 @@
-"""What a training run has logged, read from hf_lowprec's metrics file or from Trainer's own state.
+"""The records of a training run, read from hf_lowprec's metrics file or from Trainer's own state.
 
 Both give the same records, with the names of the metrics file: one dictionary per logged step, and one about the run.
 """
@@ -31,7 +31,7 @@ _PRECISION_FROM_TRAINER = {
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What was found in one file.
+    """The records in one file.
 
     Attributes:
         source: the file.

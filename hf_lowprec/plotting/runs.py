@@ -107,7 +107,7 @@ class Run:
         return {measure: [(str(name), _number(value)) for name, value in rows] for measure, rows in pairs.items()}
 
     def findings(self) -> list[LoggedFinding]:
-        """What the log says in sentences. Sentences that differ in numbers only are one: the last of them."""
+        """The findings in the log. Sentences that differ in numbers only are one: the last of them."""
         found: dict[str, LoggedFinding] = {}
         for record in self.records.steps:
             messages = record.get("findings")

@@ -40,7 +40,7 @@ def accumulator_bytes(params: Iterable[Tensor], mode: str) -> int:
 
 
 def _is_accumulated(param: Tensor, mode: str) -> bool:
-    """Whether the gradients of `param` are accumulated here instead of by torch."""
+    """Return whether the gradients of `param` are accumulated here instead of by torch."""
     dtypes = {"nearest": (), "kahan": LOW_PRECISION_DTYPES, "fp32": (*LOW_PRECISION_DTYPES, torch.float32)}[mode]
     return param.requires_grad and param.dtype in dtypes
 

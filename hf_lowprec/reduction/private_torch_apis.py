@@ -38,17 +38,17 @@ def leave_gradients_to_hook(model: DistributedDataParallel) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often `tensor`, or the storage that it is a view of, was changed in place."""
+    """The number of times that `tensor`, or the storage that it is a view of, was changed in place."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd sees `tensor` as a view, which shares the version of its base."""
+    """Return whether autograd sees `tensor` as a view, which shares the version of its base."""
     return tensor._is_view()
 
 
 def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
-    """Whether FSDP2 sums 16-bit gradients of a module that it has sharded by torch's own reduce-scatter.
+    """Return whether FSDP2 sums 16-bit gradients of a module that it has sharded by torch's own reduce-scatter.
 
     The modules inside that are sharded separately do not count.
     """

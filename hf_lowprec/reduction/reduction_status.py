@@ -25,7 +25,7 @@ class ReducedModel:
 
 @dataclass
 class ReductionStatus:
-    """What `prepare_accelerator` has set up so far. It is filled in as models are prepared; `print` it.
+    """The reductions that `prepare_accelerator` has set up so far. It is filled in as models are prepared; `print` it.
 
     Attributes:
         grad_accumulation: how gradients of micro-batches are accumulated: `"nearest"`, `"kahan"` or `"fp32"`.

@@ -53,6 +53,6 @@ def _position_weights(count: int, device: torch.device) -> Tensor:
 
 
 def _weight_offset(positions: int) -> int:
-    """How much the weight grows over so many positions: 2·G·positions modulo 2⁶⁴, as an int64."""
+    """The growth of the weight over so many positions: 2·G·positions modulo 2⁶⁴, as an int64."""
     offset = 2 * _GOLDEN_RATIO_BITS * positions % 2**64
     return offset - 2**64 if offset >= 2**63 else offset

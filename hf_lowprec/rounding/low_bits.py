@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.stored_pairs import rounded_off
+from hf_lowprec.rounding.stored_pairs import ROUNDED_OFF_DTYPES, rounded_off
 
 _ATTRIBUTE = "_low_bits"
-
-KEPT_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.bfloat16}
-"""The dtype in which the low bits of BF16 and FP16 parameters are kept, see `stored_pairs.py`."""
 
 
 class _LowBits(NamedTuple):
@@ -40,7 +37,7 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
         Whether there is a difference.
     """
     weights, exacts = param.detach().reshape(-1), exact.reshape(-1)
-    kept = torch.empty_like(weights, dtype=KEPT_DTYPES[param.dtype])
+    kept = torch.empty_like(weights, dtype=ROUNDED_OFF_DTYPES[param.dtype])
     chunk = chunk_size(weights.device)
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.rounding.kahan import kahan_add
 from hf_lowprec.rounding.nearest import round_nearest
-from hf_lowprec.rounding.split import join, split
+from hf_lowprec.rounding.split import LOW_BITS_OF_24, join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
 
 RandomBits = Callable[[int], Tensor]
@@ -24,7 +24,7 @@ RandomBits = Callable[[int], Tensor]
 Auxiliary = Mapping[str, Tensor]
 """A mode's auxiliary states by name: FP32, or int32 if they are stored as integers."""
 
-Rounding = Literal["kahan", "split", "stochastic", "nearest", "sr"]
+Rounding = Literal["kahan", "split", "split24", "stochastic", "nearest", "sr"]
 """The values of the argument `rounding`: the names of `MODES`, and the short ones."""
 StateRounding = Literal["stochastic", "nearest"]
 """The values of the argument `state_rounding`."""
@@ -69,6 +69,7 @@ class Mode:
         dtypes: the parameter dtypes that the mode supports.
         load: `(weight, auxiliary) -> FP32 weight`, which the algorithm's formula sees and the update is added to. By
             default, it is the stored weight.
+        random: whether `add` draws random bits.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Mode:
     auxiliary: tuple[State, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     load: Callable[[Tensor, Auxiliary], Tensor] = lambda weight, auxiliary: weight
+    random: bool = False
 
 
 WEIGHT_ROLE = 0
@@ -112,21 +114,39 @@ def _load_split(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
     return join(weight, auxiliary["remainder"])
 
 
+def _add_split24(
+    weight: Tensor, update: Tensor, auxiliary: Auxiliary, random_bits: RandomBits, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    bits = random_bits(WEIGHT_ROLE) >> (16 - LOW_BITS_OF_24)
+    stored, remainder = split(round_stochastic(weight + update, bits, LOW_BITS_OF_24))
+    return stored, {"remainder8": remainder >> LOW_BITS_OF_24}
+
+
+def _load_split24(weight: Tensor, auxiliary: Auxiliary) -> Tensor:
+    return join(weight, auxiliary["remainder8"] << LOW_BITS_OF_24)
+
+
 _COMPENSATION = State("compensation", role=WEIGHT_ROLE, holds_low_bits=True, dtype=torch.bfloat16)
 _REMAINDER = State("remainder", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int16)
+_REMAINDER_OF_24 = State("remainder8", role=WEIGHT_ROLE, averages=False, holds_low_bits=True, dtype=torch.int8)
+_BF16_ONLY = (torch.bfloat16, torch.float32)
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
         Mode("kahan", _add_kahan, auxiliary=(_COMPENSATION,)),
-        Mode("split", _add_split, (_REMAINDER,), (torch.bfloat16, torch.float32), _load_split),
-        Mode("stochastic", _add_stochastic, dtypes=(torch.bfloat16, torch.float32)),
+        Mode("split", _add_split, (_REMAINDER,), _BF16_ONLY, _load_split),
+        Mode("split24", _add_split24, (_REMAINDER_OF_24,), _BF16_ONLY, _load_split24, random=True),
+        Mode("stochastic", _add_stochastic, dtypes=_BF16_ONLY, random=True),
         Mode("nearest", _add_nearest),
     )
 }
 """Every mode by its name."""
 
-LOW_BITS_STATES = tuple(state.name for mode in MODES.values() for state in mode.auxiliary if state.holds_low_bits)
+AUXILIARY_STATES: dict[str, State] = {state.name: state for mode in MODES.values() for state in mode.auxiliary}
+"""The auxiliary states of all modes by name."""
+
+LOW_BITS_STATES = tuple(name for name, state in AUXILIARY_STATES.items() if state.holds_low_bits)
 """Names of the states that hold low bits, see `stored_pairs.py`. A parameter has at most one of them, except between a
 change of its mode and the next step."""
 

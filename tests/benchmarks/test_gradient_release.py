@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gradient_release.py"
 
 
 def test_it_runs(monkeypatch, capsys):
-    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", gradient_release.BUCKET_ELEMENTS)  # the benchmark sets it
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", gradient_buckets.BUCKET_ELEMENTS)  # the benchmark sets it
     spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)

@@ -10,7 +10,7 @@ from hf_lowprec.diagnostics.memory_estimate import expected_memory, memory_use
 from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.estimate.activations import estimate_activations
 from hf_lowprec.estimate.rows import low_precision_row
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from hf_lowprec.user_inputs.input_errors import InputError
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
@@ -21,7 +21,7 @@ RELEASED = "gradient_release=True"
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", BUCKET)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", BUCKET)
 
 
 def build(tied: bool, device: str = "cpu") -> LlamaForCausalLM:

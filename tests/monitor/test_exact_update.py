@@ -82,7 +82,7 @@ def test_replayed_updates_are_those_of_the_whole_tensors(name):
     assert monitor.refusal is None
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic", "nearest"])
 def test_updates_of_this_package_are_adamws(rounding):
     params = parameters(torch.bfloat16)
     options = {"rounding": rounding, "initial_compensation": "zero"}
@@ -96,7 +96,7 @@ def test_updates_of_this_package_are_adamws(rounding):
             m, v = (state[name].double() if name in state else 0.0 for name in ("exp_avg", "exp_avg_sq"))
             g, t = param.grad.double(), step + 1
             # Split weights decay as their masters do, which differ from them by half a spacing.
-            w = fp64_value(param.detach(), state.get("remainder"))
+            w = fp64_value(param.detach(), state.get("remainder", state.get("remainder8")))
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             denominator = (v / (1 - 0.999**t)).sqrt() + 1e-8
             expected.append(-1e-3 * (m / (1 - 0.9**t) / denominator + 0.1 * w))

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.monitor import PrecisionMonitor
-from hf_lowprec.optim import SGD, AdamW, gradient_release
+from hf_lowprec.optim import SGD, AdamW, gradient_buckets
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from tests.support.optim.every_optimizer import build, every_configuration
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -27,7 +27,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", BUCKET)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", BUCKET)
 
 
 def network(dtype=torch.bfloat16) -> nn.Sequential:
@@ -328,7 +328,7 @@ def test_a_parameter_that_was_stepped_may_get_no_gradient_by_hand():
 
 
 def test_zero_grad_drops_gradients_that_were_not_released(monkeypatch):
-    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 1 << 20)
     model, optimizer = released()
     twin, reference = network(), None
     reference = AdamW(twin.parameters(), lr=0.01)

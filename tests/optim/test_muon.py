@@ -149,7 +149,7 @@ def test_small_steps_arrive(rounding):
     assert abs(along - {"kahan": 1, "stochastic": 1, "nearest": 0}[rounding]) <= {"kahan": 0.01}.get(rounding, 0.1)
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(rounding):
     def make(params):
         return Muon(params, lr=1e-2, rounding=rounding, matrices=[p for p in params if p.ndim > 1])

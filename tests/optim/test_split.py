@@ -11,6 +11,7 @@ from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.rounding import join
 from tests.support.optim.every_optimizer import OPTIONS, build
+from tests.support.rounding.kept_low_bits import kept_values
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 EXACT = {"rounding": "split", "state_dtype": FP32, "initial_compensation": "zero"}
@@ -92,9 +93,7 @@ def test_an_fp32_model_keeps_every_digit():
     with torch.no_grad():
         model.bias.copy_(torch.randn(64).half())
         for param, reference in zip(model.parameters(), exact.parameters(), strict=True):
-            pattern = param.view(torch.int32)
-            is_tie = (pattern & 0x1FFFF) == 0x8000
-            reference.copy_((pattern - is_tie.int()).view(torch.float32))
+            reference.copy_(kept_values(param))
     assert not torch.equal(model.bias, exact.bias)
     hf_lowprec.cast_model(model, keep_low_bits=True)
     optimizers = [

@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import lr_scheduler
 
 from hf_lowprec.optim import SGD, AdamW, Lion
-from hf_lowprec.optim import state_dict as checkpoint
+from hf_lowprec.optim import optimizer as optimizer_module
 from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.state_dict_format import FORMAT
+from hf_lowprec.optim.validation import keywords
 from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build
 from tests.scripts.write_state_dicts import train as train_on
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
@@ -108,7 +110,7 @@ def edited(state_dict: dict, **changes) -> dict:
 
 
 def header(**changes) -> str:
-    return json.dumps({"state_rounding": "stochastic", "optimizer": "AdamW", "format": checkpoint.FORMAT, **changes})
+    return json.dumps({"state_rounding": "stochastic", "optimizer": "AdamW", "format": FORMAT, **changes})
 
 
 @pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")  # AdamW's amsgrad
@@ -120,7 +122,7 @@ def test_keys_that_a_state_dict_lacks_have_defaults(name):
         if key == "momentum" and name == "SGD":
             continue  # its default has no momentum_buffer
         target.load_state_dict(edited(source.state_dict(), **{key: None}))
-        default = checkpoint.keywords(ALGORITHMS[name])[key]
+        default = keywords(ALGORITHMS[name])[key]
         assert target.param_groups[0][key] == default, key
         train(target, 1)
 
@@ -175,7 +177,7 @@ def test_a_state_that_is_not_a_tensor_raises():
 
 
 @pytest.mark.parametrize("written", [copy.deepcopy, in_format_1], ids=["now", "format_1"])
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written):
     target, saved = (
@@ -191,7 +193,7 @@ def test_a_state_that_is_unknown_is_refused_by_its_name(name, rounding, written)
     refuses(lambda: target.load_state_dict(saved), target, words)
 
 
-@pytest.mark.parametrize("rounding", ["kahan", "split", "stochastic"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_that_is_missing_is_refused_by_its_name(name, rounding):
     target, source = (stepped(name, rounding=rounding) for _ in range(2))
@@ -421,8 +423,8 @@ def distributed_pair(name: str, full: bool, flat: bool, folder: Path, loader: st
     models[1].load_state_dict(models[0].state_dict())
     with pytest.MonkeyPatch.context() as patch:
         if old:
-            original = checkpoint.to_saved_form
-            patch.setattr(checkpoint, "to_saved_form", lambda o, saved: in_format_1(original(o, saved)))
+            original = optimizer_module.to_saved_form
+            patch.setattr(optimizer_module, "to_saved_form", lambda o, saved: in_format_1(original(o, saved)))
         dcp.save({"o": get_optimizer_state_dict(models[0], source, options=how)}, checkpoint_id=folder, no_dist=True)
     loaded = {"o": get_optimizer_state_dict(models[1], target, options=how)}
     dcp.load(loaded, checkpoint_id=folder, no_dist=True)

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text
@@ -20,7 +20,7 @@ from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 STEPS = 3
-gradient_release.BUCKET_ELEMENTS = 4000  # of 44,000, or 93,000 with states in 8 bits
+gradient_buckets.BUCKET_ELEMENTS = 4000  # of 44,000, or 93,000 with states in 8 bits
 
 
 class MostAlive:

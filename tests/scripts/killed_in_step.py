@@ -10,7 +10,7 @@ import sys
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from tests.support.training.tiny_trainer import trained
 
 
@@ -20,7 +20,7 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-gradient_release.BUCKET_ELEMENTS = 4000  # of 23,000
+gradient_buckets.BUCKET_ELEMENTS = 4000  # of 23,000
 optim_args = sys.argv[3] if len(sys.argv) > 3 else None
 saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 trained(sys.argv[1], callbacks=[Kill()], optim="adamw_bf16_kahan", optim_args=optim_args, **saving)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_release
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
 from tests.support.optim.backward_pass import backward
 from tests.support.processes.gathered import gathered
 from tests.support.processes.worlds import run_worlds
@@ -36,7 +36,7 @@ CUT_BLOCKS = {
     4: [((2, 2), (4, 96), [Shard(0), Shard(1)]), ((2, 2), (4, 64), [Shard(1), Shard(1)])],
 }
 
-gradient_release.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
+gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
 
 
 def muon(params: list[torch.nn.Parameter], **options) -> LowPrecisionOptimizer:

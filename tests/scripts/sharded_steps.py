@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_statistics import SUMS
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_release
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
@@ -139,7 +139,7 @@ def check_monitor_of_torch(name: str, mesh, shapes, placements) -> None:
 
 def main(backend: str) -> None:
     dist.init_process_group("gloo")
-    gradient_release.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
+    gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
     whole_tensor_quantities.CHUNK = 30  # several parts of Muon's matrices, whose order must be the same on all ranks
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
@@ -147,7 +147,7 @@ def main(backend: str) -> None:
     for name, (kind, shapes, placements) in cases.items():
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
-        for rounding in ("kahan", "split", "stochastic"):
+        for rounding in ("kahan", "split", "split24", "stochastic"):
             released = {"gradient_release": True} if rounding == "split" else {}
             check(name, AdamW, *arguments, rounding=rounding, **released)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
@@ -155,7 +155,7 @@ def main(backend: str) -> None:
         if backend == "native":  # no backend initializes compensations or converts them to another mode
             for rounding in ("kahan", "split"):
                 check(name, AdamW, *arguments, rounding=rounding, low=True)
-            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan")):
+            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"), ("kahan", "split24")):
                 check(name, AdamW, *arguments, rounding=first, then=then)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)

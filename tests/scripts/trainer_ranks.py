@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
@@ -99,7 +99,7 @@ def main(kind: str, *words: str) -> None:
     )
     if kind == "hsdp":
         args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    gradient_release.BUCKET_ELEMENTS = int(os.environ.get("BUCKET_ELEMENTS", gradient_release.BUCKET_ELEMENTS))
+    gradient_buckets.BUCKET_ELEMENTS = int(os.environ.get("BUCKET_ELEMENTS", gradient_buckets.BUCKET_ELEMENTS))
     rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
     processing = tokenizer() if "SAVED_TO" in os.environ else None
     datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}

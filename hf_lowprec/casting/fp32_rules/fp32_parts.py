@@ -11,7 +11,7 @@ Rule = Literal["quantized", "listed class", "norm", "rotary", "loss", "model cla
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something stays in FP32."""
+    """The reason why something stays in FP32."""
 
     rule: Rule
     text: str  # for people

@@ -19,7 +19,7 @@ def losses(tree: ModuleTree) -> Fp32Parts:
 
 
 def is_loss(module: nn.Module) -> bool:
-    """Whether a module is a loss, by the name of its class or a base class.
+    """Return whether a module is a loss, by the name of its class or a base class.
 
     With parameters other than single numbers (a temperature), it is a part of the model.
     """

@@ -18,7 +18,7 @@ def norms(tree: ModuleTree) -> Fp32Parts:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by its class or by the name of its class or a base class.
+    """Return whether a module is a norm, by its class or by the name of its class or a base class.
 
     What holds other modules with tensors is a norm only if those are norms. By name alone, whole encoders
     (Wav2Vec2EncoderStableLayerNorm) and norms that own linear layers would count.

@@ -19,7 +19,7 @@ def rotary_embeddings(tree: ModuleTree) -> Fp32Parts:
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
+    """Return whether a module is a rotary embedding by name, or has no parameters and a buffer named `inv_freq`.
 
     Modules that hold others with tensors are not. A rotary embedding converts its own outputs, so it gets no hooks.
     """

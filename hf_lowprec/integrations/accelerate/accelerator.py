@@ -31,6 +31,7 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
@@ -135,7 +136,7 @@ def _check_prepared_models(models: list[nn.Module], grad_accumulation: str) -> N
 
 
 def is_evaluation(*args: Any, **kwargs: Any) -> bool:
-    """Whether these arguments of `Accelerator.prepare_model` (those after the model) mean that it is only evaluated."""
+    """Return whether these arguments of `Accelerator.prepare_model` (after the model) say that it is only evaluated."""
     return bool(kwargs.get("evaluation_mode", len(args) > 1 and args[1]))
 
 
@@ -151,7 +152,7 @@ def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionSt
 
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:
-    """Whether DDP wraps any of `models`. Accelerate keeps the models that it has prepared, but not their wrappers."""
+    """Return whether DDP wraps any of `models`. Accelerate keeps the models that it prepares, but no wrappers."""
     if not models:  # searching takes a tenth of a second
         return False
     wrappers = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
@@ -203,8 +204,8 @@ def _prepare(
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
     for optimizer in private_apis.prepared_optimizers(accelerator):
-        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
-            optimizer.release.watch_parameters()  # accelerate has given it the shards
+        if release := gradient_release_of(optimizer):
+            release.watch_parameters()  # accelerate has given it the shards
     sharded = private_apis.prepared_models(accelerator)[-1]
     give_low_bits(sharded, low_bits, accelerator.device)
     scratch = reduce_scatter_in_fp32(sharded)
@@ -294,7 +295,7 @@ def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: An
     prepared = original(*args, **kwargs)
     optimizer = unwrap_optimizer(prepared)
     steps = comparison.accelerator.gradient_accumulation_steps
-    if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None and steps > 1:
+    if gradient_release_of(optimizer) and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
@@ -350,7 +351,7 @@ def _clip_grad_norm_(
     given = set(map(id, parameters))
     for optimizer in private_apis.prepared_optimizers(accelerator):
         groups = optimizer.param_groups
-        releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None
+        releases = gradient_release_of(optimizer) is not None
         if releases and any(id(param) in given for group in groups for param in group["params"]):
             comparison.compare(optimizer, max_norm)
             is_unknown = max_norm == math.inf and optimizer.clip == "exact"

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a stored tensor before it is read."""
+    """Facts of a stored tensor that are known before it is read."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -59,7 +59,7 @@ _SCRIPT = "call hf_lowprec.save_pretrained(model, optimizer, …) in the trainin
 
 
 class ExportReport(NamedTuple):
-    """What `export_checkpoint` has done; `print` it.
+    """The report of `export_checkpoint`; `print` it.
 
     Attributes:
         tensors: the number of tensors written.

@@ -11,7 +11,7 @@ from hf_lowprec.integrations.export.model_folder import PendingTensor
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
 
 _DONE, _FAILED = -1, -2
-"""What rank 0 announces in place of a tensor's number."""
+"""The numbers that rank 0 announces in place of a tensor's."""
 
 
 def write_on_first_rank(

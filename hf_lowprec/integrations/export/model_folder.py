@@ -99,7 +99,7 @@ def write_model_folder(
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether `model` is a PEFT model, whose folders hold its adapters."""
+    """Return whether `model` is a PEFT model, whose folders hold its adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 

@@ -46,7 +46,7 @@ def usual_orders(model: PreTrainedModel) -> Iterator[list[list[str]]]:
 
 
 def _belongs(parameter: SavedParameter, layout: WeightLayout, name: str) -> bool:
-    """Whether a compensation, if there is one, can be that of the weight `name`."""
+    """Return whether a compensation, if there is one, can be that of the weight `name`."""
     info = layout.infos.get(name)
     if info is None or (parameter.shape is not None and parameter.shape != info.shape):
         return False

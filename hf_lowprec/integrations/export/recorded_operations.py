@@ -18,7 +18,7 @@ Evaluate = Callable[[Mapping[str, Tensor]], Any]
 
 
 class _Recorded(NamedTuple):
-    """How a tensor without values is computed.
+    """The recorded computation of a tensor without values.
 
     Attributes:
         tensor: the tensor on the meta device. Keeping it alive keeps its id unique.

@@ -14,7 +14,7 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
-from hf_lowprec.optim.state_dict import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
+from hf_lowprec.optim.state_dict_format import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
 from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -22,7 +22,7 @@ _STATE, _GROUPS = "state", "param_groups"
 
 
 class SavedParameter(NamedTuple):
-    """What a saved optimizer knows of a parameter.
+    """A parameter as a saved optimizer holds it.
 
     Attributes:
         compensation: reads its compensation or remainder; None if it has neither.
@@ -38,7 +38,7 @@ class SavedParameter(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """Whether more is known of the weight than the checkpoint's weight files contain."""
+        """True if more is known of the weight than the checkpoint's weight files contain."""
         return self.compensation is not None or self.low_bits is not None
 
     def estimate(self, weight: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class SavedOptimizer(NamedTuple):
 
     @property
     def refines(self) -> bool:
-        """Whether it has compensations, remainders, or low bits."""
+        """True if it has compensations, remainders, or low bits."""
         return any(parameter.refines for group in self.groups for parameter in group)
 
     def by_name(self) -> dict[str, SavedParameter]:

@@ -25,6 +25,7 @@ from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
@@ -36,7 +37,7 @@ from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
 LOGGED_SHARES = (LOST_UPDATES, "lost_second_moment", "lost_weight_decay")
-"""What is logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
+"""The shares that are logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
@@ -122,7 +123,7 @@ class LowPrecisionCallback(TrainerCallback):
         self.precision: StepPrecision | None = None
         """The measurement of the step that is being logged; None if it was not measured."""
         self.findings: list[Finding] = []
-        """What is wrong at this log."""
+        """The findings at this log."""
         self._monitor: RunMonitor | None = None
         self._found: set[str] = set()
         self._noted_unused = False
@@ -192,14 +193,14 @@ class LowPrecisionCallback(TrainerCallback):
                 "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
-        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
+        if release := gradient_release_of(optimizer):
             check_gradient_release(args, optimizer.clip)
             if self._accumulation != "nearest":
                 raise ValueError(
                     f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
                     "frees during every backward pass; remove one of the two"
                 )
-            optimizer.release.start()  # the last run of this Trainer has stopped it
+            release.start()  # the last run of this Trainer has stopped it
         if state.is_local_process_zero:
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
@@ -317,8 +318,8 @@ class LowPrecisionCallback(TrainerCallback):
                 self._look(state, self._monitor)
             self._monitor.close()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        if isinstance(optimizer, LowPrecisionOptimizer) and optimizer.release is not None:
-            optimizer.release.stop()  # so that later backward passes do not step the trained model
+        if release := gradient_release_of(optimizer):
+            release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
             return
         if not any(

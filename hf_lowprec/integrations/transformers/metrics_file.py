@@ -115,7 +115,7 @@ class MetricsFileCallback(TrainerCallback):
 
 
 def run_record(model: nn.Module, optimizer: str, optim: str, report: str) -> RunRecord:
-    """What is trained, by kinds of parameters.
+    """The record of what is trained, by kinds of parameters.
 
     Args:
         model: the model.
@@ -139,7 +139,7 @@ def run_record(model: nn.Module, optimizer: str, optim: str, report: str) -> Run
 
 
 def measured_precision(source: PrecisionSource) -> MeasuredPrecision | None:
-    """What the file says of the step that is being logged."""
+    """The numbers of the file for the step that is being logged."""
     precision = source.precision
     if precision is None:
         return None

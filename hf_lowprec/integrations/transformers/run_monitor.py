@@ -36,11 +36,11 @@ class RunMonitor:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, warns: bool, across_ranks: bool) -> None:
         self.measured = False
-        """Whether a step was measured since the last log."""
+        """True if a step was measured since the last log."""
         self.precision: StepPrecision | None = None
         """The measurement of the step that is being logged."""
         self.findings: list[Finding] = []
-        """What it gives reason to warn of."""
+        """The findings of that measurement."""
         self.unused: list[str] = []
         """See `PrecisionMonitor.unused`."""
         self._warns = warns
@@ -60,7 +60,7 @@ class RunMonitor:
             self.measured = True
 
     def waits_for_end(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Whether a step was measured that no log will show, since the run has no training log at all."""
+        """Return whether a step was measured that no log will show, since the run has no training log at all."""
         return self.measured and _is_never_logged(args, state)
 
     def look(self) -> None:
@@ -102,14 +102,14 @@ class RunMonitor:
 
 
 def steps_16_bit_weights(optimizer: Any) -> bool:
-    """Whether `optimizer` can be watched, and has parameters in 16 bits."""
+    """Return whether `optimizer` can be watched, and has parameters in 16 bits."""
     return isinstance(optimizer, torch.optim.Optimizer) and any(
         param.dtype in LOW_PRECISION_DTYPES for param in _parameters(optimizer)
     )
 
 
 def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the run has no training log at all, such as one that is shorter than the default of `logging_steps`."""
+    """Return whether the run has no training log, such as one that is shorter than the default of `logging_steps`."""
     if args.logging_first_step:
         return False
     if args.logging_strategy == IntervalStrategy.STEPS:
@@ -118,7 +118,7 @@ def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
-    """Whether to measure step number `step`.
+    """Return whether to measure step number `step`.
 
     Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
 

@@ -20,7 +20,7 @@ from hf_lowprec.integrations.transformers.metrics_file import PrecisionSource
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 
 REPORT = "precision_report"
-"""What trackers call the precision report."""
+"""The name of the precision report in trackers."""
 
 logger = logging.getLogger(__name__)
 

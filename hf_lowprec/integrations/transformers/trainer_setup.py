@@ -235,7 +235,7 @@ def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
 
 
 def _needs_outputs(trainer: Trainer) -> bool:
-    """Whether the Trainer may compute its loss from outputs although the model has also returned a loss.
+    """Return whether the Trainer may compute its loss from outputs although the model has also returned a loss.
 
     The Trainers of transformers and TRL do not: they leave out the labels, or use the model's loss.
     """

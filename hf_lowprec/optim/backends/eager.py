@@ -20,7 +20,7 @@ class EagerStep(BackendStep):
         group = self.fused_group
         if group.skipped:
             return
-        segments, scales = group.segments, set(group.spec.scales.values())
+        segments = group.segments
         part = segments.of_entries(entries)
         columns = (segments.entry_index, segments.first, segments.end, segments.shift)
         rows = (column[part].tolist() for column in columns)
@@ -33,7 +33,7 @@ class EagerStep(BackendStep):
                 # The values are already representable in the storage dtype, so these copies only convert them.
                 entry.weight.view(-1)[chunk].copy_(new_weight)
                 for name, state in entry.states.items():
-                    if name in scales:
+                    if name in group.spec.per_block_tensors:
                         state.view(-1)[start // BLOCK : chunk.stop // BLOCK].copy_(new_states[name][::BLOCK])
                     else:
                         state.view(-1)[chunk].copy_(new_states[name])

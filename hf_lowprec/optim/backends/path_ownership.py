@@ -102,14 +102,14 @@ def _unmapped_users() -> frozenset[int]:
 
 
 def others_can_write(status: os.stat_result) -> bool:
-    """Whether the file's mode allows users other than its owner to write to it."""
+    """Return whether the file's mode allows users other than its owner to write to it."""
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status)
 
 
 def _is_private_group(status: os.stat_result) -> bool:
-    """Whether the owner is the only member of the group; some systems give each user a group of the same name."""
+    """Return whether the owner is the group's only member; some systems give each user a group of the same name."""
     try:
         owner, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
     except KeyError:

@@ -66,7 +66,7 @@ def check_available(device: torch.device | None = None) -> None:
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Whether `device` is a GPU (NVIDIA, AMD, Intel) that computes in BF16; `"auto"` chooses this backend there."""
+    """Return whether `device` is a GPU (NVIDIA, AMD, Intel) with BF16 arithmetic. If so, `"auto"` is this backend."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -173,7 +173,7 @@ class TritonStep(BackendStep):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the kernel is loaded, or there is nothing to run."""
+        """True if the kernel is loaded, or there is nothing to run."""
         return self._has_run or len(self._chunks) == 0
 
     def release_tables(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from hf_lowprec.optim.codegen.renderer import output_nodes
 from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import weyl
 
@@ -49,8 +50,7 @@ def block_loops(graph: fx.Graph, elements: Collection[str]) -> list[BlockLoop]:
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     operations = [node for node in graph.nodes if node.op == "call_function" or node.op == "call_method"]
-    results = graph.output_node().args[0]
-    assert isinstance(results, tuple)
+    results = output_nodes(graph)
     varies = {node: node.name in elements for node in inputs}
     from_tensors = {node: node.name in elements for node in inputs}
     loop = dict.fromkeys(inputs, 0)

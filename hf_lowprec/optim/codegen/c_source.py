@@ -11,8 +11,16 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.codegen.block_loops import block_loops
-from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, operations, statements
-from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.codegen.renderer import (
+    Renderer,
+    arguments,
+    description,
+    indent,
+    operations,
+    output_nodes,
+    statements,
+)
+from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -222,11 +230,6 @@ def _render_step(spec: StepSpec) -> str:
     )
 
 
-def _traced_step(spec: StepSpec) -> tuple[fx.Graph, set[str]]:
-    """The traced step of one element, and the names of its inputs that are integers."""
-    return trace(spec), {"index", *spec.key_names, *spec.integer_tensors}
-
-
 def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
     """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
 
@@ -235,8 +238,7 @@ def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     key1s = [f"key{word}_1" for word in spec.random_words]
     weyls = [f"weyl{word}" for word in spec.random_words]
-    graph, integers = _traced_step(spec)
-    lines, results = statements(graph, CRenderer(), integers)
+    lines, results = statements(trace(spec), CRenderer(), integer_inputs(spec))
     parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
     parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
     parameters += _declarations(output_tensors, "*new_{0}")
@@ -293,12 +295,11 @@ _BLOCK_LOOP = """\
 
 def _block_loops(spec: StepSpec) -> tuple[str, str]:
     """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
-    graph, integers = _traced_step(spec)
+    graph = trace(spec)
     renderer, names = CRenderer(), list(spec.output_tensors)
-    rendered = operations(graph, renderer, integers)
-    results = [result.name for result in graph.output_node().args[0]]  # type: ignore[union-attr]
+    rendered = operations(graph, renderer, integer_inputs(spec))
+    results = [result.name for result in output_nodes(graph)]
     weyls = [f"weyl{word}" for word in spec.random_words]
-    scales = set(spec.scales.values())
     is_float = {node.name: operation.is_float for node, operation in rendered.items()}
     is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
 
@@ -313,9 +314,9 @@ def _block_loops(spec: StepSpec) -> tuple[str, str]:
         return renderer.assign(name, _LOAD[spec.tensors[name]].format(f"{name}_ptr[{place}]"), is_float[name])
 
     declarations = [f"const uint32_t first_{name} = {name} + (uint32_t)block * {_GOLDEN};" for name in weyls]
-    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in scales]
+    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in spec.per_block_tensors]
     loops = []
-    for loop in block_loops(graph, spec.tensors.keys() - scales):
+    for loop in block_loops(graph, spec.tensors.keys() - spec.per_block_tensors):
         declarations += [f"{_value_type(is_float[node.name])} kept_{node.name}[{BLOCK}];" for node in loop.kept]
         before = [*map(statement, loop.before), *(store(k, f"block / {BLOCK}") for k in loop.block_outputs)]
         before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
@@ -398,7 +399,7 @@ def _render_tensor_sum(spec: StepSpec) -> str:
 
 def _place(spec: StepSpec, name: str, index: str) -> str:
     """The place in the tensor `name` that belongs to the element `index` of the parameter."""
-    return f"({index}) / {BLOCK}" if name in spec.scales.values() else index
+    return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
 
 
 def _value_type(is_float: bool) -> str:
@@ -416,7 +417,7 @@ def _statements(declarations: Iterable[str]) -> str:
 
 
 def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
-    """How many entries each row of the tables has."""
+    """The number of entries in each row of the tables."""
     return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ _COMPARISONS: dict[Callable, str] = {
 
 
 class Renderer:
-    """How a language writes operations on FP32 and 32-bit integer scalars; operands are passed as source text.
+    """The operations of a language on FP32 and 32-bit integer scalars; operands are passed as source text.
 
     Integers wrap around; right shifts and comparisons of integers are signed. Floats follow IEEE 754.
     """
@@ -119,7 +119,7 @@ def statements(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
     """
     rendered = operations(graph, renderer, integers)
     lines = [renderer.assign(node.name, *operation) for node, operation in rendered.items()]
-    return lines, [result.name for result in graph.output_node().args[0]]  # type: ignore[misc, union-attr]
+    return lines, [result.name for result in output_nodes(graph)]
 
 
 def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -> dict[fx.Node, Operation]:
@@ -133,6 +133,12 @@ def operations(graph: fx.Graph, renderer: Renderer, integers: Collection[str]) -
             rendered[node] = Operation(*_expression(node, is_float, renderer))
             is_float[node] = rendered[node].is_float
     return rendered
+
+
+def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes of the graph's outputs, in order."""
+    (outputs,) = graph.output_node().args
+    return cast(tuple[fx.Node, ...], outputs)
 
 
 def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer) -> tuple[str, bool]:

@@ -31,6 +31,11 @@ def trace(spec: StepSpec) -> fx.Graph:
     return recorder.graph([new_weight, *(new_state[stored.name] for stored in spec.states)])
 
 
+def integer_inputs(spec: StepSpec) -> set[str]:
+    """Names of the inputs of `trace` that are integers; the others are floats."""
+    return {"index", *spec.key_names, *spec.integer_tensors}
+
+
 def trace_keys(spec: StepSpec) -> fx.Graph:
     """Trace `step_keys` for one segment.
 

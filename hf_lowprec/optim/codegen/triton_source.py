@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
-from hf_lowprec.optim.codegen.trace import trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
@@ -204,9 +204,8 @@ def _render_step(spec: StepSpec) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), {"index", *keys, *spec.integer_tensors})
+    lines, results = statements(trace(spec), TritonRenderer(), integer_inputs(spec))
     addresses = [f"{name}_address" for name in tensors]
-    scales = set(spec.scales.values())
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
     if keys:
@@ -217,8 +216,9 @@ def _render_step(spec: StepSpec) -> str:
 
     def stores(masked: bool) -> str:
         values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
-        masks = {name: f", mask={'block_mask' if name in scales else 'mask'}" if masked else "" for name in values}
-        return indent(8, [f"tl.store({name}_ptr, {value}{masks[name]})" for name, value in values.items()])
+        masks = {name: "block_mask" if name in spec.per_block_tensors else "mask" for name in values}
+        ends = {name: f", mask={mask}" if masked else "" for name, mask in masks.items()}
+        return indent(8, [f"tl.store({name}_ptr, {value}{ends[name]})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
     return _STEP.format(
@@ -233,8 +233,8 @@ def _render_step(spec: StepSpec) -> str:
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, chunk_lookups),
-        lanes=indent(4, _LANES_BY_BLOCK if scales else _LANES),
-        masks=indent(8, _MASKS_BY_BLOCK if scales else _MASKS),
+        lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
+        masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
         aligned_loads=_load_elements(spec, tensors, masked=False),
         aligned_stores=stores(masked=False),
         masked_loads=_load_elements(spec, tensors, masked=True),
@@ -313,8 +313,8 @@ def _render_tensor_sum(spec: StepSpec) -> str:
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, _load_chunk_inputs(spec, scalars)),
-        lanes=indent(4, _LANES_BY_BLOCK if spec.scales else _LANES),
-        masks=indent(8, _MASKS_BY_BLOCK if spec.scales else _MASKS),
+        lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
+        masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
         aligned_loads=_load_elements(spec, used_tensors, masked=False),
         masked_loads=_load_elements(spec, used_tensors, masked=True),
     )
@@ -338,9 +338,8 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
 def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
     """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
     lines = _load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
-    scales = set(spec.scales.values())
     lines += [
-        f"{name}_address += start {f'// {BLOCK}' if name in scales else f'* {dtype.itemsize}'}"
+        f"{name}_address += start {f'// {BLOCK}' if name in spec.per_block_tensors else f'* {dtype.itemsize}'}"
         for name, dtype in spec.tensors.items()
     ]
     return lines + _load_row("scalars", "entry_index", scalars)
@@ -348,17 +347,15 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
 
 def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
-    scales = set(spec.scales.values())
-    return " | ".join(f"{name}_address" for name in names if name not in scales)
+    return " | ".join(f"{name}_address" for name in names if name not in spec.per_block_tensors)
 
 
 def _load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
     """Statements that load BLOCK elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
-    scales = set(spec.scales.values())
     pointers, values = [], []
     for name in names:
         dtype, storage = spec.tensors[name], f"tl.pointer_type(tl.{_STORAGE[spec.tensors[name]]})"
-        if name in scales:
+        if name in spec.per_block_tensors:
             pointer, places, mask = f"({name}_address + offset // {BLOCK}).to({storage})", "blocks", "block_mask"
         else:
             pointer, places, mask = f"({name}_address + offset * {dtype.itemsize}).to({storage})", "lanes", "mask"

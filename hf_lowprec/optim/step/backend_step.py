@@ -40,7 +40,7 @@ class BackendStep(ABC):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether `run` has nothing left to load, which a CUDA graph could not capture."""
+        """True if `run` has nothing left to load, which a CUDA graph could not capture."""
         return True
 
     def release_tables(self) -> None:  # noqa: B027  # most backends have none

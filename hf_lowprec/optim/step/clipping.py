@@ -77,7 +77,7 @@ def replace_bucket_views(params: Iterable[Tensor]) -> None:
 
 
 class GradientClipping:
-    """How an optimizer clips its coming step, and how many steps it has skipped.
+    """The clipping of an optimizer's coming step, and its count of skipped steps.
 
     Attributes:
         pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
@@ -103,7 +103,7 @@ class GradientClipping:
 
     @property
     def clips(self) -> bool:
-        """Whether `clip_grad_norm_` was called for the gradients that are there."""
+        """True if `clip_grad_norm_` was called for the gradients that are there."""
         return self.pending is not None and self.pending.limit is not None
 
     def match(self, grads: Sequence[Tensor]) -> None:
@@ -228,7 +228,7 @@ class PendingClip:
             self.factor = factor if self.factor is None else self.factor * factor
 
     def applies_to(self, grads: Sequence[Tensor]) -> bool:
-        """Whether `grads` are the same gradients, or, if they are clipped, what is left of them.
+        """Return whether `grads` are the same gradients, or, if they are clipped, what is left of them.
 
         Those that were zeroed in place need no factor, whatever they were.
 
@@ -281,7 +281,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 def _versions(grads: Sequence[Tensor]) -> list[Any]:
-    """How often each gradient was written to; FSDP2 adds to the local tensor, which has a count of its own."""
+    """The counts of writes to each gradient; FSDP2 adds to the local tensor, which has a count of its own."""
     try:
         if set(map(type, grads)) <= {Tensor}:
             return list(map(_VERSION, grads))

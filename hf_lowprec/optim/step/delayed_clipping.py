@@ -23,11 +23,14 @@ class DelayedClipping:
     """
 
     def __init__(self) -> None:
-        self.norm_before = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.forget_step()
+        self.resume(0.0)
 
-    def forget_step(self) -> None:
-        """Start the running step again."""
+    def resume(self, norm_before: float) -> None:
+        """Start a step after one whose gradient norm was `norm_before`."""
+        self.norm_before = torch.tensor(norm_before, dtype=torch.float32, device="cpu")
+        self._forget_squares()
+
+    def _forget_squares(self) -> None:
         self._squares: dict[tuple[Sharding | None, torch.device], Tensor] = {}
         self._norm: Tensor | None = None
 
@@ -56,5 +59,5 @@ class DelayedClipping:
     def end_step(self) -> Tensor:
         """End the running step, and return its norm."""
         self.norm_before = self.norm()
-        self.forget_step()
+        self._forget_squares()
         return self.norm_before

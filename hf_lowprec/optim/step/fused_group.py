@@ -139,7 +139,7 @@ class FusedGroup:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step is not to be taken; waits for the device."""
+        """True if the step is not to be taken; waits for the device."""
         return self.enabled is not None and not bool(self.enabled)
 
     def all_scalars(self, scalars: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class FusedGroup:
 
     def _load(self, name: str, tensor: Tensor, part: slice | Tensor) -> Tensor:
         """The values of `tensor`, called `name`, for some elements of its parameter."""
-        if name not in self.spec.scales.values():
+        if name not in self.spec.per_block_tensors:
             return load(tensor.view(-1)[part])
         if isinstance(part, Tensor):
             return load(tensor.view(-1)[part // BLOCK])

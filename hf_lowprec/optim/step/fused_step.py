@@ -6,7 +6,7 @@ it on tensors; the other backends compile a trace of it (see `codegen/trace.py`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +28,7 @@ def fused_step(
     scalars: Mapping[str, Any],
     index: Tensor,
     keys: Mapping[int, tuple[Any, Any]],
+    only_states: Collection[str] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the new weight and states of some elements.
 
@@ -40,34 +41,25 @@ def fused_step(
         scalars: FP32 scalars by name (numbers, or tensors that broadcast).
         index: int32 tensor, the low 32 bits of the elements' global indices.
         keys: the step keys `(key0, key1)` by random word.
+        only_states: names of the states to return; None returns all. To return states in 8 bits, the elements must be
+            whole blocks.
 
     Returns:
         `(weight', state')`: FP32 or int32 tensors whose values the storage dtypes represent exactly.
     """
     draw = _draws(index, keys)
-    new_weight, new_state = _stepped(spec, weight, grad, state, scalars, draw)
-    states = (stored for stored in spec.states if stored.scale_of is None)
-    return new_weight, {k: v for stored in states for k, v in _store(spec, stored, new_state, draw).items()}
-
-
-def stepped_weight(
-    spec: StepSpec,
-    weight: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    scalars: Mapping[str, Any],
-    index: Tensor,
-    keys: Mapping[int, tuple[Any, Any]],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The new weight of some elements, and the states of the rounding mode. The elements need not be whole blocks.
-
-    Arguments and results are those of `fused_step`.
-    """
-    draw = _draws(index, keys)
-    new_weight, new_state = _stepped(spec, weight, grad, state, scalars, draw)
-    of_mode = {each.name for each in MODES[spec.rounding].auxiliary}
-    states = (stored for stored in spec.states if stored.name in of_mode)
-    return new_weight, {k: v for stored in states for k, v in _store(spec, stored, new_state, draw).items()}
+    loaded, decoded = _load_weight(spec, weight, state), load_states(spec, state)
+    update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
+    if spec.param_dtype == torch.float32:
+        new_weight = loaded + update
+    else:
+        new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
+        new_state = {**new_state, **auxiliary}
+    rounded: dict[str, Tensor] = {}
+    for stored in spec.states:
+        if stored.scale_of is None and (only_states is None or stored.name in only_states):
+            rounded |= _store(spec, stored, new_state[stored.name], draw)
+    return new_weight, rounded
 
 
 def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
@@ -83,26 +75,8 @@ def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
     return draw
 
 
-def _stepped(
-    spec: StepSpec,
-    weight: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    scalars: Mapping[str, Any],
-    draw: RandomBits,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The new weight as it is stored, and the new states before they are rounded."""
-    loaded, decoded = _load_weight(spec, weight, state), load_states(spec, state)
-    update, new_state = _evaluate_loaded(spec.update, spec, loaded, grad, decoded, scalars)
-    if spec.param_dtype == torch.float32:
-        return loaded + update, new_state
-    new_weight, auxiliary = MODES[spec.rounding].add(loaded, update, state, draw, spec.param_dtype)
-    return new_weight, {**new_state, **auxiliary}
-
-
-def _store(spec: StepSpec, stored: StoredState, new_state: Mapping[str, Tensor], draw: RandomBits) -> dict[str, Tensor]:
-    """A new state as it is stored, by name: rounded, or as codes and scales."""
-    value = new_state[stored.name]
+def _store(spec: StepSpec, stored: StoredState, value: Tensor, draw: RandomBits) -> dict[str, Tensor]:
+    """The new value of a state as it is stored, by name: rounded, or as codes and scales."""
     if stored.name in spec.scales:
         code, scale = encode(value, draw(stored.role), stored.nonnegative)
         return {stored.name: code, spec.scales[stored.name]: scale}

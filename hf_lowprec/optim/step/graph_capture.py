@@ -10,7 +10,7 @@ from hf_lowprec.optim.step.backend_step import BackendStep
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hf_lowprec.optim.algorithm_interface import Formula, Update
-from hf_lowprec.rounding import State
+from hf_lowprec.rounding import MODES, State
+from hf_lowprec.rounding.modes import WEIGHT_ROLE
 from hf_lowprec.rounding.random_bits import word_of
 
 CLIP = "clip"
@@ -27,7 +28,7 @@ ORTHOGONALIZED = "orthogonalized"
 
 @dataclass(frozen=True)
 class StoredState:
-    """How a state is stored.
+    """The storage of a state.
 
     Attributes:
         name: its name.
@@ -127,11 +128,16 @@ class StepSpec:
         return {state.scale_of: state.name for state in self.states if state.scale_of is not None}
 
     @cached_property
+    def per_block_tensors(self) -> frozenset[str]:
+        """Names of the tensors that have one element per block: the scales of states in 8 bits."""
+        return frozenset(self.scales.values())
+
+    @cached_property
     def random_words(self) -> tuple[int, ...]:
         """Numbers of the 32-bit random words that a step draws per element, see `word_of`."""
         roles = [state.role for state in self.states if state.stochastic]
-        if self.rounding == "stochastic" and self.param_dtype != torch.float32:
-            roles.append(0)
+        if MODES[self.rounding].random and self.param_dtype != torch.float32:
+            roles.append(WEIGHT_ROLE)
         return tuple(sorted({word_of(role) for role in roles}))
 
     @cached_property

@@ -61,17 +61,17 @@ class Segments:
         return torch.stack([segment, first], dim=1).contiguous()
 
     def of_entries(self, entries: range) -> slice:
-        """Where the segments of some consecutive entries are."""
+        """The positions of the segments of some consecutive entries."""
         bounds = torch.tensor([entries.start, entries.stop], device="cpu")
         first, end = torch.searchsorted(self.entry_index.contiguous(), bounds).tolist()
         return slice(first, end)
 
     def chunk_bounds(self, chunks: Tensor, entries: int) -> list[int]:
-        """Where the chunks of each of the `entries` begin in the table `chunks`, and at last where they all end."""
+        """The first chunk of each of the `entries`, as a position in the table `chunks`, and at last the end of all."""
         return [0, *self.chunks_per_entry(chunks, entries).cumsum(0).tolist()]
 
     def chunks_per_entry(self, chunks: Tensor, entries: int) -> Tensor:
-        """How many of `chunks` each of the `entries` has; int64 of shape (entries) on the CPU."""
+        """The number of `chunks` of each of the `entries`; int64 of shape (entries) on the CPU."""
         return torch.bincount(self.entry_index[chunks[:, 0]], minlength=entries)
 
 

@@ -309,7 +309,7 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
 
 
 def _is_freed(part: Tensor, address: int) -> bool:
-    """Whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure."""
+    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure."""
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 

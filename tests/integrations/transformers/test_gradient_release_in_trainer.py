@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import hf_lowprec
-from hf_lowprec.optim import gradient_release
+from hf_lowprec.optim import gradient_buckets
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import PRECISION_LOGS, counting_data, llama, optimizer_of, trained
 
@@ -16,7 +16,7 @@ DELAYED = "gradient_release=True,clip=delayed"
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    monkeypatch.setattr(gradient_release, "BUCKET_ELEMENTS", 4000)  # of 23,000
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 4000)  # of 23,000
 
 
 def assert_same_weights(first, second) -> None:

@@ -34,6 +34,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 MODES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"rounding": "kahan"}),
     (BF16, {"rounding": "split"}),
+    (BF16, {"rounding": "split24"}),
     (BF16, {"rounding": "stochastic"}),
     (BF16, {"rounding": "nearest"}),
     (BF16, {"rounding": "stochastic", "state_dtype": torch.int8}),

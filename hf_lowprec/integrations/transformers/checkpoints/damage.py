@@ -83,12 +83,12 @@ def files_that_do_not_open(checkpoint: Path) -> list[str]:
 
 
 def holds_optimizer(checkpoint: Path) -> bool:
-    """Whether the checkpoint has an optimizer's state; `save_only_model=True` writes none."""
+    """Return whether the checkpoint has an optimizer's state; `save_only_model=True` writes none."""
     return _holds(checkpoint, *_OPTIMIZER)
 
 
 def holds_random_states(checkpoint: Path) -> bool:
-    """Whether the checkpoint has random states, for any number of ranks."""
+    """Return whether the checkpoint has random states, for any number of ranks."""
     return _holds(checkpoint, "rng_state*.pth")
 
 

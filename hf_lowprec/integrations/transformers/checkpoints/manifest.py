@@ -183,7 +183,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _times_of_saving(folder: Path) -> list[str]:
-    """When the checkpoints in `folder` were saved, according to their manifests; damaged ones are left out."""
+    """The times at which the checkpoints in `folder` were saved, by their manifests; damaged ones are left out."""
     times = []
     for path in folder.glob(f"*/{MANIFEST_NAME}"):
         with contextlib.suppress(OSError, ValueError):

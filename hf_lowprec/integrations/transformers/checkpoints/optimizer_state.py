@@ -119,7 +119,7 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
 
 
 def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
-    """Whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
+    """Return whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
     whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
     if whole.is_file():
         return is_ours(torch.load(whole, weights_only=True, mmap=True))

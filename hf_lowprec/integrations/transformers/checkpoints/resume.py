@@ -40,7 +40,7 @@ _on_every_rank = functools.partial(gather_objects, purpose="choosing a checkpoin
 
 
 class Problem(NamedTuple):
-    """Why a checkpoint cannot be resumed from.
+    """The reason why a checkpoint cannot be resumed from.
 
     Attributes:
         kind: `_DAMAGED`, `_UNFINISHED` or `_EARLIER`.
@@ -316,7 +316,7 @@ def _listing(files: list[str]) -> str:
 
 
 def _checks_here() -> bool:
-    """Whether this process checks files; one process per machine does."""
+    """Return whether this process checks files; one process per machine does."""
     return not _several_ranks() or PartialState().is_local_main_process
 
 
