@@ -1,20 +1,23 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
 Compiles the kernels `step` and `tensor_sum` of every spec ahead of time for the given compute capabilities. Exits with
-status 1 if a kernel spills registers, accesses full chunks with less than 128 bits, or contracts, flushes or
-approximates floating-point operations, which the arithmetic forbids.
+status 1 if a kernel spills registers, accesses full chunks with less than 128 bits (64 for the codes of states in 8
+bits, since a thread has eight elements), or contracts, flushes or approximates floating-point operations, which the
+arithmetic forbids.
 
-    python benchmarks/compiled_step.py [--capabilities 80 90] [--specs "AdamW kahan bfloat16" …]
+    python benchmarks/compiled_step.py [--capabilities 80 90 100 120] [--specs "AdamW kahan bfloat16" …]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -29,8 +32,11 @@ from hf_lowprec.optim.backends import triton_launch as triton_backend
 from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import MODES, dtype_name
+from hf_lowprec.rounding.block_floats import BLOCK
 
-ACCESS_BITS = 128
+ELEMENTS_PER_THREAD = 8
+WIDEST_BITS = 128
+"""A thread needs one access for its elements of a tensor, or several of these."""
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
 STEP_ARGUMENTS = TABLES | {"counts": "*i64", "enabled": "*i32"}
 TENSOR_SUM_ARGUMENTS = TABLES | {"sums": "*fp64"}
@@ -50,16 +56,21 @@ def specs() -> dict[str, StepSpec]:
         "FP32 states": {"state_dtype": torch.float32},
         "amsgrad": {"amsgrad": True},
         "clipped": {"max_grad_norm": 1.0},
+        "8-bit states": {"state_dtype": torch.int8},
     }
     for name, options in further.items():
-        for rounding in ("kahan", "split"):
+        for rounding in ("kahan", "split", "stochastic"):
             spec = _spec(AdamW, torch.bfloat16, rounding=rounding, **options)
             named[f"AdamW {rounding} bfloat16, {name}"] = spec
+    for cls in ALGORITHMS.values():
+        options = {"momentum": 0.9} if cls is SGD else {}
+        spec = _spec(cls, torch.bfloat16, rounding="split", state_dtype=torch.int8, **options)
+        named[f"{cls.__name__} split bfloat16, 8-bit states"] = spec
     return named
 
 
 def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
-    param = torch.nn.Parameter(torch.zeros(1, 1, dtype=dtype))
+    param = torch.nn.Parameter(torch.zeros(1, BLOCK, dtype=dtype))
     param.grad = torch.zeros_like(param)
     with cls([param], backend="eager", **options).plan_step() as plan:
         return plan.fused_groups[0].spec
@@ -72,16 +83,16 @@ class CompiledKernel:
     Attributes:
         registers: per thread.
         stack: bytes per thread in local memory, to which registers are spilled.
-        wide_accesses: accesses to global memory of 128 bits in the PTX.
-        expected_wide_accesses: how many of them the path of full chunks needs.
+        accesses: how many accesses to global memory of each width in bits the loop over full chunks has.
+        expected_accesses: how many it needs.
         instructions: per element, in the loop over full chunks; includes the rare paths of division and square root.
         faults: what the compiler must not do.
     """
 
     registers: int
     stack: int
-    wide_accesses: int
-    expected_wide_accesses: int
+    accesses: Counter[int]
+    expected_accesses: Counter[int]
     instructions: float
     faults: list[str]
 
@@ -104,23 +115,22 @@ def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) ->
         machine_code = _tool("nvdisasm", "-c", file.name)
 
     elements_per_thread = triton_backend.BLOCK // (32 * triton_backend.WARPS)
-    accesses = [*spec.tensors.values(), *spec.output_tensors.values()]
+    accessed = [*spec.tensors, *spec.output_tensors]
     if tensor_sum:
-        accesses = [spec.tensors[name] for name in used_inputs(trace_tensor_mean(spec), spec.tensors)]
+        accessed = used_inputs(trace_tensor_mean(spec), spec.tensors)
+    loop = _longest_loop(machine_code)
     result = CompiledKernel(
         registers=int(_match(r"REG:(\d+)", usage)),
         stack=int(_match(r"STACK:(\d+)", usage)),
-        wide_accesses=len(re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32", ptx)),
-        expected_wide_accesses=sum(-(-dtype.itemsize * 8 * elements_per_thread // ACCESS_BITS) for dtype in accesses),
-        instructions=_loop_length(machine_code) / elements_per_thread,
+        accesses=_accesses(loop),
+        expected_accesses=_expected_accesses(spec, accessed),
+        instructions=len(loop) / elements_per_thread,
         faults=[],
     )
     if result.stack:
         result.faults.append(f"{result.stack} bytes of stack: registers are spilled")
-    if result.wide_accesses != result.expected_wide_accesses:
-        result.faults.append(
-            f"{result.wide_accesses} accesses of {ACCESS_BITS} bits, {result.expected_wide_accesses} expected"
-        )
+    if result.accesses != result.expected_accesses:
+        result.faults.append(f"accesses {_text(result.accesses)}, expected {_text(result.expected_accesses)}")
     forbidden = {r"\bfma\.": "a contraction", r"\.ftz\b": "a flush to zero", r"\.approx\b": "an approximation"}
     for pattern, meaning in forbidden.items():
         if re.search(pattern, ptx):
@@ -140,8 +150,31 @@ def _match(pattern: str, text: str) -> str:
     return match[1]
 
 
-def _loop_length(machine_code: str) -> int:
-    """Instructions of the longest loop that loads 128 bits at once."""
+def _expected_accesses(spec: StepSpec, names: Iterable[str]) -> Counter[int]:
+    """The accesses to some tensors, with all elements of a thread at once."""
+    expected: Counter[int] = Counter()
+    for name in names:
+        bits = 8 * spec.tensors[name].itemsize * (1 if name in spec.per_block_tensors else ELEMENTS_PER_THREAD)
+        expected[min(bits, WIDEST_BITS)] += -(-bits // WIDEST_BITS)
+    return expected
+
+
+def _accesses(instructions: Iterable[str]) -> Counter[int]:
+    """The accesses to global memory among some instructions, by their width in bits."""
+    found: Counter[int] = Counter()
+    for instruction in instructions:
+        if access := re.search(r"\b(?:LDG|STG)((?:\.\w+)*)", instruction):
+            widths = re.findall(r"\.[US]?(8|16|64|128|256)\b", access[1])
+            found[int(widths[-1]) if widths else 32] += 1
+    return found
+
+
+def _text(accesses: Counter[int]) -> str:
+    return ", ".join(f"{count} of {bits} bits" for bits, count in sorted(accesses.items(), reverse=True))
+
+
+def _longest_loop(machine_code: str) -> list[str]:
+    """The instructions of the longest loop that loads 128 bits at once; if there is none, of the longest that loads."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     for line in machine_code.splitlines():
@@ -149,37 +182,40 @@ def _loop_length(machine_code: str) -> int:
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1])
-    lengths = []
+    loops = []
     for end, instruction in enumerate(instructions):
         target = re.search(r"\bBRA\b.*?(\.L_x?_?\d+)", instruction)
         begin = labels.get(target[1], end) if target else end
-        if begin < end and any("LDG.E.128" in inside for inside in instructions[begin:end]):
-            lengths.append(end - begin + 1)
-    return max(lengths, default=0)
+        if begin < end and any("LDG" in inside for inside in instructions[begin:end]):
+            loops.append(instructions[begin : end + 1])
+    return max(loops, key=lambda loop: (_accesses(loop)[WIDEST_BITS] > 0, len(loop)), default=[])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100, 120])
+    parser.add_argument("--output", type=Path, help="a JSON file for the rows of the table")
     parser.add_argument("--specs", nargs="+", choices=list(specs()), default=list(specs()), metavar="NAME")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     print(f"Triton {triton.__version__}, {triton_backend.BLOCK} elements per {triton_backend.WARPS} warps\n")
-    print("| kernel | sm | registers | stack | 128-bit accesses | instructions per element |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| kernel | sm | registers | stack | accesses to memory | instructions per element |")
+    print("|---|---:|---:|---:|---|---:|")
     faults: Counter[str] = Counter()
+    rows = []
     selected = {name: specs()[name] for name in options.specs}
     kernels = [(name, spec, False) for name, spec in selected.items()]
     kernels += [(f"{name}, tensor_sum", spec, True) for name, spec in selected.items() if spec.tensor_mean is not None]
     for (name, spec, tensor_sum), capability in product(kernels, options.capabilities):
         result = compile_kernel(spec, capability, tensor_sum)
-        accesses = f"{result.wide_accesses} of {result.expected_wide_accesses}"
-        print(
-            f"| {name} | {capability} | {result.registers} | {result.stack} | {accesses} | {result.instructions:.0f} |",
-            flush=True,
-        )
+        cells = {"kernel": name, "sm": capability, "registers": result.registers, "stack": result.stack}
+        cells |= {"accesses": _text(result.accesses), "instructions": round(result.instructions)}
+        print(f"| {' | '.join(map(str, cells.values()))} |", flush=True)
+        rows.append(cells)
         faults.update(f"{name}, sm_{capability}: {fault}" for fault in result.faults)
+    if options.output is not None:
+        options.output.write_text(json.dumps({"triton": triton.__version__, "rows": rows}) + "\n")
     print(*faults, sep="\n")
     return 1 if faults else 0
 

@@ -1,5 +1,7 @@
 """Gradient release on several ranks: the bits of the ordinary step, whatever the wrapper, and freed gradients."""
 
+from itertools import product
+
 import pytest
 
 from tests.support.processes.ranks import run_ranks
@@ -8,18 +10,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"),
-    [(2, "ddp-small_buckets,fsdp2"), (3, "fsdp2"), (4, "hsdp")],
+    ("ranks", "kinds", "roundings"),
+    [
+        (2, "ddp-small_buckets,fsdp2", "kahan"),
+        (3, "ddp-small_buckets,fsdp2", "split-int8"),
+        (4, "hsdp", "kahan,split-int8"),
+    ],
 )
-def test_released_steps_are_the_ordinary_ones(ranks, kinds):
+def test_released_steps_are_the_ordinary_ones(ranks, kinds, roundings):
     """All kinds see the same batches on all ranks, so they have the bits of one process, and the same norms."""
-    lines = [line.split() for line in run_ranks("gradient_release_on_ranks.py", ranks, kinds).splitlines() if line]
-    assert [line[0] for line in lines] == kinds.split(",")
-    for kind, ordinary, released, share, *norms in lines:
+    printed = run_ranks("gradient_release_on_ranks.py", ranks, kinds, roundings)
+    lines = [line.split() for line in printed.splitlines() if line]
+    assert [line[:2] for line in lines] == [list(pair) for pair in product(kinds.split(","), roundings.split(","))]
+    for kind, _, ordinary, released, share, *norms in lines:
         assert released == ordinary, kind
         assert float(share) < (0.8 if "ddp" in kind else 0.5), kind  # under DDP, three of its buckets are in flight
         assert all(float(norm) > 0.25 for norm in norms) and len(norms) == 3, kind
-    assert len({tuple(line[1:3]) for line in lines}) == len({tuple(line[4:]) for line in lines}) == 1
+    for rounding in roundings.split(","):
+        same = [line for line in lines if line[1] == rounding]
+        assert len({tuple(line[2:4]) for line in same}) == len({tuple(line[5:]) for line in same}) == 1
 
 
 def test_the_stock_trainer_gives_the_same_bits(tmp_path):

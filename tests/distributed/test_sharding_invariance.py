@@ -7,7 +7,7 @@ import pytest
 from tests.support.processes.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-ROUNDINGS = ("stochastic", "kahan", "split")
+ROUNDINGS = ("stochastic", "kahan", "split", "split-int8")
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
 MORE = [pytest.param(6, "fsdp2,hsdp", marks=many_ranks), pytest.param(8, "ddp,fsdp2,hsdp", marks=many_ranks)]
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "fsdp2"), (4, "ddp,fsdp2,hsdp"), *MORE])
+@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "ddp,fsdp2"), (4, "fsdp2,hsdp"), *MORE])
 def test_weights_and_states_are_those_of_one_process(ranks, kinds):
     """Random bits belong to elements of the full tensor; Kahan's compensation is rounded stochastically as well."""
     alone = digests(1, "ddp")

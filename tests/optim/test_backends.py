@@ -252,6 +252,43 @@ def test_backends_agree_in_8_bits_on_huge_and_invalid_gradients(other, make, opt
     assert param[len(values) :].isfinite().all()
 
 
+BLOCKS = torch.ones(6, 32)
+BLOCKS[0] = 0  # states stay zero
+BLOCKS[1, 7] = 2.0**60  # an outlier, below whose window all others are
+BLOCKS[2] = 2.0**-72  # second moments are subnormal
+BLOCKS[3] = 2.0**-130  # gradients as well, and second moments zero
+BLOCKS[4, ::3] = 0
+BLOCKS[5] = 2.0 ** -torch.arange(32).float()
+"""The scale of the gradients of each element."""
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_backends_agree_in_8_bits_on_extreme_blocks(other, rounding):
+    def make_grad(param, step, generator):
+        return (BLOCKS * torch.randn(param.shape, generator=generator)).to(param.dtype)
+
+    shapes = [tuple(BLOCKS.shape)]
+    (param,) = assert_backends_agree_in_8_bits(other, AdamW, shapes, make_grad=make_grad, rounding=rounding)
+    assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("state_dtype", [BF16, torch.int8], ids=str)
+@pytest.mark.parametrize("rounding", list(MODES))
+def test_backends_agree_on_special_weights(other, rounding, state_dtype):
+    """Infinite, the largest, subnormal and zero weights of both signs, and NaN."""
+    special = torch.tensor([*SPECIAL, -3.38e38, 9e-39, -9e-39, 2.0**-133])
+
+    def make():
+        (param,) = contiguous(BF16, [(2, 64)])()
+        param.data[0, : len(special)] = special
+        return [param]
+
+    options = {"rounding": rounding, "state_dtype": state_dtype, "lr": 1e-2, "initial_compensation": "zero"}
+    (param,) = assert_backends_agree(other, AdamW, make, normal, steps=3, **options)
+    assert param[0, :2].isnan().all()
+    assert param[1].isfinite().all()
+
+
 FURTHER = [
     pytest.param(cls, dtype, {"rounding": rounding}, id=f"{cls.__name__}-{dtype}-{rounding}")
     for cls, dtype, rounding in [

@@ -29,7 +29,7 @@ def test_sharded_steps_are_the_steps_on_the_full_tensors(backend):
 def test_sharded_states_in_8_bits_are_those_of_the_full_tensors_or_refused():
     printed = run_script("sharded_8_bit_states.py")
     assert "4 shardings over 3 ranks agree, 3 are refused" in printed
-    assert "2 shardings over 4 ranks agree, 2 are refused" in printed
+    assert "6 shardings over 4 ranks agree, 2 are refused" in printed
 
 
 class FakeDTensor(SimpleNamespace):

@@ -1,6 +1,8 @@
 """Train on the same batches in every process, and print a digest of weights and states at the end.
 
-same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[,…] [save|resume full|sharded|dcp FOLDER]   (saves half-way)
+same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[-int8][,…] [save|resume full|sharded|dcp FOLDER]
+
+It saves half-way, and resumes from there.
 """
 
 import os
@@ -46,11 +48,13 @@ def build(kind: str, format: str, rounding: str, **options):
         kwargs_handlers=[DistributedDataParallelKwargs(**DDP[variant])] if variant in DDP else [],
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager") if variant == "compiled" else None,
     )
-    model = llama()
+    rounding, _, in_8_bits = rounding.partition("-")
+    model = llama(hidden_size=64) if in_8_bits else llama()
     if variant == "gradient_checkpointing":
         model.gradient_checkpointing_enable()
     hf_lowprec.cast_model(model)
-    state_dtype = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}  # one of each
+    one_of_each = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32}
+    state_dtype = torch.int8 if in_8_bits else one_of_each
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding=rounding, state_dtype=state_dtype, **options)
     hf_lowprec.prepare_accelerator(accelerator)
     return accelerator, *accelerator.prepare(model, optimizer)
@@ -93,6 +97,8 @@ def run(kind: str, rounding: str, task: str, format: str, folder: str) -> None:
         save(accelerator, model, optimizer, format, Path(folder))
     train(accelerator, model, optimizer, range(HALF, 2 * HALF))
     found = digest(model, optimizer.optimizer)
+    dtypes = {state["exp_avg"].dtype for state in optimizer.optimizer.state.values()}
+    assert (torch.int8 in dtypes) == rounding.endswith("-int8")
     check_replicas(model, optimizer)
     if accelerator.is_main_process:
         print(f"{kind} {rounding} {found}")

@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
+from tests.support.optim.backward_pass import backward
+from tests.support.processes.gathered import gathered
 from tests.support.processes.worlds import run_worlds
 
 # By number of ranks: the mesh, shapes and placements. Rows of other lengths and vectors have no states in 8 bits.
@@ -22,12 +25,18 @@ AGREE = {
     4: [
         ((2, 2), [(9, 64), (3, 32), (5,)], [Replicate(), Shard(0)]),
         ((2, 2), [(5, 64), (1, 128)], [Shard(0), Shard(1)]),
+        ((2, 2), [(11, 32), (2, 3, 64)], [Shard(0), Shard(0)]),
+        ((2, 2), [(8, 32), (16, 64)], [_StridedShard(0, split_factor=2), Shard(0)]),
+        ((2, 2), [(3, 64), (5, 128)], [Shard(1), Replicate()]),
+        ((4,), [(5, 64), (3, 7)], [Replicate()]),
     ],
 }
 CUT_BLOCKS = {
     3: [((3,), (4, 64), [Shard(1)]), ((3,), (4, 160), [Shard(1)]), ((3,), (2, 2, 128), [Shard(2)])],
     4: [((2, 2), (4, 96), [Shard(0), Shard(1)]), ((2, 2), (4, 64), [Shard(1), Shard(1)])],
 }
+
+gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
 
 
 def muon(params: list[torch.nn.Parameter], **options) -> LowPrecisionOptimizer:
@@ -37,6 +46,7 @@ def muon(params: list[torch.nn.Parameter], **options) -> LowPrecisionOptimizer:
 # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
 MAKE = [
     (AdamW, {"rounding": "kahan"}),
+    (AdamW, {"rounding": "split", "gradient_release": True}),
     (AdamW, {"rounding": "stochastic", "max_grad_norm": 1e6, "skip_nonfinite": True}),
 ]
 MAKE += [(StableAdamW, {"backend": "eager"}), (muon, {"backend": "eager"})]  # of no backend's doing
@@ -55,9 +65,15 @@ def check_agreement(
     whole = make(full, lr=0.1, state_dtype=torch.int8, backend="eager", **options)
     sharded = make(parts, lr=0.1, state_dtype=torch.int8, backend=backend, **options)
     for step in range(1, 4):
-        for k, (param, part) in enumerate(zip(full, parts, strict=True)):
+        for k, param in enumerate(full):
             param.grad = random(param.shape, 100 * step + k)
-            part.grad = distribute_tensor(param.grad, mesh, placements)
+        grads = [distribute_tensor(param.grad, mesh, placements) for param in full]
+        if sharded.gradient_release:
+            backward(parts, grads)
+            assert sum(part.grad is not None for part in parts) == 1
+        else:
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad
         whole.step()
         sharded.step()
     for param, part in zip(full, parts, strict=True):
@@ -67,7 +83,7 @@ def check_agreement(
         assert expected.keys() == found.keys(), case
         assert (torch.int8 in {state.dtype for state in expected.values()}) == (param.shape[-1] % 32 == 0), case
         for name in expected.keys() - {"step"}:
-            assert torch.equal(found[name].full_tensor(), expected[name]), (name, *case)
+            assert torch.equal(gathered(found[name]), expected[name]), (name, *case)
 
 
 def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Placement]) -> None:

@@ -15,10 +15,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_statistics import SUMS
-from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
+from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
+from tests.support.optim.backward_pass import backward
 from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
 
@@ -76,9 +77,6 @@ def check(
     whole = make(full, lr=0.1, backend="eager", **options)
     sharded = make(parts, lr=0.1, backend=backend, **options)
     for step in range(1, STEPS + 1):
-        for k, (param, part) in enumerate(zip(full, parts, strict=True)):
-            param.grad = gradient(param.shape, step, k)
-            part.grad = distribute_tensor(param.grad, mesh, placements)
         if step == 2:  # on from a checkpoint
             state = copy.deepcopy(sharded.state_dict())
             sharded = make(parts, lr=0.1, backend=backend, **options)
@@ -88,6 +86,15 @@ def check(
         monitors = [hf_lowprec.PrecisionMonitor(optimizer) for optimizer in (whole, sharded)] if step == 3 else []
         for monitor in monitors:
             monitor.measure_next_step()
+        for k, param in enumerate(full):
+            param.grad = gradient(param.shape, step, k)
+        grads = [distribute_tensor(param.grad, mesh, placements) for param in full]
+        if sharded.gradient_release:
+            backward(parts, grads)
+            assert sum(part.grad is not None for part in parts) == 1
+        else:
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad
         whole.step()
         sharded.step()
         if monitors:
@@ -132,6 +139,7 @@ def check_monitor_of_torch(name: str, mesh, shapes, placements) -> None:
 
 def main(backend: str) -> None:
     dist.init_process_group("gloo")
+    gradient_buckets.BUCKET_ELEMENTS = 1  # each parameter is stepped when the next one has its gradient
     whole_tensor_quantities.CHUNK = 30  # several parts of Muon's matrices, whose order must be the same on all ranks
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
@@ -140,7 +148,8 @@ def main(backend: str) -> None:
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
         for rounding in ("kahan", "split", "split24", "stochastic"):
-            check(name, AdamW, *arguments, rounding=rounding)
+            released = {"gradient_release": True} if rounding == "split" else {}
+            check(name, AdamW, *arguments, rounding=rounding, **released)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
             check_monitor_of_torch(name, mesh, shapes, placements)
         if backend == "native":  # no backend initializes compensations or converts them to another mode

@@ -9,6 +9,7 @@ With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
 With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, with a tokenizer.
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With BUCKET_ELEMENTS=n gradient release has buckets of that size.
+With HIDDEN_SIZE=n the model has that hidden size; most states can be in 8 bits if it is a multiple of 32.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -46,7 +47,7 @@ def text(rows: int) -> list[dict[str, torch.Tensor]]:
 def llama(**settings) -> LlamaForCausalLM:
     torch.manual_seed(0)
     size = {"hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **size, **settings))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **size | settings))
 
 
 def digest(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -102,7 +103,8 @@ def main(kind: str, *words: str) -> None:
     rows, change = int(os.environ.get("ROWS", "256")), ChangeAWeight(int(os.environ.get("CHANGED_IN_STEP", "0")))
     processing = tokenizer() if "SAVED_TO" in os.environ else None
     datasets = {"train_dataset": text(rows), "eval_dataset": text(8)}
-    trainer = Trainer(llama(), args, **datasets, callbacks=[change], processing_class=processing)
+    size = {"hidden_size": int(os.environ["HIDDEN_SIZE"])} if "HIDDEN_SIZE" in os.environ else {}
+    trainer = Trainer(llama(**size), args, **datasets, callbacks=[change], processing_class=processing)
     if "EVALUATED_FIRST" in os.environ:
         trainer.evaluate()
     resume = args.resume_from_checkpoint

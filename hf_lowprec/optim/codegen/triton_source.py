@@ -43,7 +43,6 @@ _STORE = {
     torch.int8: "{0}.to(tl.int8)",
     torch.uint8: "{0}.to(tl.uint8)",
 }
-_MASK = ", mask=mask, other=0"
 
 
 class TritonRenderer(Renderer):
@@ -80,7 +79,7 @@ class TritonRenderer(Renderer):
         return f"{index} * {GOLDEN} + {key0}"
 
     def block_max(self, value: str) -> str:
-        return f"largest_of_block({value})"
+        return f"tl.max({value}, axis=1, keep_dims=True)"
 
 
 def render(spec: StepSpec) -> str:
@@ -90,7 +89,6 @@ def render(spec: StepSpec) -> str:
     The `triton` backend executes it and launches both kernels.
     """
     source = _HEADER.format(description="\n# ".join(description(spec)))
-    source += _BLOCK_MAX.format(block=BLOCK) if spec.scales else ""
     source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
     return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
 
@@ -103,15 +101,16 @@ import triton.language as tl
 """
 
 
-_BLOCK_MAX = """
-
-@triton.jit
-def largest_of_block(values):
-    # The largest of each {block} consecutive integers, in place of each of them.
-    blocks = tl.reshape(values, (values.shape[0] // {block}, {block}))
-    largest = tl.max(blocks, axis=1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(largest, blocks.shape), values.shape)
+_LANES = ["lanes = tl.arange(0, BLOCK)"]
+_LANES_BY_BLOCK = [
+    f"blocks = tl.arange(0, BLOCK // {BLOCK})[:, None]",
+    f"lanes = blocks * {BLOCK} + tl.arange(0, {BLOCK})[None, :]",
+]
+"""The elements of an iteration. With scales they are a matrix whose rows are blocks, and scales are a column of it: a
+scale is computed, loaded and stored once for all of a thread's elements.
 """
+_MASKS = ["mask = offset + lanes < count"]
+_MASKS_BY_BLOCK = [*_MASKS, f"block_mask = offset + blocks * {BLOCK} < count"]
 
 
 _SEGMENT_KEYS = """
@@ -147,7 +146,7 @@ def step_aligned_chunk(
     {chunk_inputs},
     CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    lanes = tl.arange(0, BLOCK)
+{lanes}
     for offset in range(0, CHUNK, BLOCK):
         index = first_index + offset + lanes
 {aligned_loads}
@@ -162,10 +161,10 @@ def step_masked_chunk(
     {chunk_inputs},
     count, BLOCK: tl.constexpr
 ):
-    lanes = tl.arange(0, BLOCK)
+{lanes}
     for offset in range(0, count, BLOCK):
         index = first_index + offset + lanes
-        mask = offset + lanes < count
+{masks}
 {masked_loads}
         {outputs} = fused_step(
             {arguments}
@@ -215,11 +214,11 @@ def _render_step(spec: StepSpec) -> str:
         key_inputs += [f"{name}.to(tl.int32)" for name in spec.stream_names]
         chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
 
-    def stores(mask: str) -> str:
+    def stores(masked: bool) -> str:
         values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
-        in_block = f", mask={'mask & ' if mask else ''}(lanes % {BLOCK} == 0)"
-        masks = {name: in_block if name in spec.per_block_tensors else mask for name in values}
-        return indent(8, [f"tl.store({name}_ptr, {value}{masks[name]})" for name, value in values.items()])
+        masks = {name: "block_mask" if name in spec.per_block_tensors else "mask" for name in values}
+        ends = {name: f", mask={mask}" if masked else "" for name, mask in masks.items()}
+        return indent(8, [f"tl.store({name}_ptr, {value}{ends[name]})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
     return _STEP.format(
@@ -234,10 +233,12 @@ def _render_step(spec: StepSpec) -> str:
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, chunk_lookups),
-        aligned_loads=_load_elements(spec, tensors, ""),
-        aligned_stores=stores(""),
-        masked_loads=_load_elements(spec, tensors, _MASK),
-        masked_stores=stores(", mask=mask"),
+        lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
+        masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
+        aligned_loads=_load_elements(spec, tensors, masked=False),
+        aligned_stores=stores(masked=False),
+        masked_loads=_load_elements(spec, tensors, masked=True),
+        masked_stores=stores(masked=True),
     )
 
 
@@ -255,8 +256,8 @@ def sum_aligned_chunk(
     {chunk_inputs},
     CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
+{lanes}
+    total = tl.zeros(lanes.shape, tl.float64)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
         total += tensor_mean_term({inputs})
@@ -268,10 +269,10 @@ def sum_masked_chunk(
     {chunk_inputs},
     count, BLOCK: tl.constexpr
 ):
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
+{lanes}
+    total = tl.zeros(lanes.shape, tl.float64)
     for offset in range(0, count, BLOCK):
-        mask = offset + lanes < count
+{masks}
 {masked_loads}
         total += tl.where(mask, tensor_mean_term({inputs}), 0.0)
     return tl.sum(total)
@@ -312,8 +313,10 @@ def _render_tensor_sum(spec: StepSpec) -> str:
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, _load_chunk_inputs(spec, scalars)),
-        aligned_loads=_load_elements(spec, used_tensors, ""),
-        masked_loads=_load_elements(spec, used_tensors, _MASK),
+        lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
+        masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
+        aligned_loads=_load_elements(spec, used_tensors, masked=False),
+        masked_loads=_load_elements(spec, used_tensors, masked=True),
     )
 
 
@@ -347,17 +350,17 @@ def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
     return " | ".join(f"{name}_address" for name in names if name not in spec.per_block_tensors)
 
 
-def _load_elements(spec: StepSpec, names: Iterable[str], mask: str) -> str:
+def _load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
     """Statements that load BLOCK elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
     pointers, values = [], []
     for name in names:
-        dtype = spec.tensors[name]
+        dtype, storage = spec.tensors[name], f"tl.pointer_type(tl.{_STORAGE[spec.tensors[name]]})"
         if name in spec.per_block_tensors:
-            pointer = f"({name}_address + offset // {BLOCK}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
-            pointers.append(f"{name}_ptr = {pointer} + lanes // {BLOCK}")
-            values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")
-            continue
-        pointer = f"({name}_address + offset * {dtype.itemsize}).to(tl.pointer_type(tl.{_STORAGE[dtype]}))"
-        pointers.append(f"{name}_ptr = {pointer if mask else f'tl.multiple_of({pointer}, 16)'} + lanes")
-        values.append(f"{name} = {_LOAD[dtype].format(f'tl.load({name}_ptr{mask})')}")
+            pointer, places, mask = f"({name}_address + offset // {BLOCK}).to({storage})", "blocks", "block_mask"
+        else:
+            pointer, places, mask = f"({name}_address + offset * {dtype.itemsize}).to({storage})", "lanes", "mask"
+            pointer = pointer if masked else f"tl.multiple_of({pointer}, 16)"
+        pointers.append(f"{name}_ptr = {pointer} + {places}")
+        load = f"tl.load({name}_ptr{f', mask={mask}, other=0' if masked else ''})"
+        values.append(f"{name} = {_LOAD[dtype].format(load)}")
     return indent(8, pointers + values)

@@ -1,0 +1,102 @@
+"""Four ranks train and save, two load that, train and save, then three, then one: the bits are those of one process.
+
+resharded_states.py dcp|full FOLDER
+
+"dcp" is torch.distributed.checkpoint, "full" a file with full tensors.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hf_lowprec.optim import AdamW
+from tests.support.processes.gathered import gathered
+from tests.support.processes.worlds import run_worlds
+
+WORLDS = (4, 2, 3, 1)
+STEPS = 2
+"""Of each world."""
+SHAPES = [(7, 64), (5, 3, 32), (2, 96), (10,), (3, 33)]
+"""Uneven shards, two of them empty on four ranks; three whose states can be in 8 bits."""
+GROUPS = [
+    {"rounding": rounding, "state_dtype": state_dtype}
+    for rounding in ("split", "kahan", "stochastic")
+    for state_dtype in (torch.int8, torch.bfloat16)
+]
+
+
+def build(mesh: DeviceMesh) -> tuple[nn.ParameterList, AdamW]:
+    model = nn.ParameterList()
+    for k, shape in enumerate(SHAPES * len(GROUPS)):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(k)).bfloat16()
+        model.append(nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+    params = list(model)
+    count = len(SHAPES)
+    groups = [{"params": params[count * k : count * (k + 1)], **group} for k, group in enumerate(GROUPS)]
+    return model, AdamW(groups, lr=1e-2, backend="eager")
+
+
+def train(model: nn.ParameterList, optimizer: AdamW, mesh: DeviceMesh, steps: range) -> None:
+    for step in steps:
+        for k, param in enumerate(model):
+            generator = torch.Generator().manual_seed(100 * step + k)
+            grad = torch.randn(param.shape, generator=generator) * 10.0 ** -(step + k % len(SHAPES))
+            param.grad = distribute_tensor(grad.bfloat16(), mesh, [Shard(0)])
+        optimizer.step()
+
+
+def load(model: nn.ParameterList, optimizer: AdamW, format: str, path: Path) -> None:
+    options = StateDictOptions(full_state_dict=format == "full")
+    if format == "dcp":
+        weights, states = get_state_dict(model, optimizer, options=options)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path)
+    else:
+        weights, states = torch.load(path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+
+
+def save(model: nn.ParameterList, optimizer: AdamW, format: str, path: Path) -> None:
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=format == "full"))
+    if format == "dcp":
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
+    elif dist.get_rank() == 0:
+        torch.save([weights, states], path)
+
+
+def check(format: str, folder: Path) -> None:
+    """What one world does, and for the last one, the comparison."""
+    ranks = dist.get_world_size()
+    stage = WORLDS.index(ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    model, optimizer = build(mesh)
+    if stage > 0:
+        load(model, optimizer, format, folder / str(WORLDS[stage - 1]))
+    train(model, optimizer, mesh, range(STEPS * stage, STEPS * (stage + 1)))
+    if ranks > 1:
+        save(model, optimizer, format, folder / str(ranks))
+        return
+    whole, reference = build(mesh)
+    train(whole, reference, mesh, range(STEPS * len(WORLDS)))
+    for number, (param, expected) in enumerate(zip(model, whole, strict=True)):
+        group = GROUPS[number // len(SHAPES)]
+        case = (number, tuple(param.shape), group)
+        assert torch.equal(gathered(param), gathered(expected)), case
+        found, states = optimizer.state[param], reference.state[expected]
+        assert found.keys() == states.keys(), case
+        in_8_bits = group["state_dtype"] == torch.int8 and param.dim() > 1 and param.shape[-1] % 32 == 0
+        assert (found["exp_avg"].dtype == torch.int8) == in_8_bits, case
+        for name, state in states.items():
+            assert found[name].dtype == state.dtype, (name, *case)
+            assert torch.equal(gathered(found[name]), gathered(state)), (name, *case)
+    print(f"{WORLDS} ranks end with the bits of one process")
+
+
+if __name__ == "__main__":
+    run_worlds(lambda: check(sys.argv[1], Path(sys.argv[2])), WORLDS)
