@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from peers import optimizers
-from peers.flash_adamw import FlashAdamW
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 from torch.optim import Optimizer
 
 from hf_lowprec import AdamW, fp32_state_dict
+from peers import optimizers
+from peers.flash_adamw import FlashAdamW
 
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 BASELINE = "torch AdamW, FP32"

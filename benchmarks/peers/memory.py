@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peers.candidates import Candidate
 from torch import Tensor
 from torch.nn import Parameter
 
 from hf_lowprec.diagnostics.memory_estimate import storage_tensors
+from peers.candidates import Candidate
 
 SHAPES = ((512, 1024),) * 8
 

@@ -1,4 +1,4 @@
-"""The AdamW of other packages for BF16 weights, one function each; a package is imported when its function is called."""
+"""The AdamW of other packages for BF16 weights, a function each; it imports its package when it is called."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def is_installed(package: str) -> bool:
 def versions() -> dict[str, str]:
     """The version of each package of `MODULES`, or "not installed"."""
     return {name: metadata.version(name) if is_installed(name) else "not installed" for name in MODULES}
+
+
+def run_uncompiled() -> None:
+    """Let this process run torchao's step as it is written; compiling it takes up to a minute for each shape."""
+    torch.compiler.set_stance("force_eager")
 
 
 def optimi_kahan(params: Params, kind: Literal["triton", "foreach"] | None = None, **options: Any) -> Optimizer:

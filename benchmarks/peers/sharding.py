@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peers.candidates import CANDIDATES, Candidate
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
+
+from peers import optimizers
+from peers.candidates import CANDIDATES, Candidate
 
 STEPS = 5
 RANKS = (2, 3)
@@ -53,6 +55,7 @@ def _summary(verdicts: Sequence[str]) -> str:
 def _rank(rank: int, ranks: int, names: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    optimizers.run_uncompiled()
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     chosen = [candidate for candidate in CANDIDATES if candidate.name in names]

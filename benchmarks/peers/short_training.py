@@ -1,18 +1,18 @@
-"""Final losses of two short trainings of the demonstration's byte-level Llama, the same loop for all candidates.
+"""The loss after a short fine-tuning of the demonstration's byte-level Llama, the same loop for all candidates.
 
-Pre-training from random weights, then fine-tuning of FP32's result, as in `hf_lowprec/demo/stages.py` but with 200
-steps each. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that only optimizers
-differ. A seed sets the first weights and the order of the data.
+FP32 pre-trains the model from random weights on code; each candidate then fine-tunes the result on prose, as in
+`hf_lowprec/demo/stages.py`. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that
+only optimizers differ. A seed sets the first weights and the order of the data.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peers.candidates import BASELINE, BF16, Candidate
-from torch import nn
+from torch import Tensor, nn
 from transformers import get_scheduler
 
 import hf_lowprec
@@ -26,77 +26,67 @@ from hf_lowprec.demo.stages import (
     small_llama,
 )
 from hf_lowprec.demo.text import Blocks, encode_bytes, standard_library_documentation, token_blocks
+from peers.candidates import BASELINE, BF16, CANDIDATES, Candidate
 
-WEIGHT_DECAY = 0.01
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What all candidates train in a stage.
-
-    Attributes:
-        name: of the stage.
-        blocks: training and validation data.
-        rate: the peak learning rate.
-        schedule: transformers' name of it; 5% of the steps warm up.
-    """
-
-    name: str
-    blocks: Blocks
-    rate: float
-    schedule: str
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
-def stages(steps: int, validation: int = VALIDATION_BLOCKS) -> tuple[Stage, Stage]:
-    """Both stages.
+def final_losses(candidates: Sequence[Candidate], steps: int, seed: int) -> dict[str, float]:
+    """Validation losses after fine-tuning, in nats per byte, by candidate.
 
     Args:
-        steps: of each.
-        validation: blocks of validation data of the second one.
+        candidates: what is compared.
+        steps: of the pre-training, and of the fine-tuning.
+        seed: of the first weights and the order of the data.
     """
-    prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, validation)
-    return (
-        Stage("pre-training", pretraining_blocks(steps), PRETRAINING_RATE, "cosine"),
-        Stage("fine-tuning", prose, FINE_TUNING_RATE, "constant_with_warmup"),
-    )
-
-
-def final_losses(candidates: Sequence[Candidate], steps: int, seed: int) -> dict[str, dict[str, float]]:
-    """Validation losses after the last step, in nats per byte, by stage and candidate; candidates include FP32."""
-    pretraining, fine_tuning = stages(steps)
-    found: dict[str, dict[str, float]] = {pretraining.name: {}, fine_tuning.name: {}}
-    pretrained = {}
+    (fp32,) = (candidate for candidate in CANDIDATES if candidate.name == BASELINE)
+    pretrained = small_llama(seed)
+    train(fp32, pretrained, pretraining_blocks(steps), PRETRAINING_RATE, "cosine", steps, seed)
+    prose = token_blocks(standard_library_documentation(), encode_bytes, LENGTH, steps * BATCH_SIZE, VALIDATION_BLOCKS)
+    losses = {}
     for candidate in candidates:
         model = small_llama(seed)
-        found[pretraining.name][candidate.name] = train(candidate, model, pretraining, steps, seed)
-        if candidate.name == BASELINE:
-            pretrained = model.state_dict()
-    for candidate in candidates:
-        model = small_llama(seed)
-        model.load_state_dict(pretrained)
-        found[fine_tuning.name][candidate.name] = train(candidate, model, fine_tuning, steps, seed)
-    return found
+        model.load_state_dict(pretrained.state_dict())
+        train(candidate, model, prose, FINE_TUNING_RATE, "constant_with_warmup", steps, seed)
+        losses[candidate.name] = _validation_loss(model, _tokens(prose.validation))
+        print(f"seed {seed}, {candidate.name}: {losses[candidate.name]:.5f}", file=sys.stderr, flush=True)
+    return losses
 
 
-def train(candidate: Candidate, model: nn.Module, stage: Stage, steps: int, seed: int) -> float:
-    """Train a model in place; returns the validation loss of the weights that it computes with."""
+def train(
+    candidate: Candidate, model: nn.Module, blocks: Blocks, rate: float, schedule: str, steps: int, seed: int
+) -> None:
+    """Train an FP32 model in place; for BF16 weights, it is cast first.
+
+    Args:
+        candidate: which optimizer.
+        model: what is trained.
+        blocks: training data.
+        rate: the peak learning rate.
+        schedule: transformers' name of it; 5% of the steps warm up.
+        steps: how many.
+        seed: of the order of the data, and of torch's generator.
+    """
     if candidate.dtype == BF16:
         hf_lowprec.cast_model(model, keep_low_bits=True)
         hf_lowprec.return_float32(model)
     torch.manual_seed(seed)
-    optimizer = candidate.build(model.parameters(), lr=stage.rate, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.999), eps=1e-8)
-    scheduler = get_scheduler(stage.schedule, optimizer, max(1, steps // 20), steps)
-    inputs = torch.as_tensor(stage.blocks.train[:]["input_ids"])
+    optimizer = candidate.build(model.parameters(), lr=rate, **OPTIONS)
+    scheduler = get_scheduler(schedule, optimizer, max(1, steps // 20), steps)
+    inputs = _tokens(blocks.train)
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     for batch in inputs[order].split(BATCH_SIZE)[:steps]:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    return _validation_loss(model, torch.as_tensor(stage.blocks.validation[:]["input_ids"]))
+
+
+def _tokens(dataset: Any) -> Tensor:
+    return torch.as_tensor(dataset[:]["input_ids"])
 
 
 @torch.no_grad()
-def _validation_loss(model: Callable[..., object], blocks: torch.Tensor) -> float:
+def _validation_loss(model: Callable[..., Any], blocks: Tensor) -> float:
     losses = [model(input_ids=batch, labels=batch).loss.float() for batch in blocks.split(16)]
     return torch.stack(losses).mean().item()
