@@ -80,7 +80,7 @@ def test_masters_are_stored_to_half_a_step_of_their_correction(bits, largest):
 
 
 def test_the_update_is_adamws():
-    """FP32 parameters lose nothing but the states' precision: the first step has states of zeros, and equals torch's."""
+    """In the first step, states are zeros, which no format changes; FP32 parameters have no other format."""
     weights = [torch.nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
     options = {"lr": 1e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     for weight, cls in zip(weights, (FlashAdamW, torch.optim.AdamW), strict=True):
