@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +36,7 @@ from hf_lowprec.demo.quiet_libraries import quiet_libraries
 
 MEAN = 0.3
 """Standard deviation of the elements' means, of the second measurement of `state_rounding.py`."""
+SIGMAS = sorted({case.sigma for case in CASES})
 
 Measured = dict[str, Any]
 """Name of a candidate → what was measured with one seed."""
@@ -79,12 +80,14 @@ _WITHOUT_SEED = ("bytes", "sharding")
 def markdown(parts: dict[str, dict[str, list[Any]]]) -> str:
     """One row per candidate, in the order of `CANDIDATES`; cells that were not measured are empty.
 
+    Displacements are shown as slope and error.
+
     Args:
         parts: part → name of a candidate → what was measured, one entry for each seed.
     """
     lines = [
-        "| AdamW | bytes per parameter | same bits when sharded | around a mean: slope | error "
-        "| scattered scales: slope | error | loss − FP32's |",
+        "| AdamW | bytes per parameter | same bits when sharded | around a mean "
+        f"| {' | '.join(f'σ = {sigma:.0f}' for sigma in SIGMAS)} | loss − FP32's |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for candidate in CANDIDATES:
@@ -92,33 +95,39 @@ def markdown(parts: dict[str, dict[str, list[Any]]]) -> str:
         if not found:
             continue
         cells = [f"{found['bytes'][0]:.2f}" if "bytes" in found else "", found.get("sharding", [""])[0]]
-        cells += _around_a_mean(found["mean"]) if "mean" in found else ["", ""]
-        cells += _over_cases(found["scale"]) if "scale" in found else ["", ""]
+        cells.append(_slope_and_error(*_over_seeds(found["mean"])) if "mean" in found else "")
+        cells += _worst(found["scale"]) if "scale" in found else [""] * len(SIGMAS)
         cells.append(_loss(found["training"], parts["training"][BASELINE]) if "training" in found else "")
         lines.append(f"| {' | '.join((candidate.name, *cells))} |")
     return "\n".join(lines)
 
 
-def _around_a_mean(pairs: Sequence[Sequence[float]]) -> list[str]:
-    """Means over seeds."""
-    slope, error = (statistics.mean(pair[k] for pair in pairs) for k in (0, 1))
-    return [_percent(slope, signed=True), _percent(error)]
+def _over_seeds(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """The means of slopes and of errors."""
+    slopes, errors = zip(*pairs, strict=True)
+    return statistics.mean(slopes), statistics.mean(errors)
 
 
-def _over_cases(by_seed: Sequence[Sequence[Sequence[float]]]) -> list[str]:
-    """Ranges over cases of the means over seeds."""
+def _worst(by_seed: Sequence[Sequence[Sequence[float]]]) -> list[str]:
+    """For each σ, the slope and the error of the worst case; of slopes and errors, the means over seeds."""
+    means = [_over_seeds(pairs) for pairs in zip(*by_seed, strict=True)]
     cells = []
-    for k in (0, 1):
-        means = [statistics.mean(pair[k] for pair in pairs) for pairs in zip(*by_seed, strict=True)]
-        cells.append(f"{_percent(min(means), signed=k == 0)} … {_percent(max(means), signed=k == 0)}")
+    for sigma in SIGMAS:
+        slopes, errors = zip(
+            *(pair for pair, case in zip(means, CASES, strict=True) if case.sigma == sigma), strict=True
+        )
+        cells.append(_slope_and_error(max(slopes, key=abs), max(errors)))
     return cells
 
 
-def _percent(value: float, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    if not math.isfinite(value):
+def _slope_and_error(slope: float, error: float) -> str:
+    if not (math.isfinite(slope) and math.isfinite(error)):
         return "not finite"
-    return f"{100 * value:{sign}.1e}%" if abs(value) >= 100 else f"{value:{sign}.2%}"
+    return f"{slope:+,.{_digits(slope)}%}, {error:,.{_digits(error)}%}"
+
+
+def _digits(value: float) -> int:
+    return 1 if abs(value) < 10 else 0
 
 
 def _loss(losses: Sequence[float], exact: Sequence[float]) -> str:

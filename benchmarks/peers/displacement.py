@@ -55,8 +55,8 @@ class _Run:
 
 def _runs(candidates: Sequence[Candidate], start: Tensor, **options: float) -> dict[str, _Run]:
     """By name; the baseline is always among them."""
-    needed = [c for c in CANDIDATES if c.name == BASELINE or c in candidates]
-    return {candidate.name: _Run(candidate, start, **options) for candidate in needed}
+    (baseline,) = (candidate for candidate in CANDIDATES if candidate.name == BASELINE)
+    return {c.name: _Run(c, start, **options) for c in (baseline, *candidates)}
 
 
 def by_scale(

@@ -19,7 +19,7 @@ import compare_peers  # noqa: E402
 import state_rounding  # noqa: E402
 import states_in_8_bits  # noqa: E402
 from peers import displacement, memory, optimizers, sharding, short_training  # noqa: E402
-from peers.candidates import BASELINE, CANDIDATES  # noqa: E402
+from peers.candidates import BASELINE, CANDIDATES, Candidate  # noqa: E402
 from peers.flash_adamw import (  # noqa: E402
     FlashAdamW,
     correction,
@@ -136,22 +136,25 @@ def test_everything_is_measured_without_other_packages(tmp_path, monkeypatch, ca
     assert [len(values) for values in measured["scale"][OURS]] == [3, 3]
     assert all(map(math.isfinite, measured["training"][OURS]))
     row = next(line for line in printed.splitlines() if line.startswith(f"| {FLASH} | 7.12 |"))
-    assert row.count("|") == 9
+    assert row.count("|") == 9  # eight cells
 
 
-def test_displacements_are_those_of_the_benchmark_of_states(monkeypatch):
-    """All cases are one tensor here, so its elements have other random bits; gradients and the comparison are the same.
-
-    Their slopes over 256 elements scatter by the error, 4% after 40 steps, divided by 16.
-    """
-    monkeypatch.setattr(states_in_8_bits, "STEPS", 40)
-    monkeypatch.setattr(states_in_8_bits, "DROP_AFTER", 20)
+def test_displacements_are_compared_case_by_case(monkeypatch):
+    """A candidate that descends the gradients, against torch's AdamW on each case alone."""
+    monkeypatch.setattr(states_in_8_bits, "STEPS", 4)
+    monkeypatch.setattr(states_in_8_bits, "DROP_AFTER", 2)
+    descent = Candidate("descent", lambda params, **options: torch.optim.SGD(params, lr=1.0), torch.float32)
     cases = [displacement.CASES[k] for k in (0, 8, 16)]
-    ours = displacement.by_scale([BY_NAME[SPLIT]], cases, 256, seed=0)[SPLIT]
-    (theirs,) = states_in_8_bits.measure(cases, ["both moments in 8 bits"], 256, seed=0).values()
-    for mine, their in zip(ours, theirs, strict=True):
-        assert mine.slope == pytest.approx(their.slope, abs=0.02)
-        assert mine.error == pytest.approx(their.error, rel=0.5)
+    measured = displacement.by_scale([descent], cases, 256, seed=0)["descent"]
+    grads = torch.stack(list(states_in_8_bits.gradients(cases, (4, 64), seed=0))).float()
+    for case, found in enumerate(measured):
+        weight = torch.nn.Parameter(torch.zeros(4, 64))
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.999), weight_decay=0)
+        for weight.grad in grads[:, case]:
+            optimizer.step()
+        moved, wanted = -grads[:, case].sum(0).flatten().double(), weight.detach().flatten().double()
+        assert found.slope == pytest.approx(float(moved @ wanted / (wanted @ wanted)) - 1, rel=1e-5)
+        assert found.error == pytest.approx(float((moved - wanted).norm() / wanted.norm()), rel=1e-5)
 
 
 def test_an_output_of_other_versions_is_not_added_to(tmp_path, no_peers):
