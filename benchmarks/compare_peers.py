@@ -29,7 +29,7 @@ from peers import optimizers
 from peers.candidates import BASELINE, CANDIDATES, Candidate, installed
 from peers.displacement import CASES, by_mean, by_scale
 from peers.memory import bytes_per_parameter
-from peers.sharding import sharding_bits
+from peers.sharding import sharding_verdicts, summary
 from peers.short_training import final_losses
 
 from hf_lowprec.demo.quiet_libraries import quiet_libraries
@@ -49,7 +49,7 @@ def measure_bytes(candidates: Sequence[Candidate], options: argparse.Namespace, 
 
 def measure_sharding(candidates: Sequence[Candidate], options: argparse.Namespace, seed: int) -> Measured:
     """Whether sharding changes bits."""
-    return dict(sharding_bits(candidates))
+    return dict(sharding_verdicts(candidates))
 
 
 def measure_mean(candidates: Sequence[Candidate], options: argparse.Namespace, seed: int) -> Measured:
@@ -94,7 +94,10 @@ def markdown(parts: dict[str, dict[str, list[Any]]]) -> str:
         found = {part: values[candidate.name] for part, values in parts.items() if candidate.name in values}
         if not found:
             continue
-        cells = [f"{found['bytes'][0]:.2f}" if "bytes" in found else "", found.get("sharding", [""])[0]]
+        cells = [
+            f"{found['bytes'][0]:.2f}" if "bytes" in found else "",
+            summary(found["sharding"][0]) if "sharding" in found else "",
+        ]
         cells.append(_slope_and_error(*_over_seeds(found["mean"])) if "mean" in found else "")
         cells += _worst(found["scale"]) if "scale" in found else [""] * len(SIGMAS)
         cells.append(_loss(found["training"], parts["training"][BASELINE]) if "training" in found else "")

@@ -28,10 +28,11 @@ STEPS = 5
 RANKS = (2, 3)
 SHAPES = ((40, 576), (37, 512), (37, 100))
 """Rows of 2.25, 2 and 0.4 blocks of 256; the last ones are no multiple of 32 either. 40 rows are uneven for 3 ranks."""
+EQUAL, DIFFERENT = "equal", "different"
 
 
-def sharding_bits(candidates: Sequence[Candidate]) -> dict[str, str]:
-    """ "yes", "no, n of m", or the error, by candidate: whether all ranks have the same bits in all cases."""
+def sharding_verdicts(candidates: Sequence[Candidate]) -> dict[str, list[str]]:
+    """For each number of ranks and shape: "equal" if all ranks have the same bits, "different", or an error."""
     found: dict[str, list[str]] = {candidate.name: [] for candidate in candidates}
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as folder:
@@ -39,17 +40,24 @@ def sharding_bits(candidates: Sequence[Candidate]) -> dict[str, str]:
             torch.multiprocessing.spawn(_rank, arguments, nprocs=ranks)  # type: ignore[attr-defined]
             by_rank = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         for name, verdicts in found.items():
-            for outcomes in zip(*(rank[name] for rank in by_rank), strict=True):
-                verdicts.append(next((outcome for outcome in outcomes if outcome != "equal"), "equal"))
-    return {name: _summary(verdicts) for name, verdicts in found.items()}
+            verdicts += map(of_all_ranks, zip(*(rank[name] for rank in by_rank), strict=True))
+    return found
 
 
-def _summary(verdicts: Sequence[str]) -> str:
-    errors = [verdict for verdict in verdicts if verdict not in ("equal", "different")]
-    if errors:
-        return f"raises {errors[0]}"
-    same = verdicts.count("equal")
-    return "yes" if same == len(verdicts) else f"no, in {len(verdicts) - same} of {len(verdicts)} cases"
+def of_all_ranks(verdicts: Sequence[str]) -> str:
+    """Different bits on one rank count before an error on another."""
+    if DIFFERENT in verdicts:
+        return DIFFERENT
+    return next((verdict for verdict in verdicts if verdict != EQUAL), EQUAL)
+
+
+def summary(verdicts: Sequence[str]) -> str:
+    """Of all cases: "yes", or what is not equal."""
+    different, equal = verdicts.count(DIFFERENT), verdicts.count(EQUAL)
+    errors = sorted({verdict.split(":")[0] for verdict in verdicts if verdict not in (EQUAL, DIFFERENT)})
+    parts = [f"{different} of {len(verdicts)} differ"] * (different > 0)
+    parts += [f"{len(verdicts) - equal - different} of {len(verdicts)} raise {', '.join(errors)}"] * bool(errors)
+    return "; ".join(parts) or "yes"
 
 
 def _rank(rank: int, ranks: int, names: Sequence[str], folder: str) -> None:
@@ -78,7 +86,7 @@ def compare(candidate: Candidate, shape: tuple[int, int], mesh: DeviceMesh) -> s
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     rows = [tensor.chunk(mesh.size())[mesh.get_local_rank()] for tensor in whole]
-    return "equal" if all(map(torch.equal, rows, mine)) else "different"
+    return EQUAL if all(map(torch.equal, rows, mine)) else DIFFERENT
 
 
 def _train(candidate: Candidate, weight: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:

@@ -105,10 +105,13 @@ def test_groups_on_the_local_shard_change_bits(name, width, verdict, second_of_t
     assert sharding.compare(BY_NAME[name], (37, width), second_of_two_ranks) == verdict
 
 
-def test_an_error_of_one_rank_is_the_verdict():
-    assert sharding._summary(["equal", "equal"]) == "yes"
-    assert sharding._summary(["equal", "different"]) == "no, in 1 of 2 cases"
-    assert sharding._summary(["different", "ValueError: uneven"]) == "raises ValueError: uneven"
+def test_different_bits_count_before_errors():
+    assert sharding.of_all_ranks(["equal", "equal"]) == "equal"
+    assert sharding.of_all_ranks(["ValueError: uneven", "different"]) == "different"
+    assert sharding.of_all_ranks(["equal", "ValueError: uneven"]) == "ValueError: uneven"
+    assert sharding.summary(["equal"] * 3) == "yes"
+    verdicts = ["different", "equal", "ValueError: uneven", "different"]
+    assert sharding.summary(verdicts) == "2 of 4 differ; 1 of 4 raise ValueError"
 
 
 def test_everything_is_measured_without_other_packages(tmp_path, monkeypatch, capsys, no_peers):
