@@ -15,12 +15,14 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.step import step_plan
@@ -62,12 +64,24 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 MEANS = {"without a mean": 0.0, "around a mean": 0.3}
 
 
-@mock.patch.object(step_plan, "step_spec", _mixed_spec)
-def drift(seed: int, elements: int, mean: float) -> dict[str, tuple[float, float]]:
-    """`(relative difference, relative excess along FP32)` of the displacement, by setting."""
+def gradients(seed: int, elements: int, mean: float) -> tuple[Tensor, Iterator[Tensor]]:
+    """The first weights, and the gradients of each of `STEPS` steps; BF16."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(elements, generator=generator).mul_(0.02).to(BF16)
     centre = torch.randn(elements, generator=generator).mul_(mean)
+
+    def grads() -> Iterator[Tensor]:
+        for step in range(STEPS):
+            noise = torch.randn(elements, generator=generator)
+            yield (noise + centre).mul_(1.0 if step < DROP else 0.2).to(BF16)
+
+    return start, grads()
+
+
+@mock.patch.object(step_plan, "step_spec", _mixed_spec)
+def drift(seed: int, elements: int, mean: float) -> dict[str, tuple[float, float]]:
+    """`(relative difference, relative excess along FP32)` of the displacement, by setting."""
+    start, grads = gradients(seed, elements, mean)
     exact = torch.nn.Parameter(start.float())
     reference = torch.optim.AdamW([exact], lr=LR, weight_decay=DECAY)
     runs: dict[str, tuple[torch.nn.Parameter, AdamW]] = {}
@@ -76,9 +90,7 @@ def drift(seed: int, elements: int, mean: float) -> dict[str, tuple[float, float
         optimizer = MixedRounding([param], lr=LR, weight_decay=DECAY, seed=seed, **settings)
         optimizer.stochastic = stochastic
         runs[name] = (param, optimizer)
-    for step in range(STEPS):
-        noise = torch.randn(elements, generator=generator)
-        grad = (noise + centre).mul_(1.0 if step < DROP else 0.2).to(BF16)
+    for grad in grads:
         exact.grad = grad.float()
         reference.step()
         for param, optimizer in runs.values():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import product
@@ -126,6 +126,29 @@ class Training:
         return join(weights.float(), self._states("remainder").int()).double().flatten(1)
 
 
+def gradients(cases: Sequence[Case], shape: tuple[int, int], seed: int) -> Iterator[Tensor]:
+    """Yield the gradients of each of `STEPS` steps, BF16 of shape (cases, *shape)."""
+    generator = torch.Generator().manual_seed(seed)
+    everything = (len(cases), *shape)
+    scale = torch.exp(torch.randn(everything, generator=generator) * _column([case.sigma for case in cases]))
+    mean = torch.randn(everything, generator=generator) * _column(
+        [0.3 * (case.gradients == "around a mean") for case in cases]
+    )
+    is_constant = _column([case.gradients == "constant sign" for case in cases])
+    after_drop = torch.ones(everything)
+    after_drop[..., ::2] /= _column([case.drop for case in cases])
+    for step in range(STEPS):
+        noise = torch.randn(everything, generator=generator) + mean
+        grads = torch.where(is_constant, noise.abs(), noise) * scale
+        yield (grads * after_drop if step >= DROP_AFTER else grads).to(BF16)
+
+
+def slope_and_error(moved: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Compare displacements of shape (cases, elements) with FP32's; see the top of this file."""
+    slope = (moved * wanted).sum(1) / wanted.square().sum(1) - 1
+    return slope, (moved - wanted).norm(dim=1) / wanted.norm(dim=1)
+
+
 def measure(cases: Sequence[Case], states: Sequence[str], elements: int, seed: int) -> dict[str, list[Drift]]:
     """The drift of each case, by states.
 
@@ -136,25 +159,12 @@ def measure(cases: Sequence[Case], states: Sequence[str], elements: int, seed: i
         seed: of gradients and of rounding.
     """
     shape = (elements // 64, 64)
-    generator = torch.Generator().manual_seed(seed)
-    everything = (len(cases), *shape)
-    scale = torch.exp(torch.randn(everything, generator=generator) * _column([case.sigma for case in cases]))
-    mean = torch.randn(everything, generator=generator) * _column(
-        [0.3 * (case.gradients == "around a mean") for case in cases]
-    )
-    is_constant = _column([case.gradients == "constant sign" for case in cases])
-    after_drop = torch.ones(everything)
-    after_drop[..., ::2] /= _column([case.drop for case in cases])
-
     exact = [torch.nn.Parameter(torch.zeros(shape)) for _ in cases]
     groups = [{"params": [param], "betas": (BETA1, case.beta2)} for param, case in zip(exact, cases, strict=True)]
     reference = torch.optim.AdamW(groups, lr=LR, eps=EPS, weight_decay=0.0, fused=True)
     runs = {name: Training(cases, shape, STATES[name], seed) for name in states}
     ratios = {name: torch.zeros(len(cases)) for name in states}
-    for step in range(STEPS):
-        noise = torch.randn(everything, generator=generator) + mean
-        grads = torch.where(is_constant, noise.abs(), noise) * scale
-        grads = (grads * after_drop if step >= DROP_AFTER else grads).to(BF16)
+    for grads in gradients(cases, shape, seed):
         for param, grad in zip(exact, grads.float(), strict=True):
             param.grad = grad
         reference.step()
@@ -167,9 +177,7 @@ def measure(cases: Sequence[Case], states: Sequence[str], elements: int, seed: i
     wanted = torch.stack([param.detach() for param in exact]).double().flatten(1)
     drifts = {}
     for name, run in runs.items():
-        moved = run.displacements()
-        slope = (moved * wanted).sum(1) / wanted.square().sum(1) - 1
-        error = (moved - wanted).norm(dim=1) / wanted.norm(dim=1)
+        slope, error = slope_and_error(run.displacements(), wanted)
         columns = torch.stack([slope, error, ratios[name].double()], dim=1)
         drifts[name] = [Drift(*values) for values in columns.tolist()]
     return drifts

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers.optimizers import is_installed, optimi_kahan
 from tqdm import tqdm
 
 from hf_lowprec import AdamW, __version__
@@ -81,14 +82,11 @@ def candidates(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
         BASELINE: torch_fused(torch.float32),
         "torch AdamW, BF16, fused": torch_fused(torch.bfloat16),
     }
-    try:
-        import optimi
-    except ImportError:
-        print("optimi is not installed (pip install torch-optimi): left out")
+    if is_installed("torch-optimi"):
+        params = parameters(shapes, torch.bfloat16)
+        found["optimi AdamW, BF16, Kahan"] = optimi_kahan(params, lr=LR, weight_decay=DECAY)
     else:
-        found["optimi AdamW, BF16, Kahan"] = optimi.AdamW(
-            parameters(shapes, torch.bfloat16), lr=LR, weight_decay=DECAY, kahan_sum=True
-        )
+        print("optimi is not installed (pip install torch-optimi): left out")
     for mode in ("kahan", "stochastic", "nearest"):
         found[f"hf_lowprec AdamW, {mode}"] = AdamW(
             parameters(shapes, torch.bfloat16), lr=LR, weight_decay=DECAY, rounding=mode, backend="native"

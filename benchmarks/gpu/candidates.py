@@ -6,15 +6,14 @@ for the FP32 one: a single layout, which all of them can step.
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
 from typing import Any
 
 import torch
+from peers import optimizers as peers
 
 from gpu.device import Device
 from hf_lowprec import AdamW
@@ -75,36 +74,8 @@ def _torch(**options: bool) -> Build:
     return lambda params: torch.optim.AdamW(params, **COMMON, **options)
 
 
-def _optimi(kind: str) -> Build:
-    def build(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import optimi
-
-        # Older releases have no Triton, newer ones would choose it over foreach.
-        known = inspect.signature(optimi.AdamW).parameters
-        options = {name: name == kind for name in ("triton", "foreach") if name in known}
-        if kind not in options:
-            raise ValueError(f"optimi {metadata.version('torch-optimi')} has no {kind} implementation")
-        return optimi.AdamW(params, **COMMON, kahan_sum=True, **options)
-
-    return build
-
-
-def _flashoptim(bits: int) -> Build:
-    def build(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        import flashoptim
-
-        return flashoptim.FlashAdamW(params, **COMMON, master_weight_bits=bits)
-
-    return build
-
-
-def _torchao(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    try:
-        from torchao.optim import _AdamW
-    except ImportError:
-        from torchao.prototype.low_bit_optim import _AdamW
-
-    return _AdamW(params, **COMMON, bf16_stochastic_round=True)
+def _peer(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
+    return partial(build, **COMMON, **options)
 
 
 def candidates(device: Device) -> list[Candidate]:
@@ -116,27 +87,30 @@ def candidates(device: Device) -> list[Candidate]:
         ours("stochastic", device),
         ours("nearest", device),
         Candidate("torch AdamW, BF16, fused", BF16, 14, _torch(fused=True)),
-        Candidate("optimi AdamW, BF16, Kahan, Triton", BF16, 18, _optimi("triton"), package="torch-optimi"),
+        Candidate(
+            "optimi AdamW, BF16, Kahan, Triton",
+            BF16,
+            18,
+            _peer(peers.optimi_kahan, kind="triton"),
+            package="torch-optimi",
+        ),
         # Two moments in 8 bits with a 16-bit scale per 32; the correction of the weight has 8 or 16 bits.
-        Candidate("flashoptim AdamW, 24 bits", BF16, 12.25, _flashoptim(24), package="flashoptim"),
-        Candidate("flashoptim AdamW, 32 bits", BF16, 14.25, _flashoptim(32), package="flashoptim"),
+        Candidate("flashoptim AdamW, 24 bits", BF16, 12.25, _peer(peers.flashoptim, bits=24), package="flashoptim"),
+        Candidate("flashoptim AdamW, 32 bits", BF16, 14.25, _peer(peers.flashoptim, bits=32), package="flashoptim"),
         Candidate("torch AdamW, BF16, foreach", BF16, 14, _torch(foreach=True)),
-        Candidate("optimi AdamW, BF16, Kahan, foreach", BF16, 18, _optimi("foreach"), package="torch-optimi"),
+        Candidate(
+            "optimi AdamW, BF16, Kahan, foreach",
+            BF16,
+            18,
+            _peer(peers.optimi_kahan, kind="foreach"),
+            package="torch-optimi",
+        ),
         # Compiles a kernel per shape in its first step.
-        Candidate("torchao AdamW, stochastic", BF16, 14, _torchao, package="torchao", patience=110),
+        Candidate("torchao AdamW, stochastic", BF16, 14, _peer(peers.torchao_bf16), package="torchao", patience=110),
     ]
-
-
-_MODULES = {"torch-optimi": "optimi", "flashoptim": "flashoptim", "torchao": "torchao"}
 
 
 def installed(found: list[Candidate]) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates whose package is installed, and the versions of the packages."""
-    versions, missing = {}, set()
-    for package, module in _MODULES.items():
-        if importlib.util.find_spec(module) is None:
-            missing.add(package)
-            versions[package] = "not installed, left out"
-        else:
-            versions[package] = metadata.version(package)
-    return [candidate for candidate in found if candidate.package not in missing], versions
+    chosen = [candidate for candidate in found if candidate.package is None or peers.is_installed(candidate.package)]
+    return chosen, peers.versions()

@@ -1,0 +1,111 @@
+"""The rows of the comparison: ours in each mode, torch's, and those of the other packages that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, ParameterList
+from torch.optim import Optimizer
+
+from hf_lowprec import AdamW, fp32_state_dict
+from peers import optimizers
+from peers.flash_adamw import FlashAdamW
+
+BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
+BASELINE = "torch AdamW, FP32"
+
+
+def _as_stored(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
+    return [param.detach().float() for param in params]
+
+
+def _our_masters(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
+    return list(fp32_state_dict(ParameterList(params), optimizer).values())
+
+
+def _optimi_masters(optimizer: Optimizer, params: Sequence[Parameter]) -> list[Tensor]:
+    return [param.detach().float() + optimizer.state[param]["kahan_comp"].float() for param in params]
+
+
+def _flash_masters(optimizer: Any, params: Sequence[Parameter]) -> list[Tensor]:
+    return [optimizer.master(param) for param in params]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row of the table.
+
+    Attributes:
+        name: of the row.
+        build: makes the optimizer from parameters, and the options of AdamW that all packages have.
+        dtype: of weights and gradients.
+        masters: the best FP32 estimates of the weights that an optimizer has of its parameters.
+        package: its name on PyPI, if it is neither torch's nor ours.
+        exact_start: further options for parameters that were not cast, so that nothing was rounded off.
+    """
+
+    name: str
+    build: Callable[..., Optimizer]
+    dtype: torch.dtype = BF16
+    masters: Callable[[Any, Sequence[Parameter]], list[Tensor]] = _as_stored
+    package: str | None = None
+    exact_start: dict[str, Any] = field(default_factory=dict)
+
+
+def _ours(mode: str, state_dtype: torch.dtype) -> Candidate:
+    states = "8-bit" if state_dtype == INT8 else "BF16"
+    start = {} if mode == "stochastic" else {"initial_compensation": "zero"}
+    build = partial(AdamW, rounding=mode, state_dtype=state_dtype)
+    return Candidate(f"hf_lowprec AdamW, {mode}, {states} states", build, masters=_our_masters, exact_start=start)
+
+
+def _flash(bits: int) -> Candidate:
+    return Candidate(f"FlashOptim AdamW, {bits} bits", partial(FlashAdamW, bits=bits), masters=_flash_masters)
+
+
+def _torchao_8bit(stochastic: bool) -> Candidate:
+    name = f"torchao AdamW8bit, weights {'stochastic' if stochastic else 'nearest'}"
+    return Candidate(name, partial(optimizers.torchao_8bit, stochastic=stochastic), package="torchao")
+
+
+def _bitsandbytes_8bit(dtype: torch.dtype) -> Candidate:
+    name = f"bitsandbytes AdamW8bit, {'FP32 weights' if dtype == FP32 else 'weights nearest'}"
+    return Candidate(name, optimizers.bitsandbytes_8bit, dtype, package="bitsandbytes")
+
+
+CANDIDATES = (
+    Candidate(BASELINE, partial(torch.optim.AdamW, fused=True), FP32),
+    Candidate("torch AdamW, BF16", partial(torch.optim.AdamW, fused=True)),
+    _ours("kahan", BF16),
+    _ours("split", BF16),
+    _ours("stochastic", BF16),
+    _ours("kahan", INT8),
+    _ours("split", INT8),
+    _ours("stochastic", INT8),
+    Candidate(
+        "optimi AdamW, Kahan, BF16 states", optimizers.optimi_kahan, masters=_optimi_masters, package="torch-optimi"
+    ),
+    Candidate("torchao _AdamW, stochastic, BF16 states", optimizers.torchao_bf16, package="torchao"),
+    _torchao_8bit(stochastic=False),
+    _torchao_8bit(stochastic=True),
+    _bitsandbytes_8bit(BF16),
+    _bitsandbytes_8bit(FP32),
+    _flash(24),
+    _flash(32),
+)
+
+
+def installed(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates whose package is installed; a line says which are left out."""
+    found = []
+    for candidate in candidates:
+        if candidate.package is None or optimizers.is_installed(candidate.package):
+            found.append(candidate)
+        else:
+            print(f"{candidate.name}: left out, {candidate.package} is not installed")
+    return found

@@ -1,0 +1,39 @@
+"""Bytes per parameter of weights, gradients and states, counted on the tensors that exist after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hf_lowprec.diagnostics.memory_estimate import storage_tensors
+from peers.candidates import Candidate
+
+SHAPES = ((512, 1024),) * 8
+
+
+def bytes_per_parameter(candidate: Candidate) -> float:
+    """Of matrices of equal shapes, which is the best case of formats that leave small tensors as they are."""
+    params = [Parameter(torch.randn(shape).mul_(0.02).to(candidate.dtype)) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = candidate.build(params, lr=1e-3)
+    optimizer.step()
+    tensors = [*params, *(param.grad for param in params), *_tensors(optimizer.state)]
+    # What tensors share, such as a table of values, exists once.
+    sizes = {part.data_ptr(): part.nbytes for part in storage_tensors(tensors)}
+    return sum(sizes.values()) / sum(param.numel() for param in params)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
