@@ -14,6 +14,7 @@ import pytest
 from hf_lowprec.optim.backends import c_compiler, library_cache, native
 from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
 from tests.support.processes import forkserver
+from tests.support.processes.without_transformers import STUB
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
 
@@ -290,7 +291,7 @@ if child:
 """
     # A new interpreter: what the fork server runs ends without these handlers.
     environment = {**os.environ, "HF_LOWPREC_CACHE": str(shared), "TMPDIR": str(temporary)}
-    command = [sys.executable, "-c", PROGRAM + body]
+    command = [sys.executable, "-c", STUB + PROGRAM + body]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert libraries(shared) == libraries(temporary) == []
