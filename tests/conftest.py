@@ -28,6 +28,16 @@ def frozen_heap() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """What accelerate and transformers tell their launchers by variables must not reach processes of later tests."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own kernels instead of oneDNN's, whose faults, if this machine has any, are not the test's."""
