@@ -151,10 +151,8 @@ def has_compiler() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")
-def test_compiled_by_inductor(tmp_path, monkeypatch):
+def test_compiled_by_inductor(tmp_path):
     """Against FP32 as it is: inductor keeps more digits between operations than BF16 has. One layer is enough."""
-    # No processes that import torch to run the compiler from.
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
 
     def run(optim, **more):
         model = llama()
