@@ -7,9 +7,6 @@ BIN   := .venv/bin
 STAMP := .venv/.installed
 CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
-# One thread per worker, so that WORKERS processes use WORKERS cores; and nothing asks a hub for anything.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-
 .DEFAULT_GOAL := help
 .PHONY: help .venv drawings demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu clean
 
@@ -38,18 +35,18 @@ demo: $(STAMP) ## what pure BF16 loses and what this package gives back, in a fe
 	@$(BIN)/hf-lowprec demo $(ARGS)
 
 drawings: $(STAMP) ## the drawings of the documentation, into docs/images
-	$(TEST_ENV) PYTHONPATH=. $(BIN)/python docs/drawings $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python docs/drawings $(ARGS)
 
 test: lint format-check typecheck pytest ## everything CI checks
 
 pytest: $(STAMP) ## the tests alone, all of them
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-distributed: $(STAMP) ## the tests that start processes, with more ranks than `make test` takes time for
-	$(TEST_ENV) HF_LOWPREC_MANY_RANKS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m distributed $(ARGS)
+	HF_LOWPREC_MANY_RANKS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m distributed $(ARGS)
 
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "not slow and not distributed and not gpu" $(ARGS)
 
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.

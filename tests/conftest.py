@@ -1,8 +1,11 @@
-"""Without a GPU, Triton's kernels run in its interpreter; it reads this when it is first imported."""
+"""What all tests have in common: environment variables, which libraries read when they are imported, and fixtures."""
 
 import gc
 import os
 from collections.abc import Iterator
+
+# One thread per worker; and nothing asks a hub for anything.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 # pytest explains failed asserts of test modules alone, unless it is asked before the import.
 pytest.register_assert_rewrite("tests.support")
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available():  # then Triton's kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -23,6 +26,16 @@ def frozen_heap() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """What accelerate and transformers tell their launchers by variables must not reach processes of later tests."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

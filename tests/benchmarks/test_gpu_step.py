@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.processes import forkserver
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_step.py"
 
 
@@ -31,6 +33,6 @@ def test_the_rehearsal_runs_every_part(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    done = run()
+    done = forkserver.run(SCRIPT, [], timeout=120)
     assert done.returncode == 2
     assert "no GPU" in done.stderr

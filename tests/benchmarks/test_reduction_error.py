@@ -1,15 +1,13 @@
 """The additions that the error table simulates, by hand; and its rows over real processes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.reduction_error import OURS, OURS_FP32, error, growth, ring, tree
+from tests.support.processes import forkserver
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "reduction_error.py"
 
@@ -55,15 +53,7 @@ def test_growth_is_the_exponent():
 def test_the_table_has_real_and_simulated_rows_that_agree(tmp_path):
     output = tmp_path / "result.json"
     options = ["--ranks", "2,64", "--processes", "2", "--signals", "1", "--elements", "4096", "--output", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = forkserver.run(SCRIPT, options, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "FP32 sums, circulated" in done.stdout
     (found,) = json.loads(output.read_text())["signals"].values()

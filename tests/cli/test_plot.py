@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from hf_lowprec.cli import app
 from hf_lowprec.cli import plot as plot_command
 from tests.support.command_output import unboxed
+from tests.support.processes.without_transformers import STUB
 
 pytest.importorskip("matplotlib")
 
@@ -105,18 +106,13 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 def test_plotting_needs_no_torch(tmp_path: Path) -> None:
-    """Its modules are loaded in a package without our `__init__.py`, which registers names with transformers."""
     metrics = write_metrics(tmp_path, steps=40, kinds=())
     code = f"""
-import sys, types
-package = types.ModuleType("hf_lowprec")
-package.__path__ = [{str(ROOT / "hf_lowprec")!r}]
-sys.modules["hf_lowprec"] = package
 from pathlib import Path
 from hf_lowprec.plotting.plot_files import write_plot
 from hf_lowprec.plotting.runs import load_runs
 write_plot(load_runs([Path({str(metrics)!r})]), Path({str(tmp_path / "plot.html")!r}))
 assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", STUB + code], check=True, timeout=120)
     assert (tmp_path / "plot.html").exists()

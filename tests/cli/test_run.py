@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 from hf_lowprec.cli import app
 from hf_lowprec.cli.run import launcher_command
 from tests.support.command_output import unboxed
+from tests.support.processes import forkserver
 from tests.support.training.counting_text import sentences, tokenizer
 from tests.support.training.tiny_trainer import llama
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+MAIN = SCRIPTS.parents[1] / "hf_lowprec" / "__main__.py"
 
 SCRIPT = """
 import sys
@@ -57,19 +59,15 @@ def test_a_module_runs_by_name(script):
     assert "'adamw_bf16_sr'" in result.stdout
 
 
-def test_a_missing_script_is_named(tmp_path):
-    result = run(tmp_path, "absent.py", "--optim", "adamw_bf16_sr")
-    assert result.returncode == 2
-    assert "absent.py" in result.stderr
-
-
 def test_the_scripts_own_failure_comes_through(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(7)")
-    assert run(tmp_path, "fails.py").returncode == 7
     (tmp_path / "raises.py").write_text("raise KeyError('the reason')")
-    result = run(tmp_path, "raises.py")
-    assert result.returncode == 1
-    assert "KeyError: 'the reason'" in result.stderr
+    fails, raises = (
+        forkserver.run(MAIN, ["run", str(tmp_path / name)], timeout=120) for name in ("fails.py", "raises.py")
+    )
+    assert fails.returncode == 7
+    assert raises.returncode == 1
+    assert "KeyError: 'the reason'" in raises.stderr
 
 
 def refused(*words) -> str:
@@ -78,6 +76,10 @@ def refused(*words) -> str:
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     return unboxed(result)
+
+
+def test_a_missing_script_is_named():
+    assert "absent.py" in refused("absent.py", "--optim", "adamw_bf16_sr")
 
 
 @pytest.fixture

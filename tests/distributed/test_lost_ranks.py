@@ -27,9 +27,10 @@ TIMED_OUT = "Timed out waiting|Application timeout"
 def start(processes, store, kind: str, signal_name: str, timeout: int):
     """Start the victim and the others one by one: a launcher would end the others, so that the test proves nothing."""
     ranks = [
-        processes.start(
+        processes.fork(
             f"rank {rank}",
-            [sys.executable, SCRIPTS / "distributed_death.py", kind, signal_name, timeout, processes.folder],
+            SCRIPTS / "distributed_death.py",
+            *(kind, signal_name, timeout, processes.folder),
             RANK=rank,
             LOCAL_RANK=rank,
             WORLD_SIZE=RANKS,

@@ -1,4 +1,4 @@
-"""Two machines with two ranks each: the same weights as one machine with four, also after a loss of the network."""
+"""Two machines with two ranks each, and a loss of the network: the same weights as one machine with four ranks."""
 
 import re
 import sys
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete
-from tests.support.processes.ranks import SCRIPTS
-from tests.support.processes.two_machines import CABLE, LOOPBACK, Machine, two_machines
+from tests.support.processes.ranks import SCRIPTS, run_ranks
+from tests.support.processes.two_machines import CABLE, Machine, two_machines
 from tests.support.processes.watched import Process, Processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,22 +30,9 @@ def machines():
         yield pair
 
 
-@pytest.fixture(scope="module")
-def on_one_machine(machines, tmp_path_factory):
-    """The output folder of a run by four ranks on the first machine, and their output."""
-    folder = tmp_path_factory.mktemp("one machine")
-    with Processes(folder) as processes:
-        launched = launch(processes, machines[:1], *hf_lowprec(folder / "out"))
-        return folder / "out", result(processes, launched)
-
-
-def hf_lowprec(out: Path, *more: object) -> list[object]:
-    """The arguments of `accelerate launch` that run the unmodified script through `hf-lowprec run`."""
-    return ["-m", "hf_lowprec", *run_script(out, *more)]
-
-
-def run_script(out: Path, *more: object) -> list[object]:
-    settings = {
+def settings(out: Path) -> list[object]:
+    """The arguments of the script."""
+    values = {
         "output_dir": out,
         "optim": "adamw_bf16_kahan",
         "max_steps": STEPS,
@@ -58,12 +45,16 @@ def run_script(out: Path, *more: object) -> list[object]:
         "use_cpu": True,
         "report_to": "none",
     }
-    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    return ["run", SCRIPTS / "distributed_train_tiny.py", *words, *more]
+    return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def run_script(out: Path, *more: object) -> list[object]:
+    """The arguments of `hf-lowprec` that run the unmodified script."""
+    return ["run", SCRIPTS / "distributed_train_tiny.py", *settings(out), *more]
 
 
 def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) -> list[Process]:
-    """Start `accelerate launch` on every machine.
+    """Start `accelerate launch` on both machines.
 
     Not with `--cpu`, which starts one process per machine unless there is MPI; `use_cpu` is the script's own argument.
     """
@@ -77,21 +68,18 @@ def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) 
                 *("--mixed_precision", "no", "--dynamo_backend", "no"),
                 *words,
             ),
-            GLOO_SOCKET_IFNAME=CABLE if len(machines) > 1 else LOOPBACK,
+            GLOO_SOCKET_IFNAME=CABLE,
             TMPDIR=processes.folder,
         )
         for number, machine in enumerate(machines)
     ]
 
 
-def result(processes: Processes, launched: list[Process]) -> str:
-    """The last line of every rank: steps, dtype and a digest of all weights."""
-    processes.wait_for_end(launched, TRAINED)
-    reports = "\n".join(process.report() for process in launched)
-    assert all(process.code == 0 for process in launched), reports
+def weights(output: str) -> str:
+    """What all ranks have printed last: steps, dtype and a digest of all weights."""
     # Not by lines: ranks share an output, and one may print between another's text and its line break.
-    lines = re.findall(r"steps=\d+ dtype=\S+ weights=[0-9a-f]{64}", "".join(process.out for process in launched))
-    assert len(lines) == RANKS, reports
+    lines = re.findall(r"steps=\d+ dtype=\S+ weights=[0-9a-f]{64}", output)
+    assert len(lines) == RANKS, output
     assert len(set(lines)) == 1, lines
     return lines[0]
 
@@ -105,20 +93,14 @@ def assert_same_states(ours: Path, theirs: Path) -> None:
             assert torch.equal(tensor, other[key][name]), (key, name)
 
 
-def test_two_machines_train_what_one_does(machines, on_one_machine, processes, tmp_path):
-    out, expected = on_one_machine
-    launched = launch(processes, machines, *hf_lowprec(tmp_path / "out"))
-    assert result(processes, launched) == expected
+def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_path):
+    """Nine steps, the last three of them after a loss of the network, are those of four ranks on one machine."""
+    whole, out = tmp_path / "whole", tmp_path / "out"  # which both machines see
+    expected = weights(run_ranks("distributed_train_tiny.py", RANKS, *map(str, settings(whole))))
     assert f"steps={STEPS} dtype=torch.bfloat16" in expected
-    assert f"DDP: FP32 sums over {RANKS} ranks" in launched[0].out
-    assert_same_states(tmp_path / "out", out)
 
-
-def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, processes, tmp_path):
-    whole, expected = on_one_machine
-    out = tmp_path / "out"  # both machines see it
-    script = SCRIPTS / "distributed_link_cut.py"
-    launched = launch(processes, machines, script, CUT_IN, TIMEOUT, tmp_path, *run_script(out))
+    cut = [SCRIPTS / "distributed_link_cut.py", CUT_IN, TIMEOUT, tmp_path, *run_script(out)]
+    launched = launch(processes, machines, *cut)
     in_step = tmp_path / "in step"
     processes.wait("not in the step", lambda: in_step.exists() or any(p.code is not None for p in launched), TRAINED)
     with machines[0].unplugged():
@@ -137,8 +119,12 @@ def test_the_network_is_cut_and_training_is_resumed(machines, on_one_machine, pr
     (out / "checkpoint-8/model.safetensors").write_bytes((out / "checkpoint-6/model.safetensors").read_bytes()[:1000])
     assert last_complete(out) == out / "checkpoint-6"
 
-    launched = launch(processes, machines, *hf_lowprec(out, "--resume", True))
-    assert result(processes, launched) == expected
+    launched = launch(processes, machines, "-m", "hf_lowprec", *run_script(out, "--resume", True))
+    processes.wait_for_end(launched, TRAINED)
+    reports = "\n".join(process.report() for process in launched)
+    assert all(process.code == 0 for process in launched), reports
+    assert weights("".join(process.out for process in launched)) == expected, reports
+    assert f"DDP: FP32 sums over {RANKS} ranks" in launched[0].out
     assert {name: stamp(out / name) for name in saved} == saved, "it began again"
     assert "checkpoint-8 was not finished; resuming from" in launched[0].err
     assert_same_states(out, whole)

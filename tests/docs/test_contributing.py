@@ -48,4 +48,5 @@ def test_a_planted_file_is_found() -> None:
 def test_classes_that_the_glossary_names_exist() -> None:
     named = CLASS.findall((CONTRIBUTING / "glossary.md").read_text(encoding="utf-8"))
     assert len(named) > 20
-    assert [name for name in named if name not in defined_names()] == []
+    defined = defined_names()
+    assert [name for name in named if name not in defined] == []

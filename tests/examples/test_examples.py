@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from hf_lowprec.metrics_file.records import METRICS_NAME
 from tests.support.processes import forkserver
-from tests.support.processes.ranks import many_ranks
+from tests.support.processes.ranks import many_ranks, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -117,14 +118,10 @@ def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_accelerate_loop_saves_a_sharded_model(tmp_path):
-    words = f"--config_file {EXAMPLES}/configs/fsdp2.yaml --num_machines 1 --num_processes 2 --main_process_port 0"
-    script = f"{EXAMPLES.parent}/tests/scripts/example_on_cpu.py {EXAMPLES}/accelerate_loop.py --smoke"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *words.split(), *script.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    result = subprocess.run(
-        [*command, "--output", tmp_path], env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    """With the settings of the configuration, which `accelerate launch` hands over as these variables."""
+    settings = yaml.safe_load((EXAMPLES / "configs" / "fsdp2.yaml").read_text())["fsdp_config"]
+    variables = {name.upper(): str(value) for name, value in settings.items()} | {"ACCELERATE_USE_FSDP": "true"}
+    run_ranks("example_on_cpu.py", 2, EXAMPLES / "accelerate_loop.py", "--smoke", "--output", tmp_path, **variables)
     full, stored = (load_file(tmp_path / folder / "model.safetensors") for folder in ("fp32", "bf16"))
     assert {tensor.dtype for tensor in full.values()} == {torch.float32}
     assert all(torch.equal(full[name].to(tensor.dtype), tensor) for name, tensor in stored.items())

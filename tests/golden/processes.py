@@ -1,6 +1,6 @@
 """Training through accelerate: in one process, on two and three ranks under DDP and FSDP2, and by Trainer.
 
-    python -m tests.golden.processes FILE
+    processes.py FILE
 
 Without Trainer, every optimizer step has four micro-batches, and `Accelerator.clip_grad_norm_` clips it. FILE gets the
 digests as JSON. It is a program of its own, since accelerate keeps its state in the process; ranks are forked from it.
@@ -9,11 +9,10 @@ digests as JSON. It is a program of its own, since accelerate keeps its state in
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ from tests.golden import trainer
 from tests.golden.exact import digest
 from tests.golden.models import MICRO_BATCHES, Scales, digests
 from tests.golden.steps import ALGORITHMS, MODES, OPTIONS
+from tests.support.processes.fork_ranks import fork_ranks
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
+from tests.support.processes.ranks import leave
 
 STEPS = 4
 WRAPPERS = {"one process": Scales, "DDP": DistributedDataParallel, "FSDP2": FSDPModule}
@@ -91,7 +92,7 @@ def record(kind: str) -> dict[str, Any]:
     return found
 
 
-def act(kind: str, rank: int, port: int, file: Path) -> None:
+def act(kind: str, rank: int, *, port: int, file: Path) -> None:
     """One rank, or the one process: its environment is what `torchrun` would give it."""
     if KINDS[kind] > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": KINDS[kind], "LOCAL_WORLD_SIZE": KINDS[kind]}
@@ -104,28 +105,18 @@ def act(kind: str, rank: int, port: int, file: Path) -> None:
         found = record(kind)
     if rank == 0:
         file.write_text(json.dumps(found))
-    if dist.is_initialized():  # gloo aborts now and then when it is taken down, so leave it standing
-        dist.barrier()
-        time.sleep(0.5)
-    os._exit(0)
+    leave()
 
 
 def main(file: Path) -> None:
-    context, found = multiprocessing.get_context("fork"), {}
+    found = {}
     for kind, ranks in KINDS.items():
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "digests.json")
-            started = [
-                context.Process(target=act, args=(kind, rank, store.port, part), daemon=True) for rank in range(ranks)
-            ]
-            for process in started:
-                process.start()
-            for process in started:
-                process.join(timeout=200)
-            codes = [process.exitcode for process in started]
-            if any(code != 0 for code in codes):
-                sys.exit(f"{kind}: the processes ended with {codes}")
+            failure = fork_ranks(partial(act, kind, port=store.port, file=part), ranks)
+            if failure is not None:
+                sys.exit(f"{kind}: {failure}")
             found[kind] = json.loads(part.read_text())
     file.write_text(json.dumps(found))
 

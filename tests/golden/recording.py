@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +10,10 @@ from typing import Any
 
 import hf_lowprec
 from tests.golden import casting, checkpoints, steps
+from tests.support.processes import forkserver
 
 FILE = Path(__file__).with_name("recording.json")
+PROCESSES = Path(__file__).with_name("processes.py")
 RUNS = [f"{algorithm} {mode}" for algorithm in steps.ALGORITHMS for mode in steps.MODES]
 """Every algorithm and mode."""
 BACKENDS = ("native", "eager", "triton")
@@ -61,10 +61,9 @@ def in_other_processes() -> dict[str, Any]:
     """Trainings with accelerate and Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
-        command = [sys.executable, "-m", "tests.golden.processes", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        done = forkserver.run(PROCESSES, [str(file)], timeout=280)
         if done.returncode:
-            raise RuntimeError(f"tests.golden.processes failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+            raise RuntimeError(f"{PROCESSES.name} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         return json.loads(file.read_text())
 
 

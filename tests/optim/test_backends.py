@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
+from hf_lowprec.optim.backends import triton_launch
 from hf_lowprec.rounding import MODES
 from tests.support.triton_available import require_triton
 
@@ -19,11 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 GPU = torch.cuda.is_available()
 DEVICE = {"native": "cpu", "triton": "cuda" if GPU else "cpu"}
 STEPS = {"native": 50, "triton": 50 if GPU else 3}
+CHUNK = triton_launch.CHUNK if GPU else 2 * triton_launch.BLOCK
+"""Elements per program: in the interpreter, where each iteration takes milliseconds, two of them instead of eight."""
 # Around a thread's and a program's share, one element, none, no dimension, and several at once.
 SIZES = [(1,), (7,), (1023,), (1024,), (1025,), (0,), (), (5, 0, 3), (9, 11, 13)]
 SIZES = {
     "native": [*SIZES, (32767,), (32768,), (32769,), (40000,)],
-    "triton": [*SIZES, (255,), (257,), (8191,), (8192,), (8193,), (2 * 8192 + 100,)],
+    "triton": [*SIZES, (255,), (257,), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (2 * CHUNK + 100,)],
 }
 SMALL = [(1,), (7,), (33, 31), (0,), ()]
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 1e-45, -1e-40, 0.0, -0.0, 1e-20]
@@ -36,6 +39,13 @@ def private_cache(tmp_path_factory):
     """What this file compiles does not come from, or end up in, the cache of whoever runs it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_LOWPREC_CACHE", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_launch, "CHUNK", CHUNK)
         yield
 
 
@@ -170,7 +180,7 @@ def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding
 WHOLE_BLOCKS = [(3, 32), (1, 64), (2, 5, 96), (0, 32), (3, 0)]
 NOT_IN_8_BITS = [(5, 33), (7,), (64,), ()]
 """Tensors whose states stay in BF16."""
-ABOVE_A_CHUNK = {"native": [(1025, 32), (40, 1024)], "triton": [(257, 32), (9, 1024)]}
+ABOVE_A_CHUNK = {"native": [(1025, 32), (40, 1024)], "triton": [(CHUNK // 32 + 1, 32), (CHUNK // 1024 + 1, 1024)]}
 EVERY_ALGORITHM = [
     (AdamW, {"amsgrad": True}),
     (Adam, {}),

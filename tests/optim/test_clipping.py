@@ -136,8 +136,11 @@ def test_the_norm_is_taken_once_where_it_was_asked_for_before(backend, monkeypat
     assert optimizer.grad_norm.item() == pytest.approx(exact_norm(trained), rel=2e-5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
+# No rounding ever sees the value: each mode gets one of them.
+@pytest.mark.parametrize(
+    ("rounding", "bad"),
+    [("kahan", math.nan), ("split", math.inf), ("split24", math.nan), ("stochastic", -math.inf)],
+)
 def test_a_step_with_a_non_finite_norm_leaves_everything_as_it_is(backend, rounding, bad):
     """… and the steps after it are those of a run that never met it: counts and random bits included."""
     met, spared = params(backend), params(backend)

@@ -1,14 +1,12 @@
 """Tensors whose storage was freed are an error; in a process of their own, which a mistake would end."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, validation
 from hf_lowprec.optim.step import step_plan
+from tests.support.processes import forkserver
 
 SCRIPT = """
 import itertools
@@ -55,8 +53,10 @@ print("all refused")
 """
 
 
-def test_freed_memory_is_refused_with_the_parameters_name():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=300)
+def test_freed_memory_is_refused_with_the_parameters_name(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = forkserver.run(script, [], timeout=280)
     assert (done.returncode, done.stdout) == (0, "all refused\n"), done.stderr
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from hf_lowprec.optim.backends import c_compiler, library_cache, native
 from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
 from tests.support.processes import forkserver
+from tests.support.processes.without_transformers import STUB
 
 STEP = Path(__file__).parents[1] / "scripts" / "native_step.py"
 
@@ -33,17 +35,13 @@ def train(backend="auto", cls=AdamW, count=1, lr=1e-2, steps=3, size=100, **opti
 """
 
 
-def start(body: str, cache: Path | str, **environment: str) -> subprocess.Popen:
-    inherited = {key: value for key, value in os.environ.items() if key != "CC"}
-    environment = {**inherited, "HF_LOWPREC_CACHE": str(cache), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", PROGRAM + body]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen) -> str:
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return output
+def run(folder: Path, body: str, cache: Path | str, **environment: str) -> str:
+    """Run PROGRAM and `body` in a process of its own, and return what it prints."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM + body)
+    done = forkserver.run(script, [], 120, **{"CC": "", "HF_LOWPREC_CACHE": str(cache), **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 NATIVE_IS_EAGER = 'assert torch.equal(train("native"), train("eager"))\n'
@@ -66,7 +64,7 @@ caught = [warning for warning in caught if "eager" in str(warning.message)]
 assert len(caught) == 1, [str(warning.message) for warning in caught]
 assert "compiler" in str(caught[0].message)
 """
-    message = finish(start(body, tmp_path, **broken))
+    message = run(tmp_path, body, tmp_path / "cache", **broken)
     assert "compiler" in message
     assert "backend='eager'" in message  # the way out
 
@@ -76,18 +74,18 @@ def libraries(cache: Path) -> list[str]:
 
 
 def test_a_second_process_finds_the_library_and_needs_no_compiler(tmp_path):
-    finish(start(NATIVE_IS_EAGER, tmp_path / "new" / "cache"))
     cache = tmp_path / "new" / "cache"
+    run(tmp_path, NATIVE_IS_EAGER, cache)
     (name,) = libraries(cache)
     written = (cache / name).stat().st_mtime_ns
-    finish(start(NATIVE_IS_EAGER, cache))
+    run(tmp_path, NATIVE_IS_EAGER, cache)
     assert libraries(cache) == [name]
     assert (cache / name).stat().st_mtime_ns == written
 
 
 def test_processes_that_start_at_once_on_an_empty_cache(tmp_path):
-    for process in [start(NATIVE_IS_EAGER, tmp_path / "cache") for _ in range(3)]:
-        finish(process)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: run(tmp_path, NATIVE_IS_EAGER, tmp_path / "cache"), range(3)))
     assert len(libraries(tmp_path / "cache")) == 1  # and no half-written or private file is left
 
 
@@ -101,18 +99,18 @@ print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
 train("native", amsgrad=True)
 print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
 """
-    assert finish(start(body, tmp_path / "cache")).split() == ["1", "2"]
+    assert run(tmp_path, body, tmp_path / "cache").split() == ["1", "2"]
 
 
 def test_a_directory_anybody_can_write_to_is_not_trusted(tmp_path):
     """A library that somebody else puts there would run as this user."""
-    finish(start(NATIVE_IS_EAGER, tmp_path / "own"))
+    run(tmp_path, NATIVE_IS_EAGER, tmp_path / "own")
     (name,) = libraries(tmp_path / "own")
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / name).write_text("not a library")
     shared.chmod(0o777)
-    finish(start(NATIVE_IS_EAGER, shared))
+    run(tmp_path, NATIVE_IS_EAGER, shared)
     assert libraries(shared) == [name]
     assert (shared / name).read_text() == "not a library"
 
@@ -125,7 +123,7 @@ def test_without_a_writable_cache_the_step_still_works(kind, tmp_path):
     else:
         cache.write_text("a file")
         cache = cache / "below"
-    finish(start(NATIVE_IS_EAGER, cache))
+    run(tmp_path, NATIVE_IS_EAGER, cache)
 
 
 def run_script(cache: Path | str, *changes: str, **environment: str) -> dict:
@@ -291,7 +289,11 @@ if child:
     train("native", amsgrad=True)
     assert torch.equal(train("native"), train("eager"))
 """
-    finish(start(body, shared, TMPDIR=str(temporary)))
+    # A new interpreter: what the fork server runs ends without these handlers.
+    environment = {**os.environ, "HF_LOWPREC_CACHE": str(shared), "TMPDIR": str(temporary)}
+    command = [sys.executable, "-c", STUB + PROGRAM + body]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert libraries(shared) == libraries(temporary) == []
 
 

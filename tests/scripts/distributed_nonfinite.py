@@ -1,4 +1,4 @@
-"""Two ranks; one element of one gradient becomes NaN or infinite on one of them alone, in one micro-batch.
+"""Two ranks; elements of one gradient become NaN or infinite on one of them alone, in one micro-batch.
 
 torchrun --nproc-per-node 2 distributed_nonfinite.py ddp|fsdp2
 """
@@ -24,7 +24,7 @@ from tests.support.training.tiny_trainer import arguments, counting_data, llama,
 
 STEP, STEPS, MICRO_BATCHES = 2, 3, 3
 PLACES = {"model.layers.0.mlp.down_proj": (1, (3, 5)), "model.norm": (0, (7,))}
-"""Which rank, and which element: of a BF16 weight and of an FP32 one, which are reduced separately."""
+"""Which rank, and the first element: of a BF16 weight and of an FP32 one, which are reduced separately."""
 VALUES = {
     "NaN": 0x7FC0,
     "NaN, all bits set": 0xFFFF,  # adding to the bits, as some rounding does, would give zero
@@ -38,9 +38,13 @@ def bf16(bits: int) -> torch.Tensor:
     return torch.tensor([bits], dtype=torch.uint16).view(torch.bfloat16)[0]
 
 
-def plant(model: nn.Module, place: str, value: torch.Tensor) -> None:
-    """Let the first micro-batch of step `STEP` give `value` to the element of the gradient on its rank."""
-    rank, element = PLACES[place]
+Values = dict[tuple[int, ...], torch.Tensor]
+"""Values by element of a gradient."""
+
+
+def plant(model: nn.Module, place: str, values: Values) -> None:
+    """Let the first micro-batch of step `STEP` give `values` to elements of the gradient on the place's rank."""
+    rank, _ = PLACES[place]
     passes = 0
 
     def before(module: nn.Module, inputs: tuple) -> None:
@@ -51,7 +55,8 @@ def plant(model: nn.Module, place: str, value: torch.Tensor) -> None:
             def damage(gradient: torch.Tensor) -> torch.Tensor:
                 handle.remove()
                 damaged = gradient.clone()
-                damaged[element] = value
+                for element, value in values.items():
+                    damaged[element] = value
                 return damaged
 
             # Here, because under FSDP2 the parameter that autograd sees is there during the passes only.
@@ -63,7 +68,7 @@ def plant(model: nn.Module, place: str, value: torch.Tensor) -> None:
 class Run:
     """A model in training through `prepare_accelerator`."""
 
-    def __init__(self, sharded: bool, accumulation: str, damage: tuple | None, **options: object) -> None:
+    def __init__(self, sharded: bool, accumulation: str, damage: dict[str, Values], **options: object) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         self.accelerator = Accelerator(
             cpu=True,
@@ -72,8 +77,8 @@ class Run:
         )
         model = llama()
         hf_lowprec.cast_model(model)
-        if damage is not None:
-            plant(model, *damage)
+        for place, values in damage.items():
+            plant(model, place, values)
         hf_lowprec.prepare_accelerator(self.accelerator, accumulation)
         optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2, rounding="stochastic", **options)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -125,50 +130,44 @@ def everywhere(value: object) -> object:
 
 
 def cases() -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.product(PLACES, map(bf16, VALUES.values()))
-
-
-def fewer_cases() -> Iterator[tuple[str, torch.Tensor]]:
     """Every place and every value, which decide nothing together once they have arrived."""
     places = itertools.cycle(PLACES)
     return zip(places, map(bf16, VALUES.values()), strict=False)
 
 
-def check_arrival(case: tuple, place: str, value: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
-    """The element, and no other, is what was planted: in the gradients of every rank."""
-    _, element = PLACES[place]
-    bad = {key: gradient.isfinite().logical_not().nonzero().tolist() for key, gradient in gradients.items()}
-    assert {key: where for key, where in bad.items() if where} == {f"{place}.weight": [list(element)]}, (
-        case,
-        bad,
-    )
-    arrived = gradients[f"{place}.weight"][element]
-    assert arrived.isnan() if value.isnan() else arrived == value, (case, arrived)
-
-
 def check_without_skipping(sharded: bool, accumulation: str) -> None:
-    for place, value in cases():
-        run = Run(sharded, accumulation, (place, value))
-        for step in range(1, STEP):
-            run.backward(step)
-            assert all(gradient.isfinite().all() for gradient in run.gradients().values())
-            run.step(clip=False)
-        run.backward(STEP)
-        check_arrival((accumulation, place, value), place, value, run.gradients())
+    """What is planted, and nothing else, arrives in the gradients of every rank: each value in each place."""
+    planted: dict[str, Values] = {}
+    for place, (_, (*row, column)) in PLACES.items():
+        planted[place] = {(*row, column + number): bf16(bits) for number, bits in enumerate(VALUES.values())}
+    run = Run(sharded, accumulation, planted)
+    for step in range(1, STEP):
+        run.backward(step)
+        assert all(gradient.isfinite().all() for gradient in run.gradients().values())
+        run.step(clip=False)
+    run.backward(STEP)
+    for key, gradient in run.gradients().items():
+        values = planted.get(key.removesuffix(".weight"), {})
+        bad = gradient.isfinite().logical_not().nonzero().tolist()
+        assert bad == [list(element) for element in values], (accumulation, key, bad)
+        for element, value in values.items():
+            arrived = gradient[element]
+            assert arrived.isnan() if value.isnan() else arrived == value, (accumulation, key, element, arrived)
 
 
 def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
     """The step leaves no trace, nor do its sums over micro-batches: all is as if its batch had never been."""
-    without = Run(sharded, accumulation, None, skip_nonfinite=True)
+    without = Run(sharded, accumulation, {}, skip_nonfinite=True)
     for step in range(1, STEPS + 1):
         if step != STEP:
             without.backward(step)
             without.step(clip)
     assert without.low.skipped_steps == 0
     expected = everywhere(without.bits(whole=True))
-    for place, value in fewer_cases():
+    for place, value in cases():
         case = accumulation, place, value
-        run = Run(sharded, accumulation, (place, value), skip_nonfinite=True)
+        damage = {place: {PLACES[place][1]: value}}
+        run = Run(sharded, accumulation, damage, skip_nonfinite=True)
         for step in range(1, STEPS + 1):
             run.backward(step)
             before = run.bits() if step > 1 else None  # there are no states before the first step
@@ -182,7 +181,8 @@ def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
 
 def check_trainer(out: str) -> None:
     model = llama()
-    plant(model, next(iter(PLACES)), bf16(VALUES["NaN"]))
+    place, (_, element) = next(iter(PLACES.items()))
+    plant(model, place, {element: bf16(VALUES["NaN"])})
     args = arguments(
         out,
         optim="adamw_bf16_kahan",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -44,9 +45,7 @@ def run(script: Path, arguments: list[str], timeout: float, **environment: str) 
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        settings = {**os.environ, **environment}
-        process = _fork_server().Process(target=_become, args=(str(script), arguments, settings, out, err))
-        process.start()
+        process = start(script, arguments, {**os.environ, **environment}, Path.cwd(), out, err)
         try:
             process.join(timeout)
         finally:
@@ -57,6 +56,17 @@ def run(script: Path, arguments: list[str], timeout: float, **environment: str) 
         if timed_out:
             raise subprocess.TimeoutExpired(str(script), timeout, stdout, stderr)
         return Done(process.exitcode, stdout, stderr)
+
+
+def start(
+    script: Path, arguments: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path
+) -> BaseProcess:
+    """Start a script in `folder`, with all of its environment; its output goes to the files `out` and `err`."""
+    for file in (out, err):
+        file.touch()
+    process = _fork_server().Process(target=_become, args=(str(script), arguments, environment, folder, out, err))
+    process.start()
+    return process
 
 
 @functools.cache
@@ -70,14 +80,16 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _become(script: str, arguments: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+def _become(script: str, arguments: list[str], environment: dict[str, str], folder: Path, out: Path, err: Path) -> None:
     """Be `python script *arguments` from here on; multiprocessing turns exceptions into tracebacks and exit codes."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell start without
     for descriptor, path in ((0, os.devnull), (1, out), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # may be known already; TMPDIR may say otherwise
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), str(ROOT)]
     runpy.run_path(script, run_name="__main__")

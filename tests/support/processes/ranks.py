@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,13 @@ def run_script(script: str, *arguments: object, fails: bool = False, **environme
 def leave() -> None:
     """End this rank, once all ranks are here, without destroying gloo's groups.
 
-    That aborts the process now and then, if one of gloo's threads is still joinable.
+    Destroying them aborts the process now and then, if one of gloo's threads is still joinable. Ranks meet in the
+    store, which a launcher or a file keeps: the first to end after a barrier would disconnect from slower ones.
     """
     sys.stdout.flush()
     if dist.is_initialized():
-        dist.barrier()
-        time.sleep(1)
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("ranks here", 1) == dist.get_world_size():
+            store.set("all ranks here", "yes")
+        store.wait(["all ranks here"])
     os._exit(0)

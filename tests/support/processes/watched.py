@@ -1,4 +1,4 @@
-"""Start the processes of a test from nothing, watch them, and end them, even if the test fails."""
+"""Start the processes of a test, watch them, and end them, even if the test fails."""
 
 import os
 import signal
@@ -7,23 +7,30 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.support.processes import forkserver
 
 ROOT = Path(__file__).resolve().parents[3]
 _MARK = "HF_LOWPREC_TEST_RUN"
 
 
 class Process:
-    """A process with a session of its own, whose output goes to files."""
+    """A process with a session of its own, whose output goes to the files `NAME.out` and `NAME.err` of a folder.
 
-    def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    Args:
+        name: unique in the folder.
+        folder: the folder.
+        process: what was started.
+    """
+
+    def __init__(self, name: str, folder: Path, process: subprocess.Popen | BaseProcess) -> None:
         self.name = name
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.popen = subprocess.Popen(
-                command, env=environment, cwd=folder, stdout=out, stderr=err, start_new_session=True
-            )
+        self._out, self._err = output_files(name, folder)
+        self._process = process
+        self.pid = process.pid
 
     @property
     def out(self) -> str:
@@ -36,13 +43,22 @@ class Process:
     @property
     def code(self) -> int | None:
         """The exit status, None while it runs."""
-        return self.popen.poll()
+        return self._process.poll() if isinstance(self._process, subprocess.Popen) else self._process.exitcode
 
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped it."""
-        stat = Path(f"/proc/{self.popen.pid}/stat").read_text()
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
+
+    def end(self) -> None:
+        """Kill it and what it started in its session, if it still runs."""
+        if self.code is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        if isinstance(self._process, subprocess.Popen):
+            self._process.wait()
+        else:
+            self._process.join()
 
     def report(self) -> str:
         """How it ended and the last of its output, for a failed assertion."""
@@ -66,8 +82,30 @@ class Processes:
 
     def start(self, name: str, command: list[Any], **environment: object) -> Process:
         """Run `command` with `environment` added to this process's."""
+        out, err = output_files(name, self.folder)
+        with out.open("w") as stdout, err.open("w") as stderr:
+            popen = subprocess.Popen(
+                [str(word) for word in command],
+                env=self._environment(environment),
+                cwd=self.folder,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        self.started.append(Process(name, self.folder, popen))
+        return self.started[-1]
+
+    def fork(self, name: str, script: Path, *arguments: object, **environment: object) -> Process:
+        """As `start`, a script in a process that has imported torch and transformers already."""
+        words = [str(argument) for argument in arguments]
+        files = output_files(name, self.folder)
+        process = forkserver.start(script, words, self._environment(environment), self.folder, *files)
+        self.started.append(Process(name, self.folder, process))
+        return self.started[-1]
+
+    def _environment(self, added: dict[str, object]) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        settings = {
+        return {
             **inherited,
             _MARK: self.mark,
             "OMP_NUM_THREADS": "1",
@@ -75,11 +113,8 @@ class Processes:
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.folder / "no accelerate configuration here"),
-            **{key: str(value) for key, value in environment.items()},
+            **{key: str(value) for key, value in added.items()},
         }
-        process = Process(name, [str(word) for word in command], self.folder, settings)
-        self.started.append(process)
-        return process
 
     def wait(self, what: str, happened: Callable[[], bool], seconds: float) -> float:
         """Wait until `happened`; returns how long it took, and fails with all output after `seconds`."""
@@ -97,9 +132,7 @@ class Processes:
 
     def __exit__(self, *failure: object) -> None:
         for process in self.started:
-            if process.code is None:
-                os.killpg(process.popen.pid, signal.SIGKILL)
-            process.popen.wait()
+            process.end()
         # Launchers give their workers sessions of their own, and those survive a launcher that was killed.
         while left := [pid for pid in _process_ids() if self._is_ours(pid)]:
             for pid in left:
@@ -112,6 +145,11 @@ class Processes:
             return f"{_MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False  # it has ended, or is not ours to read
+
+
+def output_files(name: str, folder: Path) -> tuple[Path, Path]:
+    """Where the output and the errors of the process `name` go."""
+    return folder / f"{name}.out", folder / f"{name}.err"
 
 
 def _process_ids() -> list[int]:
