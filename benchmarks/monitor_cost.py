@@ -7,16 +7,16 @@ model. Measured and plain steps alternate. Reported are the medians of both, and
 neighbours as a share of a plain step, with the interval of 95% of its order statistics. Logged every n-th step, a run
 pays an n-th of that share.
 
-`under Trainer` is the whole cost at `logging_steps=1`: Trainers with `log_lost_updates` and without it take turns, and
-steps are timed from the beginning of one to the beginning of the next, so that logs and the metrics file count. Two
-neighbouring runs give one difference, that of their medians.
+Under Trainer, every other step is logged. Steps are timed from the beginning of one to the beginning of the next, so
+that Trainer's log and the metrics file count as well. A row without `log_lost_updates` shows what the log costs alone.
 
-    python benchmarks/monitor_cost.py [--steps 60] [--output FILE]
+    python benchmarks/monitor_cost.py [--steps 120] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import platform
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 INTERVALS = (1, 50, 500)
 BATCH, LENGTH, VOCABULARY, WARM_UP = 8, 128, 512, 4
-STEPS_AT_ONCE = 15
 
 
 def measure(model_name: str, optimizer_name: str, steps: int) -> dict[str, Any]:
@@ -129,43 +129,41 @@ class StepTimes(TrainerCallback):
         return [end - begin for begin, end in zip(self.began, self.began[1:], strict=False)][WARM_UP:]
 
 
-def measure_under_trainer(model_name: str, steps: int) -> dict[str, Any]:
-    """Train one model with Trainers that log every step, with `lost_updates` and without."""
-    times: dict[bool, list[float]] = {True: [], False: []}
+def measure_under_trainer(model_name: str, steps: int, log_lost_updates: bool) -> dict[str, Any]:
+    """Train one model with a Trainer that logs every other step, and compare logged steps with the others."""
     ids = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [{"input_ids": ids, "labels": ids}] * (BATCH * STEPS_AT_ONCE)
-    for k in range(2 * max(steps // STEPS_AT_ONCE, 1)):
-        measured, recorder = k % 2 == 1, StepTimes()
-        model = build_model(model_name)
-        with tempfile.TemporaryDirectory() as folder:
-            Trainer(
-                model=model,
-                args=TrainingArguments(
-                    output_dir=folder,
-                    optim="adamw_bf16_kahan",
-                    learning_rate=1e-4,
-                    logging_steps=1,
-                    max_steps=STEPS_AT_ONCE,
-                    per_device_train_batch_size=BATCH,
-                    save_strategy="no",
-                    report_to=[],
-                    disable_tqdm=True,
-                ),
-                train_dataset=rows,
-                callbacks=[hf_lowprec.LowPrecisionCallback(log_lost_updates=measured, report=False), recorder],
-            ).train()
-        times[measured].append(statistics.median(recorder.times()))
-    return summary(model_name, "adamw_bf16_kahan under Trainer", model, times[False], times[True])
+    rows = [{"input_ids": ids, "labels": ids}] * (BATCH * (WARM_UP + steps + 1))
+    recorder, model = StepTimes(), build_model(model_name)
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder,
+                optim="adamw_bf16_kahan",
+                learning_rate=1e-4,
+                logging_steps=2,
+                max_steps=WARM_UP + steps + 1,
+                per_device_train_batch_size=BATCH,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+            ),
+            train_dataset=rows,
+            callbacks=[hf_lowprec.LowPrecisionCallback(log_lost_updates=log_lost_updates, report=False), recorder],
+        ).train()
+    times = recorder.times()
+    name = f"adamw_bf16_kahan under Trainer, {'with' if log_lost_updates else 'without'} lost_updates"
+    return summary(model_name, name, model, times[::2], times[1::2])
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure all combinations and print them; write them to a file if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=120, help="an even number")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     results = [measure(model, optimizer, options.steps) for model in MODELS for optimizer in OPTIMIZERS]
-    results += [measure_under_trainer(model, options.steps) for model in MODELS]
+    results += [measure_under_trainer(model, options.steps, log) for model in MODELS for log in (False, True)]
     for result in results:
         shares = ", ".join(f"{share:.2%} at {n}" for n, share in result["share of a step by interval"].items())
         low, high = result["95% of the share at 1"]

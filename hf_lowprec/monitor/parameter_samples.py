@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-SAMPLED_SHARE = 1 / 128
+SAMPLED_SHARE = 1 / 256
 """The share of all elements that is sampled, so that a measurement is a small part of a step of any model.
 
 Each sampled element is read from a cache line of its own, which makes it as expensive as a dozen elements of a step;

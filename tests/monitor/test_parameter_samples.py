@@ -63,5 +63,5 @@ def test_the_budget_is_shared_by_all_tensors():
     assert row_size(1, 10**9) == LARGEST
     assert row_size(300, 10**9) == MOST // 300
     assert row_size(20, 10**4) == FEWEST // 20
-    assert row_size(20, 128 * 20_000) == 1000
+    assert row_size(20, 256 * 20_000) == 1000
     assert row_size(10**6, 10**9) == SMALLEST
