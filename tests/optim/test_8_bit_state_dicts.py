@@ -86,7 +86,7 @@ def test_states_keep_their_dtype_and_options_are_those_of_the_checkpoint():
         ),
         (
             lambda state: state.update(compensation=state["compensation"].to(INT8)),
-            ["compensation of parameter 0 was saved in floating point and is int8"],
+            ["compensation of parameter 0 has dtype torch.int8; it must be bfloat16 or float32"],
         ),
     ],
 )
