@@ -53,8 +53,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
+    if not is_sharded(tensor):
+        return tensor
     with torch.no_grad():
-        shard: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return shard
 
 
