@@ -1,7 +1,11 @@
 """Numbers, counts, weights and positions among the arguments of a cast model arrive as they are, and it trains."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,14 +261,30 @@ def test_compiled() -> None:
     compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
     assert torch.equal(compiled(**batch), model(**batch))
     assert torch.equal(compiled(**batch), model(**batch))
-    torch.compiler.reset()
-    fresh, _ = built("EDM")
-    cast_model(fresh)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling it with fullgraph"):
-        torch.compile(fresh, backend="eager", fullgraph=True)(**batch)
-    torch.compiler.reset()
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)  # after a call without it
-    assert torch.equal(whole(**batch), model(**batch))
+
+
+FULLGRAPH = """
+import pytest, torch
+from hf_lowprec import cast_model
+from tests.casting.test_numbers import built
+model, batch = built("EDM")
+cast_model(model)
+with pytest.raises(torch._dynamo.exc.Unsupported, match="call the model once before compiling it with fullgraph"):
+    torch.compile(model, backend="eager", fullgraph=True)(**batch)
+torch.compiler.reset()
+model(**batch)
+whole = torch.compile(model, backend="eager", fullgraph=True)  # after a call without it
+assert torch.equal(whole(**batch), model(**batch))
+"""
+
+
+def test_compiled_as_one_graph() -> None:
+    """In a process of its own: what other tests have compiled decides how much of the model is traced again."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", FULLGRAPH], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_integer_timesteps_are_followed_by_name_and_dtype() -> None:
