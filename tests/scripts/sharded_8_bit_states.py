@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
-from tests.support.optim.backward_pass import backward
+from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.gathered import gathered
 from tests.support.processes.worlds import run_worlds
 
@@ -68,12 +68,7 @@ def check_agreement(
         for k, param in enumerate(full):
             param.grad = random(param.shape, 100 * step + k)
         grads = [distribute_tensor(param.grad, mesh, placements) for param in full]
-        if sharded.gradient_release:
-            backward(parts, grads)
-            assert sum(part.grad is not None for part in parts) == 1
-        else:
-            for part, grad in zip(parts, grads, strict=True):
-                part.grad = grad
+        give_gradients(sharded, parts, grads)
         whole.step()
         sharded.step()
     for param, part in zip(full, parts, strict=True):

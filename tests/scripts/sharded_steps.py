@@ -19,7 +19,7 @@ from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gr
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
-from tests.support.optim.backward_pass import backward
+from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
 
@@ -89,12 +89,7 @@ def check(
         for k, param in enumerate(full):
             param.grad = gradient(param.shape, step, k)
         grads = [distribute_tensor(param.grad, mesh, placements) for param in full]
-        if sharded.gradient_release:
-            backward(parts, grads)
-            assert sum(part.grad is not None for part in parts) == 1
-        else:
-            for part, grad in zip(parts, grads, strict=True):
-                part.grad = grad
+        give_gradients(sharded, parts, grads)
         whole.step()
         sharded.step()
         if monitors:
