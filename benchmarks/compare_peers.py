@@ -48,7 +48,7 @@ def measure_bytes(candidates: Sequence[Candidate], options: argparse.Namespace, 
 
 
 def measure_sharding(candidates: Sequence[Candidate], options: argparse.Namespace, seed: int) -> Measured:
-    """Whether sharding changes bits."""
+    """Compare the bits of sharded steps with those of whole tensors."""
     return dict(sharding_verdicts(candidates))
 
 
@@ -142,7 +142,7 @@ def _loss(losses: Sequence[float], exact: Sequence[float]) -> str:
 
 
 def _recorded(path: Path, versions: dict[str, str]) -> dict[str, Any]:
-    """What the file holds, or an empty result.
+    """Read an earlier result; a new, empty one if there is no file.
 
     Raises:
         SystemExit: it was measured with other versions.

@@ -1,4 +1,4 @@
-"""What all tests have in common: environment variables, which libraries read when they are imported, and fixtures."""
+"""Environment variables and fixtures of all tests. Libraries read the variables when they are imported."""
 
 import gc
 import os

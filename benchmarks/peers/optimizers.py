@@ -23,7 +23,7 @@ MODULES = {
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package of `MODULES` is installed."""
+    """Return whether a package of `MODULES` is installed."""
     return importlib.util.find_spec(MODULES[package]) is not None
 
 

@@ -117,7 +117,7 @@ class FusedGroupUpdates:
         return exact
 
     def _value(self, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """What weights and their low bits, as steps compute with them, hold together; FP64."""
+        """The FP64 values of weights and the low bits in `state`, both in the dtypes that steps compute with."""
         dtypes = self.fused_group.spec.tensors
         low_bits = {name: value.to(dtypes[name]) for name, value in state.items() if name in LOW_BITS_STATES}
         return fp64_value(weight, low_bits_state(low_bits))

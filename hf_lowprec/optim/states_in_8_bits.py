@@ -27,7 +27,7 @@ def scale_shape(shape: torch.Size) -> torch.Size:
 
 
 def holds_codes(name: str, dtype: torch.dtype) -> bool:
-    """Whether a state of this name and dtype is stored as codes, which have scales. An int8 remainder is not."""
+    """Return whether a state of this name and dtype is stored as codes with scales. An int8 remainder is not."""
     return dtype == torch.int8 and name not in LOW_BITS_STATES
 
 

@@ -50,7 +50,7 @@ FAULTS = {
     "triton, 'compile', functools.partial(compile_, fusion=True)": "contraction",
     "TritonRenderer, 'sqrt_rn', lambda self, value: f'tl.sqrt({value})'": "an approximation",
 }
-"""What is planted, and what the benchmark says about it."""
+"""Faults to plant, and the words that must report each."""
 
 
 def test_planted_faults_are_reported():
