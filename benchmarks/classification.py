@@ -10,6 +10,7 @@ as at the start: LayerNorms of the encoder, RMSNorms of a small Llama, after pre
 norms are 1.
 
     python benchmarks/classification.py
+    python benchmarks/classification.py --ways fp32,split,split-8bit,sr-8bit --norm-steps 0
     python benchmarks/classification.py --model google-bert/bert-base-uncased --task mrpc --length 128 --norm-steps 0
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from all_variants import ALL_VARIANTS
 from encoder.fine_tuning import Outcome, fine_tune
 from encoder.norms import Moving, norm_runs
 from encoder.pretraining import Pretraining, pretrained
@@ -37,7 +39,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hf_lowprec.demo.quiet_libraries import quiet_libraries
 from hf_lowprec.demo.report import json_text, variant_descriptions
 from hf_lowprec.demo.training import Settings
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.demo.variants import VARIANTS, Variant
 
 RESULTS = Path(__file__).parent / "results"
 WORK = Path(__file__).parent / ".cache" / "classification"
@@ -118,7 +120,7 @@ def accuracy_table(found: Sequence[Accuracy], by_seed: Sequence[dict[str, Outcom
         apart = max(largest_difference(runs[row.variant], runs["fp32"]) for runs in by_seed)
         same = row.variant == "fp32"
         cells = (
-            VARIANTS[row.variant].label,
+            ALL_VARIANTS[row.variant].label,
             over_seeds(row.accuracies, ".2%"),
             "" if same else over_seeds(row.differences, "+.2%"),
             over_seeds(row.losses, ".4f"),
@@ -148,7 +150,7 @@ def norm_table(runs: dict[str, dict[str, Outcome]]) -> str:
 
 
 def classify(
-    model: str, task: Task, settings: Settings, seeds: Sequence[int], work: Path, say: Say
+    variants: Sequence[Variant], model: str, task: Task, settings: Settings, seeds: Sequence[int], work: Path, say: Say
 ) -> list[dict[str, Outcome]]:
     """Run the first part.
 
@@ -158,15 +160,16 @@ def classify(
     by_seed = []
     for seed in seeds:
         runs = {}
-        for name, variant in VARIANTS.items():
+        for variant in variants:
             torch.manual_seed(seed)  # of the head
             encoder = AutoModelForSequenceClassification.from_pretrained(
                 model, num_labels=task.classes, dtype=torch.float32
             )
             with_seed = replace(settings, seed=seed)
-            runs[name] = fine_tune(variant, encoder, task.train, task.validation, with_seed, work / "trainer")
-            start, end = runs[name].accuracy
-            seconds = f"{runs[name].seconds:.0f} s of training"
+            run = fine_tune(variant, encoder, task.train, task.validation, with_seed, work / "trainer")
+            runs[variant.name] = run
+            start, end = run.accuracy
+            seconds = f"{run.seconds:.0f} s of training"
             say(f"seed {seed}, {variant.label}: accuracy {start:.4f} → {end:.4f}, {seconds}")
         by_seed.append(runs)
     return by_seed
@@ -182,6 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Run, print the tables, write the numbers; returns the path of the file written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(ALL_VARIANTS)}")
     parser.add_argument("--steps", type=int, default=1000, help="of fine-tuning, per run (default 1000)")
     parser.add_argument("--batch-size", type=int, default=8, help="passages per step (default 8)")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="peak of fine-tuning (default 2e-5)")
@@ -219,13 +223,14 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     warmup = max(1, options.steps // 10)
     settings = Settings(options.steps, options.batch_size, options.learning_rate, "linear", warmup, 0)
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    variants = [ALL_VARIANTS[name] for name in options.ways.split(",")]
     tokenizer = AutoTokenizer.from_pretrained(model)
     task = (
         glue(options.task, tokenizer, options.length)
         if options.task
         else packages(tokenizer, options.length, options.passages)
     )
-    by_seed = classify(model, task, settings, seeds, options.work, say)
+    by_seed = classify(variants, model, task, settings, seeds, options.work, say)
     found = accuracies(by_seed)
     starts = [runs["fp32"].accuracy[0] for runs in by_seed]
     print(accuracy_table(found, by_seed))
@@ -254,10 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         },
         "settings": asdict(settings),
         "seeds": seeds,
-        "ways": variant_descriptions(),
+        "ways": variant_descriptions(variants),
         "accuracy": [asdict(row) for row in found],
         "largest_difference_of_training_loss": {
-            variant: [largest_difference(runs[variant], runs["fp32"]) for runs in by_seed] for variant in VARIANTS
+            variant.name: [largest_difference(runs[variant.name], runs["fp32"]) for runs in by_seed]
+            for variant in variants
         },
         "runs": [
             {"seed": seed, **{variant: asdict(run) for variant, run in runs.items()}}

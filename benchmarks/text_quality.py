@@ -28,40 +28,16 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from all_variants import ALL_VARIANTS
 from torch import nn
 
 from hf_lowprec.demo.quiet_libraries import quiet_libraries
 from hf_lowprec.demo.report import json_text, numbers, variant_descriptions
 from hf_lowprec.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
 from hf_lowprec.demo.training import train_variant
-from hf_lowprec.demo.variants import VARIANTS, Variant
+from hf_lowprec.demo.variants import VARIANTS
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def _in_8_bits(name: str, label: str, optim: str) -> Variant:
-    description = f'optim="{optim}" with state_dtype=int8'
-    return Variant(
-        f"{name}-8bit", f"{label}, 8-bit states", optim, True, torch.bfloat16, description, "state_dtype=int8"
-    )
-
-
-_FURTHER = (
-    Variant(
-        *("split", "BF16 split", "adamw_bf16_split", True, torch.bfloat16),
-        'optim="adamw_bf16_split": BF16 weights and remainders that make FP32 masters, state in BF16, norms in FP32',
-    ),
-    _in_8_bits("kahan", "BF16 Kahan", "adamw_bf16_kahan"),
-    _in_8_bits("split", "BF16 split", "adamw_bf16_split"),
-    Variant(
-        *("split24", "BF16 split24", "adamw_bf16_split24", True, torch.bfloat16),
-        'optim="adamw_bf16_split24": BF16 weights and remainders that make masters of 24 bits, state in BF16',
-    ),
-    _in_8_bits("split24", "BF16 split24", "adamw_bf16_split24"),
-    _in_8_bits("sr", "BF16 stochastic", "adamw_bf16_sr"),
-)
-WAYS = VARIANTS | {variant.name: variant for variant in _FURTHER}
-"""The variants that `--ways` takes: those of the demonstration, which it trains by default, and others."""
 
 PERTURBATION = 1e-3
 """Relative change of the first weights that tells one path of training from another."""
@@ -164,7 +140,7 @@ def markdown(recorded: Sequence[Numbers], apart: Sequence[float]) -> str:
         difference = f"{quality.difference:+.5f} ± {quality.difference_spread:.5f}"
         cells = (
             quality.stage,
-            WAYS[quality.variant].label,
+            ALL_VARIANTS[quality.variant].label,
             f"{quality.loss:.4f} ± {quality.spread:.4f}",
             *(("0", "0") if quality.variant == "fp32" else (difference, f"{quality.in_noise:+.2f}")),
             f"{100 * mean(run['lost_updates'] for run in runs):.1f}%",
@@ -217,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps per run (default 1000)")
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas (default 0,1,2)")
-    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(WAYS)}")
+    parser.add_argument("--ways", default=",".join(VARIANTS), help=f"fp32 and others of {', '.join(ALL_VARIANTS)}")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="multiplies all learning rates (default 1)")
     parser.add_argument("--paths", type=int, default=2, help="further FP32 pre-trainings per seed (default 2)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
@@ -230,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         print(markdown(*joined(options.join)))
         return None
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    variants = [WAYS[name] for name in options.ways.split(",")]
+    variants = [ALL_VARIANTS[name] for name in options.ways.split(",")]
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()

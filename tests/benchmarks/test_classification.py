@@ -153,3 +153,10 @@ def test_everything_runs_once(tmp_path, capsys):
     made = pretrained(Pretraining(steps=2, hidden=32, length=16), tmp_path / "encoder")
     assert weights.stat().st_mtime_ns == stamp
     assert json_text(made) == json_text(found["pretraining"])
+    # Other variants, with the same encoder.
+    chosen = ["--ways", "fp32,split-8bit", "--norm-steps", "0"]
+    found = json.loads(main([*sizes, *small, *folders, *chosen]).read_text())
+    assert weights.stat().st_mtime_ns == stamp
+    assert set(found["ways"]) == set(found["runs"][0]) - {"seed"} == {"fp32", "split-8bit"}
+    assert "state_dtype=int8" in found["ways"]["split-8bit"]["what"]
+    assert "| BF16 split, 8-bit states |" in capsys.readouterr().out
