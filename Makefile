@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu clean
+.PHONY: help .venv drawings demo test test-fast test-distributed test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ bench: $(STAMP) ## optimizer step time on this machine
 # Not through .venv's stamp: a GPU machine may bring its own torch, and no network to install another one from.
 bench-gpu: ## step time and training on this machine's GPU, beside other optimizers, in nine minutes
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_step.py $(ARGS)
+
+report-gpu: ## test-gpu and bench-gpu in ten minutes, packed into one file to send back
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
 clean: ## remove caches and build products; .venv and results stay
 	@rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
