@@ -370,15 +370,10 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
     if param.dtype != torch.float32:
         return
     for name in AUXILIARY_STATES.keys() & state.keys():
-        popped = f"optimizer.state[param].pop({name!r})"
-        joined = {
-            "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
-            "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
-            "remainder8": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int() << 8))",
-        }
+        joined = f"hf_lowprec.rounding.fp32_value(param.data, optimizer.state[param].pop({name!r}))"
         raise ValueError(
             f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "
-            f"{joined[name]}, or build a new optimizer"
+            f"Join both, param.data.copy_({joined}), or build a new optimizer"
         )
 
 
