@@ -14,7 +14,7 @@ from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.validation import state_dtype
+from hf_lowprec.optim.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
 
 STOCK = ("adamw_torch", "adamw_torch_fused")

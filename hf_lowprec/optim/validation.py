@@ -406,16 +406,3 @@ def raise_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn
         f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was resized or moved "
         "after its first step; build a new optimizer, or change its state accordingly"
     )
-
-
-def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
-    """The dtype of the state `name` of a parameter of `param_dtype` in `group`."""
-    if param_dtype == torch.float32:
-        return torch.float32
-    requested = group["state_dtype"]
-    for state in MODES[group["rounding"]].auxiliary:
-        if state.name == name and state.dtype is not None:
-            return state.dtype
-    if isinstance(requested, Mapping):
-        return requested.get(name, torch.bfloat16)
-    return requested or torch.bfloat16
