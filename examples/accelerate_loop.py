@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--text", default="my.txt", help="a text file")
     parser.add_argument("--block", type=int, default=512, help="tokens per sequence")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--rounding", choices=["kahan", "stochastic", "nearest"], default="kahan")
+    parser.add_argument("--rounding", choices=["split", "kahan", "stochastic", "nearest"], default="split")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--output", type=Path, default=Path("out"))
     parser.add_argument("--smoke", action="store_true", help="train a tiny model, within a minute")
@@ -42,7 +42,7 @@ def main() -> None:
     data = blocks(tokenizer(Path(options.text).read_text())["input_ids"], options.block)
 
     accelerator = Accelerator()
-    accelerator.print(hf_lowprec.cast_model(model, keep_low_bits=options.rounding == "kahan"))
+    accelerator.print(hf_lowprec.cast_model(model, keep_low_bits=options.rounding in ("split", "kahan")))
     optimizer = hf_lowprec.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01, rounding=options.rounding)
     loader = DataLoader(data, batch_size=8, shuffle=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) * options.epochs)
@@ -60,7 +60,7 @@ def main() -> None:
             if step % 20 == 0 or step == len(loader) - 1:
                 accelerator.print(f"epoch {epoch} step {step:>4}  loss {loss.item():.4f}")
 
-    # On every rank; rank 0 writes. Weight plus compensation in FP32, and the same rounded to BF16 for serving.
+    # On every rank; rank 0 writes. The FP32 weights, remainders included, and the same rounded to BF16 for serving.
     fp32, bf16 = options.output / "fp32", options.output / "bf16"
     hf_lowprec.save_pretrained(model, optimizer, fp32, processing_class=tokenizer)
     hf_lowprec.save_pretrained(model, optimizer, bf16, processing_class=tokenizer, dtype="bfloat16")

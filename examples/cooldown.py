@@ -1,11 +1,12 @@
-"""Pre-train with stochastic rounding, and switch to Kahan summation while the learning rate decays.
+"""Pre-train with stochastic rounding, and switch to split weights while the learning rate decays.
 
     python examples/cooldown.py --model HuggingFaceTB/SmolLM2-135M --text my.txt --max_steps 10000 --output_dir out
     python examples/cooldown.py --smoke
 
 A stochastically rounded weight scatters around its exact value by the spacing of BF16 numbers, which matters once steps
 are small. So the last `--cooldown` share of the steps, in which a warmup-stable-decay schedule lowers the learning
-rate, runs with a compensation, which takes 2 more bytes per parameter. A run resumes on either side of the switch.
+rate, runs with FP32 weights, whose remainders take 2 more bytes per parameter. A run resumes on either side of the
+switch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main() -> None:
         parser.set_defaults(**smoke.ARGUMENTS, block=128)
     args, options = parser.parse_args_into_dataclasses()
     args.lr_scheduler_kwargs = {"num_decay_steps": round(args.max_steps * options.cooldown)}
-    args.optim_args = f"rounding=stochastic:{1 - options.cooldown}|kahan"
+    args.optim_args = f"rounding=stochastic:{1 - options.cooldown}|split"
 
     if options.smoke:
         options.model, options.text = smoke.causal_lm(args.output_dir), smoke.text()

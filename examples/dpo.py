@@ -4,8 +4,8 @@
     python examples/dpo.py --smoke
 
 The dataset, a name on the hub or a folder, has the columns `prompt`, `chosen` and `rejected`. Every field of TRL's
-`DPOConfig` is an option; its learning rate is 1e-6 by default, far below what a BF16 weight can store without Kahan
-summation. Needs `pip install trl`.
+`DPOConfig` is an option; its learning rate is 1e-6 by default, far below what a BF16 weight can store without its
+remainder. Needs `pip install trl`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((DPOConfig, Options))
-    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_kahan")
+    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_split")
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)
     args, options = parser.parse_args_into_dataclasses()

@@ -39,7 +39,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
     parser.set_defaults(
-        eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=2e-5, warmup_steps=10, logging_steps=10
+        eval_on_start=True, optim="adamw_bf16_split", learning_rate=2e-5, warmup_steps=10, logging_steps=10
     )
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with LoRA by TRL and PEFT: a frozen BF16 model, BF16 adapters trained with Kahan summation.
+"""Supervised fine-tuning with LoRA by TRL and PEFT: a frozen BF16 model, BF16 adapters trained as split FP32 weights.
 
     python examples/lora_sft.py --model HuggingFaceTB/SmolLM2-135M --dataset my-data --output_dir out
     python examples/lora_sft.py --smoke
@@ -31,7 +31,7 @@ class Options:
 
 def main() -> None:
     parser = HfArgumentParser((SFTConfig, Options))
-    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=2e-4, warmup_steps=10)
+    parser.set_defaults(eval_on_start=True, optim="adamw_bf16_split", learning_rate=2e-4, warmup_steps=10)
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS | {"learning_rate": 1e-2})
     args, options = parser.parse_args_into_dataclasses()

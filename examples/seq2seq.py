@@ -36,7 +36,7 @@ class Options:
 def main() -> None:
     parser = HfArgumentParser((Seq2SeqTrainingArguments, Options))
     parser.set_defaults(
-        eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=1e-4, warmup_steps=10, logging_steps=10
+        eval_on_start=True, optim="adamw_bf16_split", learning_rate=1e-4, warmup_steps=10, logging_steps=10
     )
     if "--smoke" in sys.argv:
         parser.set_defaults(**smoke.ARGUMENTS)

@@ -41,7 +41,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main() -> None:
     parser = HfArgumentParser((TrainingArguments, Options))
     parser.set_defaults(
-        eval_on_start=True, optim="adamw_bf16_kahan", learning_rate=5e-5, warmup_steps=10, logging_steps=10
+        eval_on_start=True, optim="adamw_bf16_split", learning_rate=5e-5, warmup_steps=10, logging_steps=10
     )
     parser.set_defaults(remove_unused_columns=False)  # `image` is what the transform reads
     if "--smoke" in sys.argv:

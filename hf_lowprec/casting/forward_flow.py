@@ -1,7 +1,7 @@
 """Follow layers' outputs through the source of a `forward`, to torch's losses and to code that needs equal dtypes.
 
-The source is evaluated abstractly: a value is described by the layers that it is computed from, and by whether it may
-have 16 bits. Code that is not understood is assumed to need equal dtypes.
+The source is evaluated abstractly, see `source_evaluation.py`: a value is described by the layers that it is computed
+from, and by whether it may have 16 bits. Code that is not understood is assumed to need equal dtypes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.argument_roles import role_of
+from hf_lowprec.casting.flow_values import PLAIN, Value, any_of, promoted
 from hf_lowprec.casting.forward_code import TORCH_LOSSES
 from hf_lowprec.casting.fp32_rules.losses import is_loss
 from hf_lowprec.casting.module_tree import join
+from hf_lowprec.casting.source_evaluation import Environment, NotUnderstood, SourceEvaluation
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 
@@ -59,32 +61,8 @@ INHERITED_FORWARD = "super().forward"
 _LOSSES = TORCH_LOSSES | {"binary_cross_entropy_with_logits", "kl_div"}
 
 
-@dataclass(frozen=True)
-class _Value:
-    """Facts about a value in `forward`."""
-
-    layers: frozenset[str] = frozenset()  # whose FP32 copies it is computed from
-    is_16_bit: bool = False  # whether it may be a 16-bit tensor
-    module: str | None = None  # the qualified name of the module that it is
-    loss: str | None = None  # the name of the torch loss that it is
-    tensor: str | None = None  # the qualified name of the parameter or buffer that it is
-
-    def __or__(self, other: _Value) -> _Value:
-        """One of two values, depending on the path taken."""
-        same = self if (self.module, self.loss, self.tensor) == (other.module, other.loss, other.tensor) else _Value()
-        return replace(same, layers=self.layers | other.layers, is_16_bit=self.is_16_bit or other.is_16_bit)
-
-
-_PLAIN = _Value()
-_Environment = dict[str, _Value]  # local variable -> its value
-
-
-class NotUnderstood(Exception):
-    """The code has statements or expressions that are not evaluated."""
-
-
 @dataclass
-class ForwardFlow:
+class ForwardFlow(SourceEvaluation):
     """One evaluation of a `forward`, in which all layers but the excluded ones return FP32 copies."""
 
     module: nn.Module
@@ -105,8 +83,8 @@ class ForwardFlow:
         self.self_name = arguments.args[0].arg
         names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         names += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
-        env = {a.arg: _Value(is_16_bit=role_of(a.arg, 2) in ("activation", "mask")) for a in names}
-        env[self.self_name] = _Value(module="")
+        env = {a.arg: Value(is_16_bit=role_of(a.arg, 2) in ("activation", "mask")) for a in names}
+        env[self.self_name] = Value(module="")
         self.execute(function.body, env)
 
     def is_16_bit(self, tensor: Tensor) -> bool:
@@ -115,187 +93,33 @@ class ForwardFlow:
     def has_16_bits(self, module: nn.Module) -> bool:
         return any(self.is_16_bit(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
-    def exclude(self, values: Iterable[_Value]) -> None:
+    def exclude(self, values: Iterable[Value]) -> None:
         for value in values:
             self.excluded |= value.layers
             if value.tensor is not None:
                 self.bound_tensors.add(value.tensor)
 
-    # Statements
-
-    def execute(self, statements: Sequence[ast.stmt], env: _Environment) -> None:
-        for statement in statements:
-            self.statement(statement, env)
-
-    def statement(self, node: ast.stmt, env: _Environment) -> None:
-        match node:
-            case ast.Expr(value) | ast.Assert(value):
-                self.value(value, env)
-            case ast.Return(value):
-                self.value(value, env)
-            case ast.Assign(targets, value):
-                self.assign_all(targets, value, env)
-            case ast.AnnAssign(target, _, value):
-                if value is not None:
-                    self.assign_all([target], value, env)
-            case ast.AugAssign(target, op, value):
-                read = ast.copy_location(ast.BinOp(_as_read(target), op, value), node)
-                self.assign_all([target], read, env)
-            case ast.If(test, body, orelse):
-                self.value(test, env)
-                self.branches([body, orelse], env)
-            case ast.For(target, iterable, body, orelse):
-                items = self.value(iterable, env)
-                for _ in range(2):  # what one round assigns, the next one reads
-                    before = dict(env)
-                    self.assign(target, items, env)
-                    self.execute(body, env)
-                    _join(env, before)
-                self.execute(orelse, env)
-            case ast.While(test, body, orelse):
-                for _ in range(2):
-                    before = dict(env)
-                    self.value(test, env)
-                    self.execute(body, env)
-                    _join(env, before)
-                self.execute(orelse, env)
-            case ast.With(items=managers, body=body):
-                for manager in managers:
-                    entered = self.value(manager.context_expr, env)
-                    if manager.optional_vars is not None:
-                        self.assign(manager.optional_vars, entered, env)
-                self.execute(body, env)
-            case (
-                ast.Raise() | ast.Delete() | ast.Pass() | ast.Break() | ast.Continue() | ast.Import() | ast.ImportFrom()
-            ):
-                pass
-            case _:
-                raise NotUnderstood
-
-    def branches(self, bodies: Sequence[Sequence[ast.stmt]], env: _Environment) -> None:
-        """Execute each body from the same state, and go on with what either of them leaves."""
-        ends = []
-        for body in bodies:
-            after = dict(env)
-            self.execute(body, after)
-            if not (body and isinstance(body[-1], ast.Return | ast.Raise)):
-                ends.append(after)
-        for number, end in enumerate(ends):
-            if number:
-                _join(env, end)
-            else:
-                env.clear()
-                env.update(end)
-
-    def assign_all(self, targets: Sequence[ast.expr], value: ast.expr, env: _Environment) -> None:
-        for target in targets:
-            if (
-                isinstance(target, ast.Tuple)
-                and isinstance(value, ast.Tuple)
-                and len(target.elts) == len(value.elts)
-                and not any(isinstance(item, ast.Starred) for item in (*target.elts, *value.elts))
-            ):
-                values = [self.value(item, env) for item in value.elts]
-                for item, element in zip(target.elts, values, strict=True):
-                    self.assign(item, element, env)
-            else:
-                self.assign(target, self.value(value, env), env)
-
-    def assign(self, target: ast.expr, value: _Value, env: _Environment) -> None:
-        match target:
-            case ast.Name(name):
-                env[name] = value
-            case ast.Tuple(items) | ast.List(items):
-                for item in items:
-                    self.assign(item, value, env)
-            case ast.Starred(inner):
-                self.assign(inner, value, env)
-            case ast.Subscript(ast.Name(name), ast.Constant(str())):  # an entry of a dict
-                env[name] = env.get(name, _PLAIN) | value
-            case _:  # an attribute that other code reads, or a part of a tensor
-                self.exclude([value])
-
-    # Expressions
-
-    def value(self, node: ast.expr | None, env: _Environment) -> _Value:
-        match node:
-            case None | ast.Constant():
-                return _PLAIN
-            case ast.Name(name):
-                return env.get(name, _PLAIN)
-            case ast.Attribute(base, name):
-                return self.attribute(self.value(base, env), name)
-            case ast.Subscript(base, index):
-                self.value(index, env)
-                return self.value(base, env)
-            case ast.BinOp(left, op, right):
-                operands = [self.value(left, env), self.value(right, env)]
-                return self.product(operands) if isinstance(op, ast.MatMult) else _promoted(operands)
-            case ast.UnaryOp(_, operand) | ast.Starred(operand):
-                return self.value(operand, env)
-            case ast.NamedExpr(target, inner):
-                value = self.value(inner, env)
-                self.assign(target, value, env)
-                return value
-            case ast.BoolOp(_, operands):
-                return _any(self.value(operand, env) for operand in operands)
-            case ast.IfExp(test, body, orelse):
-                self.value(test, env)
-                return self.value(body, env) | self.value(orelse, env)
-            case ast.Compare(left, _, comparators):
-                for operand in (left, *comparators):
-                    self.value(operand, env)
-                return _PLAIN
-            case ast.Tuple(items) | ast.List(items) | ast.Set(items):
-                return _any(self.value(item, env) for item in items)
-            case ast.Dict(keys, values):
-                return _any(self.value(item, env) for item in (*keys, *values))
-            case ast.Slice(lower, upper, step):
-                return _any(self.value(item, env) for item in (lower, upper, step))
-            case ast.ListComp(element, loops) | ast.SetComp(element, loops) | ast.GeneratorExp(element, loops):
-                return self.comprehension([element], loops, env)
-            case ast.DictComp(key, element, loops):
-                return self.comprehension([key, element], loops, env)
-            case ast.JoinedStr(parts):
-                for part in parts:
-                    if isinstance(part, ast.FormattedValue):
-                        self.value(part.value, env)
-                return _PLAIN
-            case ast.Call(function, arguments, keywords):
-                return self.call(function, arguments, keywords, env)
-        raise NotUnderstood
-
-    def comprehension(
-        self, elements: Sequence[ast.expr], loops: Sequence[ast.comprehension], env: _Environment
-    ) -> _Value:
-        inner = dict(env)
-        for loop in loops:
-            self.assign(loop.target, self.value(loop.iter, inner), inner)
-            for test in loop.ifs:
-                self.value(test, inner)
-        return _any(self.value(element, inner) for element in elements)
-
-    def attribute(self, base: _Value, name: str) -> _Value:
+    def attribute(self, base: Value, name: str) -> Value:
         if base.module is None:
             if name in _PLAIN_ATTRIBUTES:
-                return _PLAIN
+                return PLAIN
             return base  # a view, a field of an output, or `dtype`, which stands for its tensor
         owner = self.module.get_submodule(base.module)
         if isinstance(owner._modules.get(name), nn.Module):
-            return _Value(module=join(base.module, name))
+            return Value(module=join(base.module, name))
         tensor = owner._parameters.get(name, owner._buffers.get(name, vars(owner).get(name)))
         if not isinstance(tensor, Tensor):
-            return _PLAIN
+            return PLAIN
         qualified_name = join(base.module, name) if name in owner._parameters or name in owner._buffers else None
-        return _Value(is_16_bit=self.is_16_bit(tensor), tensor=qualified_name)
+        return Value(is_16_bit=self.is_16_bit(tensor), tensor=qualified_name)
 
     def call(
         self,
         function: ast.expr,
         arguments: Sequence[ast.expr],
         keywords: Sequence[ast.keyword],
-        env: _Environment,
-    ) -> _Value:
+        env: Environment,
+    ) -> Value:
         positional = [self.value(argument, env) for argument in arguments]
         named = {keyword.arg or "**": self.value(keyword.value, env) for keyword in keywords}
         operands = [*positional, *named.values()]
@@ -304,9 +128,9 @@ class ForwardFlow:
             self.exclude(operands)
             self.exclude_below("")  # the layers that it calls
             if INHERITED_FORWARD in self.before:
-                return _Value(is_16_bit=True)
+                return Value(is_16_bit=True)
             self.layers.add(INHERITED_FORWARD)
-            return _Value(frozenset([INHERITED_FORWARD]))
+            return Value(frozenset([INHERITED_FORWARD]))
 
         base = None
         if isinstance(function, ast.Attribute) and not _is_namespace(function.value, env):
@@ -321,13 +145,13 @@ class ForwardFlow:
             return self.method(base.module, name, operands)
         if name in _LOSSES:
             if name[0].isupper():  # a loss module, which is called later
-                return replace(_any(operands), loss=name)
-            return self.loss(name, positional, named, _PLAIN)
+                return replace(any_of(operands), loss=name)
+            return self.loss(name, positional, named, PLAIN)
 
         if base is not None:
             operands = [base, *operands]
         if name in _PLAIN_RESULTS:
-            return _PLAIN
+            return PLAIN
         if name in _PRODUCTS:
             return self.product(operands)
         if name in _CONVERSIONS and base is not None:
@@ -335,11 +159,11 @@ class ForwardFlow:
         if name in ("float", "double") and base is not None:
             return replace(base, is_16_bit=False)
         if name in _SAME_DTYPE and operands:
-            return replace(_any(operands), is_16_bit=operands[0].is_16_bit)
+            return replace(any_of(operands), is_16_bit=operands[0].is_16_bit)
         if name in _PROMOTING:
-            return _promoted(operands)
+            return promoted(operands)
         if name in _CONTAINERS and isinstance(function, ast.Attribute | ast.Name):
-            combined = _any(operands)
+            combined = any_of(operands)
             if name in ("append", "extend") and isinstance(function, ast.Attribute):
                 if not isinstance(function.value, ast.Name):
                     self.exclude([combined])
@@ -347,7 +171,7 @@ class ForwardFlow:
                     env[function.value.id] = combined
             return combined
         if name.endswith("Output"):  # of a model
-            return _any(operands)
+            return any_of(operands)
         if name == "super":  # its other methods call layers of this module
             raise NotUnderstood
         return self.unknown(operands)
@@ -360,13 +184,13 @@ class ForwardFlow:
                 return len(owners) > 1 and owners[1].__module__.startswith("transformers.")
         return False
 
-    def unknown(self, operands: Sequence[_Value]) -> _Value:
+    def unknown(self, operands: Sequence[Value]) -> Value:
         """A call of code that is not evaluated. It may call the modules that it is given."""
         self.exclude(operands)
         for operand in operands:
             if operand.module is not None:
                 self.exclude_below(operand.module)
-        return _Value(is_16_bit=any(operand.is_16_bit or operand.module is not None for operand in operands))
+        return Value(is_16_bit=any(operand.is_16_bit or operand.module is not None for operand in operands))
 
     def exclude_below(self, path: str) -> None:
         """Exclude a module and everything in it."""
@@ -374,27 +198,27 @@ class ForwardFlow:
         names = [name for name, _ in self.module.named_modules() if name]
         self.excluded |= {name for name in names if name == path or name.startswith(start)}
 
-    def layer(self, path: str, operands: Sequence[_Value]) -> _Value:
+    def layer(self, path: str, operands: Sequence[Value]) -> Value:
         """A call of a module. It computes with its own weights, so it takes no copies, unless it is a loss."""
         module = self.module.get_submodule(path)
         if is_loss(module):
-            return _promoted(operands)
+            return promoted(operands)
         if not _computes(module):
             if type(module).__module__.startswith("torch."):  # an activation function or dropout
-                return _promoted(operands)
+                return promoted(operands)
             return self.unknown(operands)
         self.exclude(operands)
         if path in self.fp32_layers:
-            return _Value(frozenset([path]))
+            return Value(frozenset([path]))
         # A container stands for the layers in it, one of which is called.
         is_container = type(module).forward is nn.Module.forward
         parts = [f"{path}.{name}" for name in module._modules] if is_container else [path]
         names = [name for part in parts if (name := self.upcast_layer(part)) is not None]
         if len(names) < len(parts):
             self.excluded.update(names)
-            return _Value(is_16_bit=True)
+            return Value(is_16_bit=True)
         self.layers.update(names)
-        return _Value(frozenset(names))
+        return Value(frozenset(names))
 
     def upcast_layer(self, path: str) -> str | None:
         """The name under which a layer is listed; None if it returns 16 bits, or has several uses."""
@@ -405,23 +229,23 @@ class ForwardFlow:
         is_model = hasattr(type(module), "main_input_name")  # it has many outputs, and its own losses
         return None if len(uses) > 1 or is_model else path
 
-    def method(self, path: str, name: str, operands: Sequence[_Value]) -> _Value:
+    def method(self, path: str, name: str, operands: Sequence[Value]) -> Value:
         """A call of a method other than `forward`. The layers that its code names return 16 bits to it."""
         self.exclude(operands)
         owner = self.module.get_submodule(path)
         for attribute in _names_used(type(owner), name):
             if isinstance(owner._modules.get(attribute), nn.Module):
                 self.exclude_below(join(path, attribute))
-        return _Value(is_16_bit=True)
+        return Value(is_16_bit=True)
 
-    def product(self, operands: Sequence[_Value]) -> _Value:
+    def product(self, operands: Sequence[Value]) -> Value:
         """A product of tensors, which must all be copies, or else none of them."""
         if any(operand.is_16_bit for operand in operands):
             self.exclude(operands)
             self.in_products.update(*(operand.layers for operand in operands))
-        return _any(operands)
+        return any_of(operands)
 
-    def conversion(self, base: _Value, targets: Sequence[_Value], nodes: Sequence[ast.expr]) -> _Value:
+    def conversion(self, base: Value, targets: Sequence[Value], nodes: Sequence[ast.expr]) -> Value:
         """`base.to(…)`: FP32 if it is given FP32, or a device for a base that is FP32."""
         names = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
         if names & {"float", "float32", "double", "float64"}:
@@ -429,12 +253,12 @@ class ForwardFlow:
         if all("device" in name for name in names):
             return base
         if any(target.layers for target in targets):
-            self.exclude([base] if _any(targets).is_16_bit else [])
-            return _any(targets)
+            self.exclude([base] if any_of(targets).is_16_bit else [])
+            return any_of(targets)
         self.exclude([base])
         return replace(base, is_16_bit=True)
 
-    def loss(self, name: str, positional: Sequence[_Value], named: dict[str, _Value], constructed: _Value) -> _Value:
+    def loss(self, name: str, positional: Sequence[Value], named: dict[str, Value], constructed: Value) -> Value:
         """A call of one of torch's losses: it takes copies, with FP32 weights, and targets that it can mix with."""
         tensors = [*positional, *named.values()]
         if name in _PRODUCTS or name.startswith("Linear"):
@@ -456,42 +280,10 @@ class ForwardFlow:
             self.exclude(tensors)
         for value in (*tensors, constructed):
             self.reached |= value.layers
-        return replace(_any(tensors), tensor=None)
+        return replace(any_of(tensors), tensor=None)
 
 
-def _any(values: Iterable[_Value]) -> _Value:
-    """A value that holds several others, or is one of them."""
-    values = tuple(values)
-    modules = {value.module for value in values if value.module is not None}
-    tensors = {value.tensor for value in values if value.tensor is not None}
-    return _Value(
-        frozenset().union(*(value.layers for value in values)),
-        any(value.is_16_bit for value in values),
-        module=modules.pop() if len(modules) == 1 else None,
-        tensor=tensors.pop() if len(tensors) == 1 else None,
-    )
-
-
-def _promoted(values: Sequence[_Value]) -> _Value:
-    """The result of an elementwise operation: FP32 if an operand is certainly an FP32 copy."""
-    combined = _any(values)
-    return replace(
-        combined, tensor=None, is_16_bit=combined.is_16_bit and not any(v.layers and not v.is_16_bit for v in values)
-    )
-
-
-def _join(env: _Environment, other: _Environment) -> None:
-    """Let each variable have the value of either environment."""
-    for name, value in other.items():
-        env[name] = env[name] | value if name in env else value
-
-
-def _as_read(target: ast.expr) -> ast.expr:
-    """The expression that reads what an augmented assignment writes."""
-    return ast.parse(ast.unparse(target), mode="eval").body
-
-
-def _is_namespace(node: ast.expr, env: _Environment) -> bool:
+def _is_namespace(node: ast.expr, env: Environment) -> bool:
     """Return whether an expression is a Python module (`torch.nn.functional`): it does not start from a variable."""
     while isinstance(node, ast.Attribute):
         node = node.value

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.forward_flow import INHERITED_FORWARD, ForwardFlow, NotUnderstood
+from hf_lowprec.casting.forward_flow import INHERITED_FORWARD, ForwardFlow
+from hf_lowprec.casting.source_evaluation import NotUnderstood
 
 __all__ = ["INHERITED_FORWARD", "loss_predictions", "loss_weights", "multiplies_with_16_bits"]
 

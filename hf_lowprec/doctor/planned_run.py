@@ -9,18 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
 
-from hf_lowprec.doctor.predicted_rounding import (
-    COMPENSATION,
-    MASTER_WEIGHT,
-    MASTER_WEIGHT_OF_24,
-    WEIGHT_ITSELF,
-    Storage,
-)
+from hf_lowprec.doctor.predicted_rounding import COMPENSATION, Storage
 from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.validation import state_dtype
+from hf_lowprec.optim.state_tensors import state_dtype
+from hf_lowprec.rounding import MODES
 
 STOCK = ("adamw_torch", "adamw_torch_fused")
 """Names of transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
@@ -65,16 +60,13 @@ class PlannedRun(NamedTuple):
     def storage(self, mode: str) -> Storage:
         """The storage of updates with `mode`.
 
-        Only a requested Kahan summation has another state rounding than the default.
+        Only a requested compensation has another state rounding than the default.
         """
-        if mode == "kahan":
-            requested = any(phase.mode == "kahan" for phase in self.rounding.phases)
+        declared = MODES[mode]
+        if declared.has_compensation:
+            requested = any(phase.mode == mode for phase in self.rounding.phases)
             return Storage(COMPENSATION, stochastic=not requested or self.state_rounding == "stochastic")
-        if mode == "split":
-            return Storage(MASTER_WEIGHT, stochastic=False)
-        if mode == "split24":
-            return Storage(MASTER_WEIGHT_OF_24, stochastic=True)
-        return Storage(WEIGHT_ITSELF, stochastic=mode == "stochastic")
+        return Storage(((2.0**-declared.remainder_bits, 1.0),), stochastic=declared.random)
 
 
 def plan_run(

@@ -17,7 +17,7 @@ ratio of the two sums' roots is the *noise* of a run.
 spacing is `s/512` for half of the weights, `s/1024` for a quarter, and so on. It is rounded like a weight of that
 spacing: stochastically, or to nearest with `state_rounding="nearest"`.
 
-**Split weights** are rounded to nearest as FP32 numbers are: their spacing is `s/65536`.
+**Split weights** are rounded as numbers of more bits are: with a remainder of `n` bits, their spacing is `s/2^n`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from hf_lowprec.doctor.update_sizes import Directions
 from hf_lowprec.doctor.weight_spacings import magnitudes
 from hf_lowprec.rounding.spacing import spacings_by_exponent
 
-WEIGHT_ITSELF = ((1.0, 1.0),)
-MASTER_WEIGHT = ((2.0**-16, 1.0),)
-MASTER_WEIGHT_OF_24 = ((2.0**-8, 1.0),)
 COMPENSATION = ((2.0**-9, 0.5), (2.0**-10, 0.25), (2.0**-11, 0.125), (2.0**-12, 0.125))
 
 

@@ -15,6 +15,7 @@ from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, at_initial_val
 from hf_lowprec.inspection.tensor_facts import TensorFacts
 from hf_lowprec.inspection.two_checkpoints import Comparison
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -89,7 +90,8 @@ def _lines_on_optimizer(facts: CheckpointFacts) -> Iterator[str]:
     if nbytes:
         states = (f"{name} in {dtype} {size(total)}" for (name, dtype), total in nbytes.items())
         compensated = sum(state.compensation for state in facts.states)
-        split = any(name.startswith("remainder") for state in facts.states for name in state.dtypes)
+        stored = (pair for state in facts.states for pair in state.dtypes.items())
+        split = any(name in LOW_BITS_STATES and not dtype.is_floating_point for name, dtype in stored)
         kind = "remainder" if split else "compensation"
         kept = f"{kind} of {counted(compensated, 'tensor')}" if compensated else f"no {kind}"
         yield f"Optimizer state: {', '.join(states)}; {kept}."

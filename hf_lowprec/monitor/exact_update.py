@@ -96,7 +96,7 @@ class FusedGroupUpdates:
             weight=weight,
             stored=self._value(weight, state),
             update=update.double(),
-            random_weights=MODES[spec.rounding].random or "compensation" in stochastic,
+            random_weights=MODES[spec.rounding].random or not stochastic.isdisjoint(LOW_BITS_STATES),
             random_states=not stochastic.isdisjoint(SECOND_MOMENTS),
         )
         for name in SECOND_MOMENTS:

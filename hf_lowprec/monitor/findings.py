@@ -19,7 +19,7 @@ from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES
 
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
@@ -215,7 +215,7 @@ def _describe(evidence: Evidence) -> str:
 def _remedy(optimizer: torch.optim.Optimizer) -> str:
     if not isinstance(optimizer, LowPrecisionOptimizer):
         return f"Use {_ours(optimizer)}, which stores all of them"
-    if {group["rounding"] for group in optimizer.param_groups} == {"kahan"}:
+    if all(MODES[group["rounding"]].has_compensation for group in optimizer.param_groups):
         return "Remove state_rounding='nearest', with which the compensation loses them"
     return "Use rounding='split' or 'kahan', which store all of them"
 

@@ -7,7 +7,6 @@ of the optimizer call both, so what is measured is what really happened, whateve
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -16,25 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.diagnostics.finding import Finding
-from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
 from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.exact_update import FusedGroupUpdates
 from hf_lowprec.monitor.findings import ENOUGH_MEASUREMENTS, Evidence, find
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.parameter_block import ParameterBlock
-from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
+from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.replayed_update import (
     ReplayedUpdates,
     ReplayRefused,
-    is_elementwise,
     is_refuted,
     refusal,
     state_signature,
 )
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
+from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
@@ -46,7 +43,6 @@ REMEMBERED = 0.97
 """The factor by which earlier measurements of the weight decay lose weight; some thirty of them count."""
 
 _DECAY = slice(COLUMN["weight_decay_square"], COLUMN["weight_decay_square"] + len(SLOPE_SUMS))
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +142,7 @@ class PrecisionMonitor:
             Evidence(
                 optimizer=self.optimizer,
                 precision=precision,
-                dtypes=[param.dtype for param in self._params],
+                dtypes=[param.dtype for param in self._watched.params],
                 gradients=self._gradients,
                 uncast_matrices=self._uncast_matrices,
             )
@@ -176,45 +172,13 @@ class PrecisionMonitor:
     def _release(self) -> GradientRelease | None:
         return gradient_release_of(self.optimizer)
 
-    # What is watched.
-
     def _watch_parameters(self) -> None:
-        """Take the parameters that the optimizer has now, and their weights as those at the beginning."""
-        self._params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
-        self._row = {param: row for row, param in enumerate(self._params)}
-        self._names, self._kinds = _names_and_kinds(self.optimizer, self.model)
-        self._size = row_size(len(self._params), sum(param.numel() for param in self._params))
-        self._gradients = GradientRecord(self._names, self._params, self.model)
-        self._decay = torch.zeros(len(self._params), len(SLOPE_SUMS), dtype=torch.float64)
+        """Watch the parameters that the optimizer has now."""
+        self._watched = WatchedParameters(self.optimizer, self.model)
+        params, names = self._watched.params, self._watched.names
+        self._gradients = GradientRecord(names, params, self.model)
+        self._decay = torch.zeros(len(params), len(SLOPE_SUMS), dtype=torch.float64)
         self._blocks: dict[Any, ParameterBlock] = {}
-        self._first_weights: dict[int, Tensor] = {}
-        self._first_compensations: dict[int, Tensor] = {}
-        for rows in self._alike(range(len(self._params))):
-            shards = [local_shard(self._params[row]) for row in rows]
-            matrix = ParameterSamples(shards, self._size).gather(shards)
-            self._first_weights |= zip(rows, matrix.unbind(), strict=True)
-
-    def _alike(self, rows: Any, *keys: Any) -> list[list[int]]:
-        """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for row in rows:
-            param = self._params[row]
-            groups[(param.dtype, param.device, sharding_of(param), *(key[row] for key in keys))].append(row)
-        return list(groups.values())
-
-    def _record_first_compensations(self) -> None:
-        """After the first step: take the compensations as those at the beginning, where there are none yet."""
-        states = {row: self.optimizer.state.get(param, {}) for param, row in self._row.items()}
-        for name in COMPENSATIONS:
-            new = [
-                row
-                for row, state in states.items()
-                if row not in self._first_compensations and is_elementwise(state.get(name), self._params[row])
-            ]
-            for rows in self._alike(new):
-                shards = [local_shard(states[row][name]) for row in rows]
-                matrix = ParameterSamples(shards, self._size).gather(shards)
-                self._first_compensations |= zip(rows, matrix.unbind(), strict=True)
 
     # The hooks.
 
@@ -271,7 +235,7 @@ class PrecisionMonitor:
         if has_closure or _is_capturing():
             return
         groups = self.optimizer.param_groups
-        if len(self._params) != sum(len(group["params"]) for group in groups):
+        if len(self._watched.params) != sum(len(group["params"]) for group in groups):
             self._watch_parameters()
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
@@ -296,17 +260,17 @@ class PrecisionMonitor:
                 self._blocks = running.blocks_of_groups
                 self._add_unstepped(running.stepped, running)
                 # Of the gradients that are there now, only those that the optimizer does not step were never released.
-                count = len(self._params)
+                count = len(self._watched.params)
                 running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
             for block in running.blocks:
-                sums = block.sums(self._first_weights, self._first_compensations)
+                sums = block.sums(self._watched.first_weights, self._watched.first_compensations)
                 if self.across_ranks:
                     sum_over_shards(sums, block.sharding)
                 running.results.append((block.rows, sums))
                 block.exact = block.weight = block.grad_seen = None
             self._finished = running
         if self.steps == 1 and not _is_capturing():
-            self._record_first_compensations()
+            self._watched.record_first_compensations()
 
     def _check_replay(self, running: _Measurement) -> None:
         """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
@@ -334,11 +298,11 @@ class PrecisionMonitor:
         """Compute the exact updates of the parameters of a plan, for which `prepare_step` was called."""
         for backend_step in plan.backend_steps:
             fused_group = backend_step.fused_group
-            rows = [self._row[entry.param] for entry in fused_group.entries]
+            rows = [self._watched.row[entry.param] for entry in fused_group.entries]
             running.stepped.update(rows)
             block = self._blocks.get(fused_group)
             if block is None:
-                samples = ParameterSamples(fused_group.weights, self._size)
+                samples = ParameterSamples(fused_group.weights, self._watched.sample_size)
                 measured = fused_group.spec.param_dtype in self.dtypes
                 updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
                 block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
@@ -353,25 +317,25 @@ class PrecisionMonitor:
     def _prepare_replay(self, running: _Measurement) -> None:
         """Compute the exact updates of any other optimizer."""
         group_of = [group for group in self.optimizer.param_groups for _ in group["params"]]
-        with_grad = [row for row, param in enumerate(self._params) if param.grad is not None]
-        measured = [row for row in with_grad if self._params[row].dtype in self.dtypes]
+        with_grad = [row for row, param in enumerate(self._watched.params) if param.grad is not None]
+        measured = [row for row in with_grad if self._watched.params[row].dtype in self.dtypes]
         signatures: dict[int, Any] = dict.fromkeys(with_grad)
         if self.refusal is None:
             try:
                 for row in measured:
-                    param = self._params[row]
+                    param = self._watched.params[row]
                     signatures[row] = param.grad.dtype, state_signature(self.optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
             except ReplayRefused as error:
                 self._refuse(str(error))
         blocks: dict[Any, ParameterBlock] = {}
-        for rows in self._alike(with_grad, list(map(id, group_of)), signatures):
-            params = [self._params[row] for row in rows]
+        for rows in self._watched.alike(with_grad, list(map(id, group_of)), signatures):
+            params = [self._watched.params[row] for row in rows]
             is_measured = params[0].dtype in self.dtypes
             key = (tuple(rows), self.refusal is None and is_measured)
             block = self._blocks.get(key)
             if block is None:
                 weights = list(map(local_shard, params))
-                samples = ParameterSamples(weights, self._size)
+                samples = ParameterSamples(weights, self._watched.sample_size)
                 updates = ReplayedUpdates(self.optimizer, params, group_of[rows[0]], samples) if key[1] else None
                 block = ParameterBlock(rows, weights, samples, sharding_of(params[0]), updates)
             blocks[key] = block
@@ -393,12 +357,14 @@ class PrecisionMonitor:
 
     def _add_unstepped(self, stepped: set[int], running: _Measurement) -> None:
         """Add blocks of the parameters that have no gradient in this step."""
-        for rows in self._alike(row for row in range(len(self._params)) if row not in stepped):
+        for rows in self._watched.alike(row for row in range(len(self._watched.params)) if row not in stepped):
             key = ("unstepped", *rows)
             if key not in self._blocks:
-                weights = [local_shard(self._params[row]) for row in rows]
-                samples = ParameterSamples(weights, self._size)
-                self._blocks[key] = ParameterBlock(rows, weights, samples, sharding_of(self._params[rows[0]]), None)
+                weights = [local_shard(self._watched.params[row]) for row in rows]
+                samples = ParameterSamples(weights, self._watched.sample_size)
+                self._blocks[key] = ParameterBlock(
+                    rows, weights, samples, sharding_of(self._watched.params[rows[0]]), None
+                )
             running.blocks.append(self._blocks[key])
 
     # The result.
@@ -407,7 +373,7 @@ class PrecisionMonitor:
         """Turn sums into numbers; None if the step was skipped."""
         if finished.enabled is not None and not bool(finished.enabled):
             return None
-        table = torch.zeros(len(self._params), len(SUMS), dtype=torch.float64)
+        table = torch.zeros(len(self._watched.params), len(SUMS), dtype=torch.float64)
         for rows, sums in finished.results:
             table[rows] = sums.cpu()
         if finished.with_decay:
@@ -420,7 +386,7 @@ class PrecisionMonitor:
         nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
         self._gradients.add(finished.gradients, nonzero)
         rate = max(map(float, finished.learning_rates), default=None)
-        return StepPrecision(finished.number, table, self._names, self._kinds, rate)
+        return StepPrecision(finished.number, table, self._watched.names, self._watched.kinds, rate)
 
 
 class _Measurement:
@@ -450,25 +416,6 @@ class _Measurement:
         self.stepped: set[int] = set()
         self.results: list[tuple[list[int], Tensor]] = []
         self.enabled: Tensor | None = None
-
-
-def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], list[str]]:
-    """The name and the kind of each parameter, in the optimizer's order."""
-    named = {} if model is None else {param: _plain_name(name) for name, param in model.named_parameters()}
-    names = [
-        named.get(param, f"param_groups[{g}]['params'][{k}]")
-        for g, group in enumerate(optimizer.param_groups)
-        for k, param in enumerate(group["params"])
-    ]
-    kinds = parameter_kinds({name: param.shape for param, name in named.items()})
-    return names, [kinds.get(name, "other") for name in names]
-
-
-def _plain_name(name: str) -> str:
-    """A parameter's name without the wrappers of DDP, torch.compile and activation checkpointing."""
-    for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name
 
 
 def _is_capturing() -> bool:

@@ -72,7 +72,7 @@ def _store_rounded(
     weight = shard.contiguous().view(-1)
     for part, index in chunks(param):
         exact = values(weight[part], part, index)
-        if group["rounding"] == "stochastic":
+        if MODES[group["rounding"]].random:
             bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
             weight[part] = round_stochastic(exact, bits).to(weight.dtype)
         else:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import shard_length
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, holds_codes, scale_shape
-from hf_lowprec.rounding import State
+from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -64,9 +63,22 @@ def state_tensors(
     return tensors
 
 
+def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
+    """The dtype of the state `name` of a parameter of `param_dtype` in `group`."""
+    if param_dtype == torch.float32:
+        return torch.float32
+    requested = group["state_dtype"]
+    for state in MODES[group["rounding"]].auxiliary:
+        if state.name == name and state.dtype is not None:
+            return state.dtype
+    if isinstance(requested, Mapping):
+        return requested.get(name, torch.bfloat16)
+    return requested or torch.bfloat16
+
+
 def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
     """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
-    dtype = validation.state_dtype(state.name, param.dtype, group)
+    dtype = state_dtype(state.name, param.dtype, group)
     return torch.bfloat16 if holds_codes(state.name, dtype) and why_not_8_bits(state, param) else dtype
 
 
@@ -80,7 +92,7 @@ def why_not_8_bits(state: State, param: Tensor) -> str | None:
 def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
     """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
     states = optimizer.stored_states(group, param.dtype)
-    wanted = (s for s in states if holds_codes(s.name, validation.state_dtype(s.name, param.dtype, group)))
+    wanted = (s for s in states if holds_codes(s.name, state_dtype(s.name, param.dtype, group)))
     reasons = (why_not_8_bits(state, param) for state in wanted)
     return [reason for reason in reasons if reason is not None]
 

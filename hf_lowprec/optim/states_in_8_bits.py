@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
-from hf_lowprec.rounding.modes import LOW_BITS_STATES
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 SCALE_SUFFIX = "_scale"
 """The end of the name of a state's scales, after the name of the state."""
@@ -27,8 +27,8 @@ def scale_shape(shape: torch.Size) -> torch.Size:
 
 
 def holds_codes(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a state of this name and dtype is stored as codes with scales. An int8 remainder is not."""
-    return dtype == torch.int8 and name not in LOW_BITS_STATES
+    """Return whether a state of this name and dtype is stored as codes with scales, see `State.dtype`."""
+    return dtype == torch.int8 and name not in AUXILIARY_STATES
 
 
 def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:

@@ -370,15 +370,10 @@ def check_compensation(index: int, param: Tensor, state: dict[str, Any]) -> None
     if param.dtype != torch.float32:
         return
     for name in AUXILIARY_STATES.keys() & state.keys():
-        popped = f"optimizer.state[param].pop({name!r})"
-        joined = {
-            "compensation": f"Add what it holds to the weight, param.data.add_({popped})",
-            "remainder": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int()))",
-            "remainder8": f"Join both, param.data.copy_(hf_lowprec.rounding.join(param.data, {popped}.int() << 8))",
-        }
+        joined = f"hf_lowprec.rounding.fp32_value(param.data, optimizer.state[param].pop({name!r}))"
         raise ValueError(
             f"parameter {index} is float32 and its state has a {name!r}: it was cast after its first step. "
-            f"{joined[name]}, or build a new optimizer"
+            f"Join both, param.data.copy_({joined}), or build a new optimizer"
         )
 
 
@@ -411,16 +406,3 @@ def raise_mismatch(index: int, param: Tensor, state: dict[str, Any]) -> NoReturn
         f"parameter {index} has shape {tuple(param.shape)} on {param.device} and {listed}: it was resized or moved "
         "after its first step; build a new optimizer, or change its state accordingly"
     )
-
-
-def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
-    """The dtype of the state `name` of a parameter of `param_dtype` in `group`."""
-    if param_dtype == torch.float32:
-        return torch.float32
-    requested = group["state_dtype"]
-    for state in MODES[group["rounding"]].auxiliary:
-        if state.name == name and state.dtype is not None:
-            return state.dtype
-    if isinstance(requested, Mapping):
-        return requested.get(name, torch.bfloat16)
-    return requested or torch.bfloat16

@@ -13,6 +13,7 @@ from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
 from hf_lowprec.rounding.split import join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
+from hf_lowprec.rounding.stored_pairs import fp32_value
 
 __all__ = [
     "LOW_PRECISION_DTYPES",
@@ -22,6 +23,7 @@ __all__ = [
     "State",
     "StateRounding",
     "dtype_name",
+    "fp32_value",
     "join",
     "kahan_add",
     "mode_name",

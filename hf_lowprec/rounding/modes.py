@@ -43,7 +43,7 @@ class State:
             are rounded to nearest.
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.
         dtype: the dtype in which it is always stored; None if the user chooses it (`state_dtype`). Integers are stored
-            as they are, without rounding.
+            as they are; only int8 that a user has chosen means codes with scales, see `block_floats.py`.
         nonnegative: whether no element is ever negative; then 8 bits need not store a sign.
         scale_of: the name of the state in 8 bits whose scales it holds, one per block; None for all other states.
     """
@@ -65,11 +65,11 @@ class Mode:
         name: the value of the optimizers' argument `rounding`.
         add: `(weight, update, auxiliary, random_bits, dtype) -> (weight', auxiliary')`. `weight` is what `load` has
             returned, and `weight'` is representable in `dtype`, both FP32; the caller rounds `auxiliary'` for storage.
-        auxiliary: the mode's own states, which have dtypes.
+        auxiliary: the mode's own states. All have a `dtype`.
         dtypes: the parameter dtypes that the mode supports.
         load: `(weight, auxiliary) -> FP32 weight`, which the algorithm's formula sees and the update is added to. By
             default, it is the stored weight.
-        random: whether `add` draws random bits.
+        random: whether `add` draws random bits: it rounds the weight stochastically.
     """
 
     name: str
@@ -78,6 +78,17 @@ class Mode:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     load: Callable[[Tensor, Auxiliary], Tensor] = lambda weight, auxiliary: weight
     random: bool = False
+
+    @property
+    def has_compensation(self) -> bool:
+        """Whether it keeps rounding errors in a state that is rounded itself, as `state_rounding` says."""
+        return any(state.averages for state in self.auxiliary)
+
+    @property
+    def remainder_bits(self) -> int:
+        """The number of bits that its remainder adds to a BF16 weight; 0 if it has none."""
+        dtypes = (state.dtype for state in self.auxiliary)
+        return sum(8 * dtype.itemsize for dtype in dtypes if dtype is not None and not dtype.is_floating_point)
 
 
 WEIGHT_ROLE = 0

@@ -42,6 +42,8 @@ MORE_MODES = [
     ("sharded", "adamw_bf16_kahan", [IN_8_BITS]),
     ("full", "adamw_bf16_split", [RELEASED]),
     ("sharded", "adamw_bf16_split", [RELEASED, DELAYED]),
+    ("sharded", "adamw_bf16_split24", []),
+    ("ddp", "adamw_bf16_split24", [IN_8_BITS, RELEASED]),
 ]
 if KILLS > 1:
     MODES += MORE_MODES

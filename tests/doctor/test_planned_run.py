@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_lowprec.doctor.planned_run import STOCK, plan_run
-from hf_lowprec.doctor.predicted_rounding import COMPENSATION, WEIGHT_ITSELF
+from hf_lowprec.doctor.predicted_rounding import COMPENSATION
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
@@ -98,8 +98,10 @@ def test_the_second_moment_of_stock_bf16_is_rounded_to_nearest():
 
 
 def test_where_updates_are_stored():
-    assert plan().storage("nearest") == (WEIGHT_ITSELF, False)
-    assert plan().storage("stochastic") == (WEIGHT_ITSELF, True)
+    assert plan().storage("nearest") == (((1.0, 1.0),), False)
+    assert plan().storage("stochastic") == (((1.0, 1.0),), True)
+    assert plan().storage("split") == (((2.0**-16, 1.0),), False)
+    assert plan().storage("split24") == (((2.0**-8, 1.0),), True)
     assert plan().storage("kahan") == (COMPENSATION, True)
     assert plan("adamw_bf16_kahan", "state_rounding=nearest").storage("kahan") == (COMPENSATION, False)
     assert plan("adamw_bf16_sr", "state_rounding=nearest").storage("kahan") == (COMPENSATION, True)

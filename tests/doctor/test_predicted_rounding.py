@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.doctor.predicted_rounding import COMPENSATION, WEIGHT_ITSELF, Storage, round_updates
+from hf_lowprec.doctor.predicted_rounding import COMPENSATION, Storage, round_updates
 from hf_lowprec.doctor.update_sizes import Directions, noise_directions
 from hf_lowprec.doctor.weight_spacings import count_spacings
 
-NEAREST, STOCHASTIC = Storage(WEIGHT_ITSELF, False), Storage(WEIGHT_ITSELF, True)
+NEAREST, STOCHASTIC = Storage(((1.0, 1.0),), False), Storage(((1.0, 1.0),), True)
 KAHAN, KAHAN_NEAREST = Storage(COMPENSATION, True), Storage(COMPENSATION, False)
 SPACING = 2.0**-13
 """Of weights from 2^-6 to 2^-5."""

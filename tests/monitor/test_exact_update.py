@@ -9,6 +9,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.monitor.step_statistics import COLUMN
 from hf_lowprec.rounding.spacing import spacing
 from hf_lowprec.rounding.stored_pairs import fp64_value
 
@@ -110,6 +111,45 @@ def test_updates_of_this_package_are_adamws(rounding):
         for whole, (sample, stride) in zip(expected, found, strict=True):
             # A dozen FP32 operations, each off by at most 2^-24; a sum may cancel half of a term.
             torch.testing.assert_close(sample, whole.flatten()[::stride], rtol=2**-18, atol=1e-9)
+
+
+def ulps(value: torch.Tensor) -> torch.Tensor:
+    """The spacing of BF16 numbers at `value`; 0 at 0."""
+    return torch.where(value == 0, 0.0, torch.exp2(torch.frexp(value.double())[1].double() - 8))
+
+
+ROUNDED = {
+    "stochastic": lambda weight, state: ulps(weight),
+    "split24": lambda weight, state: ulps(weight) / 256,
+    "kahan": lambda weight, state: ulps(state["compensation"]),
+}
+"""The spacing of what a step rounds stochastically, by mode: the weight, its master or the compensation."""
+
+
+@pytest.mark.parametrize("state_rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic", "nearest"])
+def test_the_error_bar_is_that_of_the_numbers_that_are_rounded(rounding, state_rounding):
+    """All 64 elements are sampled. Rounding to nearest is not random, so it has no such error."""
+    param = nn.Parameter((torch.randn(64, generator=torch.Generator().manual_seed(0)) * 0.1).bfloat16())
+    optimizer = hf_lowprec.AdamW([param], lr=1e-3, rounding=rounding, state_rounding=state_rounding)
+    monitor = PrecisionMonitor(optimizer)
+    for step in range(2):
+        set_gradients([param], step)
+        before, found = param.detach().clone(), []
+        monitor.measure_next_step()
+        handle = optimizer.register_step_pre_hook(
+            lambda *_, found=found: found.extend(monitored_updates(monitor, [param], optimizer))
+        )
+        optimizer.step()
+        handle.remove()
+        ((update, _),) = found
+        expected = torch.zeros((), dtype=torch.float64)
+        if rounding in ROUNDED and not (rounding == "kahan" and state_rounding == "nearest"):
+            grid = ROUNDED[rounding](before, optimizer.state[param])
+            away = torch.where(grid == 0, 0.0, update.abs() % grid)
+            expected = (update.square() * away * (grid - away)).sum()
+        sums = monitor.last.sums[0, COLUMN["update_unbiased_variance"]]
+        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0.0)
 
 
 def test_a_measured_run_is_the_run_bit_for_bit():

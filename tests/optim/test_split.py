@@ -9,7 +9,7 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.rounding import join
+from hf_lowprec.rounding import MODES, join
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.rounding.kept_low_bits import kept_values
 
@@ -187,15 +187,17 @@ def test_a_remainder_of_another_dtype_is_not_loaded():
         AdamW([param], rounding="split").load_state_dict(saved)
 
 
-def test_a_parameter_that_was_cast_to_fp32_later_says_how_to_join_it():
+@pytest.mark.parametrize("rounding", [name for name, mode in MODES.items() if mode.auxiliary])
+def test_a_parameter_that_was_cast_to_fp32_later_says_how_to_join_it(rounding):
     param = nn.Parameter(start(40))
-    optimizer = AdamW([param], lr=1e-3, rounding="split", initial_compensation="zero")
+    optimizer = AdamW([param], lr=1e-3, rounding=rounding, initial_compensation="zero")
     param.grad = gradient(0, 40)
     optimizer.step()
-    exact = master(optimizer, param)
+    exact = hf_lowprec.fp32_state_dict(nn.ParameterList([param]), optimizer)["0"]
+    assert not torch.equal(exact, param.float())
     param.data = param.data.float()
     param.grad = gradient(1, 40).float()
-    with pytest.raises(ValueError, match=r"param.data.copy_\(hf_lowprec.rounding.join") as raised:
+    with pytest.raises(ValueError, match=r"param.data.copy_\(hf_lowprec.rounding.fp32_value") as raised:
         optimizer.step()
     advice = str(raised.value).split("Join both, ")[1].split(", or build")[0]
     exec(advice, {"param": param, "optimizer": optimizer, "hf_lowprec": hf_lowprec})

@@ -12,6 +12,7 @@ import hf_lowprec
 from hf_lowprec.optim import AdamW
 from hf_lowprec.rounding import join
 from hf_lowprec.rounding.modes import MODES
+from hf_lowprec.rounding.random_bits import random_bits
 from hf_lowprec.rounding.stored_pairs import fp32_value, stored_pair
 
 BF16, FP32, INT8, INT32 = torch.bfloat16, torch.float32, torch.int8, torch.int32
@@ -114,6 +115,31 @@ def test_training_is_that_of_fp32_up_to_noise_of_24_bits():
     assert bias < 4 * deviation / size**0.5 + steps * 2.0**-24
     # What BF16 weights alone would have stored: nothing.
     assert (start.double() + moved).to(BF16).ne(start).sum() < size / 10
+
+
+def test_a_step_is_that_of_fp32_rounded_by_the_upper_random_bits_of_role_0(any_backend):
+    """The rounding in integers: random bits are added to the pattern of the FP32 weight, and 8 bits are cut off."""
+    sizes = (100, 37)
+    ours = [nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(size)).to(BF16)) for size in sizes]
+    exact = [nn.Parameter(param.detach().float()) for param in ours]
+    options = {"lr": 1e-3, "backend": any_backend}
+    pair = (
+        AdamW(ours, rounding="split24", seed=5, state_dtype=FP32, initial_compensation="zero", **options),
+        AdamW(exact, **options),
+    )
+    for step in range(1, 4):
+        for optimizer, params in zip(pair, (ours, exact), strict=True):
+            for param in params:
+                grad = torch.randn(len(param), generator=torch.Generator().manual_seed(step))
+                param.grad = grad.to(BF16).to(param.dtype)
+            optimizer.step()
+        for number, (param, reference) in enumerate(zip(ours, exact, strict=True)):
+            index = torch.arange(len(param))
+            bits = random_bits(seed=5, step=step, parameter=number, role=0, index=index).long() >> 8
+            expected = (patterns(reference.detach()) + bits) & -UNIT
+            assert torch.equal(patterns(master(pair[0], param)), expected)
+            with torch.no_grad():
+                reference.copy_(floats(expected))  # the next step begins with it
 
 
 def test_the_weight_is_the_nearest_to_its_master(any_backend):

@@ -1,6 +1,6 @@
 """Render a traced step as C: loops over chunks and elements around one function that performs the traced operations.
 
-The C compiler must neither contract nor re-associate floating-point operations; see the flags in `c_compiler.py`.
+Steps with states in 8 bits have loops over blocks instead, see `c_block_loops.py`.
 """
 
 from __future__ import annotations
@@ -8,23 +8,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
-from torch import fx
 
-from hf_lowprec.optim.codegen.block_loops import block_loops
-from hf_lowprec.optim.codegen.renderer import (
-    Renderer,
-    arguments,
-    description,
-    indent,
-    operations,
-    output_nodes,
-    statements,
-)
+from hf_lowprec.optim.codegen.c_block_loops import render_block_loops
+from hf_lowprec.optim.codegen.c_renderer import LOAD, STORAGE, STORE, WEYL_INCREMENT, CRenderer, value_type
+from hf_lowprec.optim.codegen.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
-from hf_lowprec.rounding.random_bits import GOLDEN
 
 CHUNK = 1 << 15
 """Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
@@ -35,77 +26,10 @@ thread does not keep the others waiting for long."""
 _PARTIAL_SUMS = 16
 """Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
 
-_GOLDEN = f"0x{GOLDEN & 0xFFFFFFFF:x}u"
-# How elements are stored, and how they are converted when they are loaded and stored, by storage dtype.
-_STORAGE = {
-    torch.float32: "float",
-    torch.bfloat16: "uint16_t",
-    torch.float16: "_Float16",
-    torch.int16: "int16_t",
-    torch.int8: "int8_t",
-    torch.uint8: "uint8_t",
-}
-_LOAD = {
-    torch.float32: "quiet({0})",
-    torch.bfloat16: "as_float((uint32_t){0} << 16)",
-    torch.float16: "quiet((float){0})",
-    torch.int16: "(uint32_t){0}",
-    torch.int8: "(uint32_t){0}",
-    torch.uint8: "(uint32_t){0}",
-}
-_STORE = {
-    torch.float32: "{0}",
-    torch.bfloat16: "(uint16_t)(as_bits({0}) >> 16)",
-    torch.float16: "(_Float16){0}",
-    torch.int16: "(int16_t){0}",
-    torch.int8: "(int8_t){0}",
-    torch.uint8: "(uint8_t){0}",
-}
-# The same for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
+# `LOAD` and `STORE` for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
 _LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
 _LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
 _STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
-
-
-class CRenderer(Renderer):
-    """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
-
-    def assign(self, name: str, expression: str, is_float: bool) -> str:
-        return f"const {_value_type(is_float)} {name} = {expression};"
-
-    def number(self, value: float, is_float: bool) -> str:
-        return f"{float(value).hex()}f" if is_float else f"0x{int(value) & 0xFFFFFFFF:x}u"
-
-    def compare(self, left: str, sign: str, right: str, is_float: bool) -> str:
-        return f"{left} {sign} {right}" if is_float else f"(int32_t){left} {sign} (int32_t){right}"
-
-    def divide(self, left: str, right: str) -> str:
-        return f"{left} / {right}"
-
-    def shift_right(self, value: str, bits: int) -> str:
-        return f"(uint32_t)((int32_t){value} >> {bits})"
-
-    def negate(self, value: str) -> str:
-        return f"-{value}"
-
-    def select(self, condition: str, if_true: str, if_false: str) -> str:
-        return f"{condition} ? {if_true} : {if_false}"
-
-    def bitcast(self, value: str, to_float: bool) -> str:
-        return f"{'as_float' if to_float else 'as_bits'}({value})"
-
-    def sqrt_rn(self, value: str) -> str:
-        return f"sqrtf({value})"
-
-    def quiet_nan(self, value: str) -> str:
-        return value  # done when the value is loaded, see `quiet` in _HEADER
-
-    def weyl(self, index: str, key0: str) -> str:
-        # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.
-        return f"weyl{key0.removeprefix('key').removesuffix('_0')}"
-
-    def block_max(self, value: str) -> str:
-        return value  # of one element; `_block_loops` takes the largest
 
 
 def render(spec: StepSpec) -> str:
@@ -212,7 +136,7 @@ def _render_step(spec: StepSpec) -> str:
     """Render `step`, and before it what it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    functions, loops = _block_loops(spec) if spec.scales else _element_loops(spec, scalars)
+    functions, loops = ("", render_block_loops(spec)) if spec.scales else _element_loops(spec, scalars)
     chunk_inputs = _load_chunk_inputs(spec, scalars, spec.output_tensors)
     if keys:
         # Step counts are those before this step, which counts from 1.
@@ -220,7 +144,9 @@ def _render_step(spec: StepSpec) -> str:
         chunk_inputs.append(f"uint32_t {', '.join(keys)};")
         chunk_inputs.append(f"segment_keys({', '.join([*key_inputs, *(f'&{name}' for name in keys)])});")
         chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
-    chunk_inputs += [f"uint32_t weyl{word} = first_index * {_GOLDEN} + key{word}_0;" for word in spec.random_words]
+    chunk_inputs += [
+        f"uint32_t weyl{word} = first_index * {WEYL_INCREMENT} + key{word}_0;" for word in spec.random_words
+    ]
     return functions + _STEP.format(
         **_table_widths(spec, scalars),
         chunks_at_once=_CHUNKS_AT_ONCE,
@@ -263,77 +189,18 @@ def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
             outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
             loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),
             even_arguments=fused_step_arguments(evens, "", "_even"),
-            odd_arguments=fused_step_arguments(odds, f" + {_GOLDEN}", "_odd"),
-            stores=indent(12, pair_stores + advance_weyls(f"2 * {_GOLDEN}")),
+            odd_arguments=fused_step_arguments(odds, f" + {WEYL_INCREMENT}", "_odd"),
+            stores=indent(12, pair_stores + advance_weyls(f"2 * {WEYL_INCREMENT}")),
         )
-    stores = [f"{name}_ptr[i] = {_STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    stores = [f"{name}_ptr[i] = {STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
     outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
     function = _FUSED_STEP.format(parameters=arguments(parameters, 8), body=indent(4, lines + outputs))
     return function, _ELEMENTS.format(
         pairs=pairs,
         outputs=_statements(_declarations(output_tensors, "new_{0}")),
-        arguments=fused_step_arguments([_LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
-        stores=indent(12, stores + advance_weyls(_GOLDEN)),
+        arguments=fused_step_arguments([LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        stores=indent(12, stores + advance_weyls(WEYL_INCREMENT)),
     )
-
-
-_BLOCKS = """\
-        /* The operations traced from `fused_step` in step/fused_step.py, in loops over the elements of a block. */
-        for (int block = 0; block < count; block += {block}) {{
-{declarations}
-{loops}
-        }}"""
-
-_BLOCK_LOOP = """\
-{before}
-#pragma GCC ivdep
-            for (int j = 0; j < {block}; j++) {{
-{body}
-            }}
-{after}"""
-
-
-def _block_loops(spec: StepSpec) -> tuple[str, str]:
-    """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
-    graph = trace(spec)
-    renderer, names = CRenderer(), list(spec.output_tensors)
-    rendered = operations(graph, renderer, integer_inputs(spec))
-    results = [result.name for result in output_nodes(graph)]
-    weyls = [f"weyl{word}" for word in spec.random_words]
-    is_float = {node.name: operation.is_float for node, operation in rendered.items()}
-    is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
-
-    def statement(node: fx.Node) -> str:
-        return renderer.assign(node.name, *rendered[node])
-
-    def store(position: int, place: str) -> str:
-        name = names[position]
-        return f"{name}_ptr[{place}] = {_STORE[spec.tensors[name]].format(results[position])};"
-
-    def load(name: str, place: str) -> str:
-        return renderer.assign(name, _LOAD[spec.tensors[name]].format(f"{name}_ptr[{place}]"), is_float[name])
-
-    declarations = [f"const uint32_t first_{name} = {name} + (uint32_t)block * {_GOLDEN};" for name in weyls]
-    declarations += [load(name, f"block / {BLOCK}") for name in spec.tensors if name in spec.per_block_tensors]
-    loops = []
-    for loop in block_loops(graph, spec.tensors.keys() - spec.per_block_tensors):
-        declarations += [f"{_value_type(is_float[node.name])} kept_{node.name}[{BLOCK}];" for node in loop.kept]
-        before = [*map(statement, loop.before), *(store(k, f"block / {BLOCK}") for k in loop.block_outputs)]
-        before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
-        body = [f"const uint32_t {name} = first_{name} + (uint32_t)j * {_GOLDEN};" for name in weyls]
-        body += [load(node.name, "block + j") for node in loop.loaded]
-        body += [renderer.assign(node.name, f"kept_{node.name}[j]", is_float[node.name]) for node in loop.restored]
-        body += map(statement, loop.operations)
-        body += [f"kept_{node.name}[j] = {node.name};" for node in loop.kept]
-        for node in loop.maxima:
-            largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
-            body.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
-        body += [store(k, "block + j") for k in loop.outputs]
-        after = [f"const uint32_t {node.name} = (uint32_t)largest_{node.name};" for node in loop.maxima]
-        loops.append(
-            _BLOCK_LOOP.format(block=BLOCK, before=indent(12, before), body=indent(16, body), after=indent(12, after))
-        )
-    return "", _BLOCKS.format(block=BLOCK, declarations=indent(12, declarations), loops="\n".join(loops))
 
 
 _TENSOR_SUM = """
@@ -380,7 +247,7 @@ def _render_tensor_sum(spec: StepSpec) -> str:
     parameters += [f"float {name}" for name in used_scalars]
 
     def term_arguments(index: str, spaces: int) -> str:
-        values = [_LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
+        values = [LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
         return arguments([*values, *used_scalars], spaces)
 
     return _TENSOR_SUM.format(
@@ -402,14 +269,9 @@ def _place(spec: StepSpec, name: str, index: str) -> str:
     return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
 
 
-def _value_type(is_float: bool) -> str:
-    """The type of a value in an element's operations."""
-    return "float" if is_float else "uint32_t"
-
-
 def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:
     """Declarations of a variable for a loaded element of each of `tensors`; `variable` makes it from their names."""
-    return [f"{_value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
+    return [f"{value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
 
 
 def _statements(declarations: Iterable[str]) -> str:
@@ -436,7 +298,7 @@ def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: C
     """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):
-        pointer_type = f"{'' if name in output_tensors else 'const '}{_STORAGE[dtype]} *"
+        pointer_type = f"{'' if name in output_tensors else 'const '}{STORAGE[dtype]} *"
         pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
         lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
     names = list(scalars)

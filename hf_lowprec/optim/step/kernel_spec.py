@@ -33,7 +33,7 @@ class StoredState:
     Attributes:
         name: its name.
         role: the role of its random bits.
-        dtype: its dtype. States in int8 are codes of `rounding/block_floats.py`, and have a scale for each block.
+        dtype: its dtype. Codes of `rounding/block_floats.py` are int8, and another state holds their scales.
         stochastic: whether it is rounded stochastically.
         nonnegative: whether no element is ever negative.
         scale_of: the name of the state whose scales it holds; None for all other states.

@@ -1,0 +1,35 @@
+"""What the sentences about a checkpoint's optimizer call the low bits of weights."""
+
+import pytest
+
+from hf_lowprec.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.inspection.tables import lines_on_one
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from tests.support.training.tiny_trainer import optimizer_of, trained
+
+
+@pytest.mark.parametrize(
+    ("mode", "state", "kind"),
+    [
+        ("kahan", "compensation in bfloat16", "compensation"),
+        ("split", "remainder in int16", "remainder"),
+        ("split24", "remainder8 in int8", "remainder"),
+    ],
+)
+def test_compensations_and_remainders_are_told_apart(tmp_path, mode, state, kind):
+    """Next to moments in 8 bits: a remainder of 8 bits has no scales."""
+    options = {"optim": f"adamw_bf16_{mode}", "optim_args": "state_dtype=int8"}
+    trainer = trained(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **options)
+    (facts,), _, _ = inspect_checkpoints(str(tmp_path / "checkpoint-1"), given=Hyperparameters())
+    (line,) = (line for line in lines_on_one(facts) if line.startswith("Optimizer state: "))
+    parameters = dict(trainer.model.named_parameters())
+    low = sum(parameter.dtype in LOW_PRECISION_DTYPES for parameter in parameters.values())
+    assert f", {state} " in line
+    assert line.endswith(f"; {kind} of {low} tensors.")
+    held = optimizer_of(trainer).state
+    for each in facts.states:
+        tensors = {key: value for key, value in held[parameters[each.name]].items() if key != "step"}
+        assert each.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert each.dtypes == {k: v.dtype for k, v in tensors.items() if not k.endswith(SCALE_SUFFIX)}
