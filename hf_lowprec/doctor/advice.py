@@ -15,8 +15,10 @@ MUCH_NOISE = 3.0
 (`docs/performance.md`). More than that was not measured."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
+TOLERATED_LOSS = 0.5
+"""The share of the updates that split weights may lose, as FP32 weights do."""
 END_OF_RUN = 0.95
-"""Kahan summation is not worth its memory for the steps after this share of the run."""
+"""Split weights are not worth their memory for the steps after this share of the run."""
 HALF_A_SPACING = 2.0**-9
 """Half the distance between BF16 numbers, relative to the largest that has this distance."""
 
@@ -25,7 +27,7 @@ class Advice(NamedTuple):
     """A recommended optimizer.
 
     Attributes:
-        optim: `TrainingArguments.optim`; None if no 16-bit optimizer suits.
+        optim: `TrainingArguments.optim`; None if no optimizer suits.
         optim_args: `TrainingArguments.optim_args`.
         reason: why, as a sentence.
     """
@@ -85,27 +87,24 @@ def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:
         for pair in (optim_args or "").split(",")
         if run.is_ours and pair.partition("=")[0].strip() not in ("", *_ROUNDING_OPTIONS)
     ]
-    stochastic, kahan = (prediction.by_mode[mode] for mode in ("stochastic", "kahan"))
+    stochastic, split = (prediction.by_mode[mode] for mode in ("stochastic", "split"))
     noise = max((part.noise for part in stochastic.values()), default=0.0)
     if noise <= SOME_NOISE:
         switch = min((part.blurs_from or run.steps + 1 for part in _parts(stochastic).values()), default=run.steps + 1)
         share = int(100 * (switch - 1) / run.steps) / 100
         reason = f"The noise of stochastic rounding is {noise:.2g} times what the updates move"
         if 0 < share < END_OF_RUN:
-            schedule = f"rounding=stochastic:{share:g}|kahan"
-            reason += f"; from step {switch} on it would exceed what is still to come, so Kahan summation takes over."
+            schedule = f"rounding=stochastic:{share:g}|split"
+            reason += f"; from step {switch} on it would exceed what is still to come, so split weights take over."
             return Advice(f"{run.algorithm}_bf16_sr", ",".join([schedule, *kept]), reason)
         return Advice(f"{run.algorithm}_bf16_sr", ",".join(kept) or None, f"{reason}.")
-    worst = max((part.noise for part in kahan.values()), default=0.0)
-    if worst > 1:
-        return Advice(
-            None, None, "Updates are too small for any 16-bit weights; train in FP32, or raise the learning rate."
-        )
+    if max((part.lost_in_run for part in split.values()), default=0.0) > TOLERATED_LOSS:
+        return Advice(None, None, "Updates are too small even for FP32 weights; raise the learning rate.")
     reason = (
-        f"No update is lost. Stochastic rounding would add noise of {noise:.2g} times what the updates move, Kahan "
-        f"summation adds {worst:.2g} times."
+        "It stores the FP32 weights, so no update is lost. Stochastic rounding would add noise of "
+        f"{noise:.2g} times what the updates move."
     )
-    return Advice(f"{run.algorithm}_bf16_kahan", ",".join(kept) or None, reason)
+    return Advice(f"{run.algorithm}_bf16_split", ",".join(kept) or None, reason)
 
 
 _ROUNDING_OPTIONS = ("rounding", "state_rounding")

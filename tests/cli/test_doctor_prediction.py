@@ -49,7 +49,7 @@ def test_stock_bf16_at_a_small_learning_rate_goes_wrong(model):
     assert "norms in all steps" in text
     assert "Weight decay will not arrive in 100% of the steps" in text
     assert "The second moment will not decay" in text
-    assert 'Use optim="adamw_bf16_kahan".' in text
+    assert 'Use optim="adamw_bf16_split".' in text
     rows = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
     assert rows["norms"][2:] == ["1.00", "1-1000", "FP32", "FP32"]
     assert rows["all"][1] == f"{sum(param.numel() for param in llama().parameters()):,}"
@@ -79,21 +79,21 @@ def test_the_requested_optimizer_decides_the_exit_status(model, options, wrong):
 
 def test_advice_for_fine_tuning_pretraining_and_no_training_at_all(model):
     _, fine_tuning = numbers(model, *FINE_TUNING)
-    assert (fine_tuning["advice"]["optim"], fine_tuning["advice"]["optim_args"]) == ("adamw_bf16_kahan", None)
+    assert (fine_tuning["advice"]["optim"], fine_tuning["advice"]["optim_args"]) == ("adamw_bf16_split", None)
     _, pretraining = numbers(
         model, *PRETRAINING, "--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest,seed=3"
     )
     optim_args = pretraining["advice"]["optim_args"]
-    assert pretraining["advice"]["optim"] == "adamw_bf16_sr" and optim_args.endswith("|kahan,seed=3")
+    assert pretraining["advice"]["optim"] == "adamw_bf16_sr" and optim_args.endswith("|split,seed=3")
     status, advised = numbers(model, *PRETRAINING, "--optim", "adamw_bf16_sr", "--optim-args", optim_args)
     assert (status, advised["problems"]) == (0, [])
     _, tiny = numbers(model, "--lr", 1e-10, "--steps", 1000)
-    assert tiny["advice"]["optim"] is None and "train in FP32" in tiny["advice"]["text"]
+    assert tiny["advice"]["optim"] is None and "even for FP32 weights" in tiny["advice"]["text"]
 
 
 def test_options_of_another_library_are_not_recommended(model):
     _, found = numbers(model, *FINE_TUNING, "--optim-args", "foo=1")
-    assert (found["advice"]["optim"], found["advice"]["optim_args"]) == ("adamw_bf16_kahan", None)
+    assert (found["advice"]["optim"], found["advice"]["optim_args"]) == ("adamw_bf16_split", None)
 
 
 def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
