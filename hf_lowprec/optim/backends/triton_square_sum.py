@@ -28,8 +28,8 @@ def square_sum(
     which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
     over above a thread. With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of
     exact errors of at most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels
-    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. It is exact, unless squares of the
-    thread differ by more than a factor of 2³⁰ or so. Squares of FP32 gradients are summed in FP64.
+    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16 it is exact if no square but
+    zero is below 2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
     """
     chunk = tl.program_id(0).to(tl.int64)
     segment = segments + tl.load(chunks + 2 * chunk) * COLUMNS
@@ -71,8 +71,9 @@ def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constex
     if tl.float32 == SUM:
         for level in tl.static_range(3):  # a thread's eight lanes
             high, low = _add_pairs(high, low, BLOCK >> (level + 1))
-    low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
-    return tl.sum(high.to(tl.float64) + low.to(tl.float64))
+        low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
+        high = high.to(tl.float64) + low.to(tl.float64)
+    return tl.sum(high)
 
 
 @triton.jit
