@@ -25,6 +25,10 @@ from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes reduced at once. DDP's buckets are smaller by default, except that the first backward has only one bucket."""
+SHARD_BYTES = 128
+"""Shards of full chunks, and of padded ones, are a multiple of this long, so that those of all ranks are aligned and a
+GPU reads 128 bits of them at once. A chunk is not padded for that alone, which would copy it twice.
+"""
 
 
 TakeMeans = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[bool]]
@@ -37,7 +41,7 @@ class _ChunkInFlight:
 
     Attributes:
         gradient: the chunk, a view of the bucket; its average will be written here.
-        padded: the chunk, with zeros up to a multiple of the number of ranks; `gradient` itself if none are needed.
+        padded: the chunk, with zeros up to shards of one size; `gradient` itself if none are needed.
         received: every rank's version of this rank's shard of the chunk, as long as `padded`.
         work: handle of the running collective.
         on_complete: called when the average is in `gradient`.
@@ -124,9 +128,17 @@ class BucketAverager:
         return future
 
     def _chunk_size(self, gradient: Tensor) -> int:
-        """Elements of a chunk, a multiple of the number of ranks."""
+        """Elements of a chunk: shards of a multiple of `SHARD_BYTES` for all ranks."""
         ranks = self.group.size()
-        return max(CHUNK_BYTES // gradient.element_size() // ranks, 1) * ranks
+        return max(CHUNK_BYTES // (ranks * SHARD_BYTES), 1) * ranks * SHARD_BYTES // gradient.element_size()
+
+    def _shard_size(self, gradient: Tensor) -> int:
+        """Elements of each rank's shard of a chunk, padding included."""
+        ranks, count = self.group.size(), gradient.numel()
+        if count % ranks == 0:
+            return count // ranks
+        unit = SHARD_BYTES // gradient.element_size()
+        return -(-count // (ranks * unit)) * unit
 
     def _enter_pipeline(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> None:
         """Start a chunk and advance each of the two chunks before it by one step."""
@@ -147,7 +159,7 @@ class BucketAverager:
     def _start_all_to_all(self, gradient: Tensor, on_complete: Callable[[], None] | None) -> _ChunkInFlight:
         """Send each rank its shard of a chunk."""
         ranks = self.group.size()
-        count, shard_size = gradient.numel(), -(-gradient.numel() // ranks)
+        count, shard_size = gradient.numel(), self._shard_size(gradient)
         padded = gradient
         if shard_size * ranks > count:
             padded = self.scratch.get(f"padded {self._parity}", shard_size * ranks, gradient)

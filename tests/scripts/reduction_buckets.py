@@ -52,7 +52,7 @@ def check_scratch(averager: BucketAverager, sizes: list) -> None:
     ranks = dist.get_world_size()
     largest: dict[torch.dtype, int] = {}
     for size, dtype in sizes:
-        largest[dtype] = max(largest.get(dtype, 0), -(-size // ranks) * ranks * dtype.itemsize)
+        largest[dtype] = max(largest.get(dtype, 0), -(-size * dtype.itemsize // (ranks * 128)) * ranks * 128)
     assert averager.scratch.nbytes <= 4 * sum(largest.values()), (sizes, averager.scratch.nbytes)
 
 
@@ -148,9 +148,29 @@ def check_chunks() -> None:
         assert averager.scratch.nbytes <= 2 * 4 * 1000, averager.scratch.nbytes  # per dtype
 
 
+def check_alignment() -> None:
+    """Shards of full and of padded chunks begin on multiples of 128 bytes; a chunk that needs no padding gets none."""
+    ranks, shards = dist.get_world_size(), []
+
+    def record(received: torch.Tensor, divisor: int, out: torch.Tensor) -> torch.Tensor:
+        shards.append(received.shape[1] * received.element_size())
+        return mean_in_rank_order(received, divisor, out)
+
+    mean_in_rank_order = ddp.mean_in_rank_order
+    sizes = [(4097, BF16), (1, BF16), (4099, FP32), (ranks * 100, BF16), (ranks * 100 + 1, FP16)]
+    with (
+        mock.patch.object(ddp, "CHUNK_BYTES", ranks * 128 * 7 + 100),
+        mock.patch.object(ddp, "mean_in_rank_order", record),
+    ):
+        run_pass(BucketAverager(dist.group.WORLD), make(sizes), sizes, 60)
+    assert set(shards) - {200} <= set(range(128, 129 * 7, 128)), shards
+    assert ranks == 1 or {200, 7 * 128} <= set(shards), shards
+
+
 def check_buckets() -> None:
     check_sizes()
     check_chunks()
+    check_alignment()
     check_on_last_bucket()
     check_interrupted(1, late=0.05)
     check_interrupted(3, late=0)

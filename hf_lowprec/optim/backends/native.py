@@ -26,7 +26,7 @@ from hf_lowprec.optim.backends.c_compiler import (
     require_compiler,
 )
 from hf_lowprec.optim.codegen.c_source import CHUNK, render
-from hf_lowprec.optim.step import clipping
+from hf_lowprec.optim.codegen.c_square_sum import render_square_sum
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec
@@ -57,7 +57,9 @@ class NativeStep(BackendStep):
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on the CPU."""
-        return clipping.square_sum(self.fused_group)
+        sums = torch.empty(len(self._chunks), dtype=torch.float64, device="cpu")
+        self._call(self._kernel.square_sum, self._chunks, sums)
+        return sums.sum()
 
     def tensor_sums(self) -> Tensor:
         """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the CPU."""
@@ -87,7 +89,7 @@ class NativeStep(BackendStep):
 
 
 def kernel(spec: StepSpec) -> ctypes.CDLL:
-    """The library with the compiled functions `step` and, if `spec` has a `tensor_mean`, `tensor_sum`.
+    """The library with the compiled functions `step`, `square_sum` and, if `spec` has a `tensor_mean`, `tensor_sum`.
 
     A spec that failed to compile is not compiled again.
 
@@ -102,9 +104,9 @@ def kernel(spec: StepSpec) -> ctypes.CDLL:
 
 @functools.cache
 def _load(spec: StepSpec) -> ctypes.CDLL | CompilerError:
-    functions = ["step"] if spec.tensor_mean is None else ["step", "tensor_sum"]
+    functions = ["step", "square_sum", *([] if spec.tensor_mean is None else ["tensor_sum"])]
     try:
-        library = _compiled(render(spec), functions)
+        library = _compiled(render(spec) + render_square_sum(spec), functions)
     except CompilerError as error:
         return error
     except OSError as error:

@@ -146,6 +146,7 @@ class TritonStep(BackendStep):
                     **{"COLUMNS": self._segments.shape[1], "TENSORS": len(group.spec.tensors)},
                     **{"DTYPE": dtype[group.spec.grad_dtype]},
                     **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(group.device)},
+                    enable_fp_fusion=False,
                 )
         return sums.sum()
 

@@ -6,43 +6,101 @@ Imported on first use, because this module imports Triton.
 import triton
 import triton.language as tl
 
+SMALLEST = tl.constexpr(2.0**-85)
+"""A finite sum of a chunk that is not below this is right: what the 2¹³ squares have lost to underflow, at most 2⁻¹⁵⁰
+each, is 2⁻⁵² of the sum. Any other sum is computed again, from scaled gradients.
+"""
+SCALE = tl.constexpr(2.0**80)
+"""The squares of gradients below 2⁻⁴² times `SCALE`, and of any other gradients divided by it, fit FP32's exponents."""
+
 
 @triton.jit
 def square_sum(
     chunks, segments, pointers, sums,
     COLUMNS: tl.constexpr, TENSORS: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of each chunk's gradients in FP64, for the global gradient norm.
+    """Sum the squares of each chunk's gradients, for the global gradient norm.
 
     The tables are those of a rendered `step`. The kernel reads the first two of a segment's COLUMNS columns,
     `entry_index` and `end`, and the second of a parameter's TENSORS pointers, which is the gradient's.
+
+    Many GPUs compute two FP64 operations per clock where they compute 128 in FP32. So squares of 16-bit gradients,
+    which are exact in FP32, are summed in pairs: FP32 sums, and FP32 sums of their exact rounding errors. FP64 takes
+    over above a thread. With u = 2⁻²⁴, a thread adds 8 squares in each of 8 lanes and then the lanes, in 10 levels of
+    exact errors of at most u times the thread's sum S. The sum of these errors, at most 10·u·S, is rounded at 12 levels
+    by at most u each, so the thread's result is off by at most 120·u²·S = 2⁻⁴¹·S. For BF16 it is exact if no square but
+    zero is below 2⁻²⁸·S, because all errors are then multiples of 2⁻⁴⁴·S. Squares of FP32 gradients are summed in FP64.
     """
     chunk = tl.program_id(0).to(tl.int64)
     segment = segments + tl.load(chunks + 2 * chunk) * COLUMNS
     start = tl.load(chunks + 2 * chunk + 1)
     entry_index, end = tl.load(segment), tl.load(segment + 1)
-    remaining = end - start
-    itemsize: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    address = tl.load(pointers + entry_index * TENSORS + 1) + start * itemsize
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
-    if (remaining >= CHUNK) & ((address & 15) == 0):
-        for offset in range(0, CHUNK, BLOCK):
-            total += _squares(address + offset * itemsize, BLOCK, lanes, DTYPE, True)
+    address = tl.load(pointers + entry_index * TENSORS + 1) + start * (DTYPE.primitive_bitwidth // 8)
+    total = _chunk_sum(address, end - start, 1.0, DTYPE, CHUNK, BLOCK)
+    if tl.float32 != DTYPE:
+        if (total >= SMALLEST) & (total < float("inf")):
+            tl.store(sums + chunk, total)
+        else:  # also of zeros, infinity and NaN
+            scale = tl.where(total < SMALLEST, SCALE, 1 / SCALE)
+            inverse = tl.where(total < SMALLEST, 1 / SCALE, SCALE).to(tl.float64)
+            scaled = _chunk_sum(address, end - start, scale, DTYPE, CHUNK, BLOCK)
+            tl.store(sums + chunk, scaled * inverse * inverse)
     else:
-        count = tl.minimum(remaining, CHUNK).to(tl.int32)
-        for offset in range(0, count, BLOCK):
-            total += _squares(address + offset * itemsize, count - offset, lanes, DTYPE, False)
-    tl.store(sums + chunk, tl.sum(total))
+        tl.store(sums + chunk, total)
 
 
 @triton.jit
-def _squares(address, count, lanes, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Square BLOCK elements in FP64. ALIGNED promises a full block on a 16-byte boundary; else zero beyond `count`."""
-    pointers = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        values = tl.load(tl.multiple_of(pointers, 16) + lanes)
+def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the squares of a chunk's gradients times `scale`; FP64 scalar."""
+    itemsize: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    STORAGE: tl.constexpr = tl.uint16 if tl.bfloat16 == DTYPE else DTYPE
+    SUM: tl.constexpr = tl.float64 if tl.float32 == DTYPE else tl.float32
+    lanes = tl.arange(0, BLOCK)
+    high = tl.zeros((BLOCK,), SUM)
+    low = tl.zeros((BLOCK,), SUM)
+    if (remaining >= CHUNK) & ((address & 15) == 0):
+        for offset in range(0, CHUNK, BLOCK):
+            pointers = tl.multiple_of((address + offset * itemsize).to(tl.pointer_type(STORAGE)), 16)
+            high, low = _add_squares(high, low, _upcast(tl.load(pointers + lanes), SUM) * scale)
     else:
-        values = tl.load(pointers + lanes, mask=lanes < count, other=0)
-    values = values.to(tl.float64)
-    return values * values
+        count = tl.minimum(remaining, CHUNK).to(tl.int32)
+        for offset in range(0, count, BLOCK):
+            pointers = (address + offset * itemsize).to(tl.pointer_type(STORAGE))
+            values = tl.load(pointers + lanes, mask=lanes < count - offset, other=0)
+            high, low = _add_squares(high, low, _upcast(values, SUM) * scale)
+    if tl.float32 == SUM:
+        for level in tl.static_range(3):  # a thread's eight lanes
+            high, low = _add_pairs(high, low, BLOCK >> (level + 1))
+        low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
+        high = high.to(tl.float64) + low.to(tl.float64)
+    return tl.sum(high)
+
+
+@triton.jit
+def _upcast(values, SUM: tl.constexpr):
+    """Convert loaded gradients to SUM. BF16 ones come as 16-bit patterns: Triton's interpreter loses subnormals."""
+    if tl.uint16 == values.dtype:
+        return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return values.to(SUM)
+
+
+@triton.jit
+def _add_squares(high, low, values):
+    """Add squares to pairs: in FP32 by TwoSum (Knuth), which finds the exact error of an addition."""
+    if tl.float64 == high.dtype:
+        return tl.fma(values, values, high), low
+    total = tl.fma(values, values, high)
+    negated = high - total  # minus the square, as far as it is in the total
+    error = (high - (total + negated)) + tl.fma(values, values, negated)
+    return total, low + error
+
+
+@triton.jit
+def _add_pairs(high, low, COUNT: tl.constexpr):
+    """Add each two neighboring pairs of 2·COUNT."""
+    high, other_high = tl.split(tl.reshape(high, (COUNT, 2)))
+    low, other_low = tl.split(tl.reshape(low, (COUNT, 2)))
+    total = high + other_high
+    negated = high - total
+    error = (high - (total + negated)) + (other_high + negated)
+    return total, low + other_low + error
