@@ -109,7 +109,7 @@ def row(kernel: Kernel, target: str, result: CompiledKernel) -> dict[str, Any]:
         "longest": round(result.longest, 2),
         "by_pipe": {pipe: round(count, 2) for pipe, count in result.by_pipe.items()},
         "elements": result.elements,
-        "iterations": max(kernel.iterations, 1),
+        "iterations": result.iterations,
         "lookups": kernel.lookups,
         "read_bytes": kernel.read_bytes,
         "written_bytes": kernel.written_bytes,

@@ -35,6 +35,7 @@ class CompiledKernel:
         spilled_bytes: bytes per thread in local memory, to which registers are spilled.
         warps: of how many a multiprocessor has room for.
         elements: per thread, in one iteration of the loop over full chunks, or in all if there is no loop.
+        iterations: of that loop, for a full chunk.
         accesses: how many accesses to global memory of each width in bits are in the loop.
         hot: instructions per element that are executed in the loop if all inputs are ordinary.
         longest: the same if every branch takes its longest way, subroutines included.
@@ -48,6 +49,7 @@ class CompiledKernel:
     spilled_bytes: int
     warps: int
     elements: int
+    iterations: int
     accesses: Counter[int]
     hot: float
     longest: float
@@ -93,11 +95,14 @@ def _counted(kernel: Kernel, code: MachineCode, reader: ModuleType, elements: in
     path = code.ordinary_path(loop)
     around: CodePath = code.path_around(loop) if loop is not None else ()
     accesses = Counter(bits for position in path if (bits := code.instructions[position].access_bits))
-    around_elements = elements * max(kernel.iterations, 1)
+    if loop is None and kernel.lookups:  # the narrower ones read tables
+        accesses = Counter({max(accesses): accesses[max(accesses)]})
+    iterations = max(kernel.iterations, 1)
     if kernel.iterations and kernel.expected_accesses:  # a compiler may unroll the loop, even altogether
-        elements *= max(1, accesses.total() // kernel.expected_accesses.total())
+        unrolled = max(1, accesses.total() // kernel.expected_accesses.total())
+        elements, iterations = elements * unrolled, max(1, iterations // unrolled)
     by_pipe = dict.fromkeys(reader.PIPES, 0.0)
-    for positions, count in ((path, elements), (around, around_elements)):
+    for positions, count in ((path, elements), (around, elements * iterations)):
         for position in positions:
             pipe, operations = reader.pipe(code.instructions[position].opcode)
             by_pipe[pipe] += operations / count
@@ -106,10 +111,11 @@ def _counted(kernel: Kernel, code: MachineCode, reader: ModuleType, elements: in
         spilled_bytes=0,
         warps=0,
         elements=elements,
+        iterations=iterations,
         accesses=accesses,
         hot=len(path) / elements,
         longest=code.longest_path(loop) / elements,
-        outside=len(around) / around_elements,
+        outside=len(around) / (elements * iterations),
         by_pipe=by_pipe,
     )
 

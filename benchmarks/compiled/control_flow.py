@@ -82,13 +82,11 @@ class MachineCode:
     def main_loop(self) -> Loop | None:
         """The loop whose iterations access the most bits of global memory, and the longest of these.
 
-        None if most bits are accessed outside of any loop: the loop is unrolled altogether.
+        None if the widest accesses are outside of all loops: the compiler has unrolled the one over full chunks.
         """
-        loops = [loop for loop in self._loops if self._bits(loop.body)]
-        loop = max(loops, key=lambda loop: (self._bits(self.ordinary_path(loop)), len(loop.body)), default=None)
-        if loop is None or 2 * self._bits(self.ordinary_path(loop)) < self._bits(self.ordinary_path()):
-            return None
-        return loop
+        widest = self._widest(self.ordinary_path())
+        loops = [loop for loop in self._loops if widest and self._widest(loop.body) == widest]
+        return max(loops, key=lambda loop: (self._bits(self.ordinary_path(loop)), len(loop.body)), default=None)
 
     def ordinary_path(self, loop: Loop | None = None) -> Path:
         """The ordinary path through one iteration of `loop`, or from the kernel's beginning to its end.
@@ -198,6 +196,9 @@ class MachineCode:
                 on_the_way.discard(position)
                 order.append(position)
         return order, back_edges
+
+    def _widest(self, positions: Iterable[int]) -> int:
+        return max((self.instructions[position].access_bits for position in positions), default=0)
 
     def _bits(self, positions: Iterable[int]) -> int:
         return sum(self.instructions[position].access_bits for position in positions)

@@ -36,7 +36,7 @@ _OPCODES = {
     MEMORY: "LDG STG LD ST LDS STS LDL STL LDSM STSM LDGSTS ATOM ATOMG ATOMS RED REDG SHFL MATCH REDUX",
     OTHER: (
         "BRA BRX JMP BSSY BSYNC BREAK BMOV CALL RET EXIT WARPSYNC NOP BAR DEPBAR LDGDEPBAR YIELD ERRBAR MEMBAR NANOSLEEP "
-        "S2R CS2R S2UR R2UR LDC LDCU ULDC KILL BPT CCTL PREEXIT ACQBULK ELECT"
+        "S2R CS2R S2UR R2UR LDC LDCU ULDC KILL BPT CCTL RPCMOV PREEXIT ACQBULK ELECT"
     ),
 }
 _PIPE = {opcode: pipe for pipe, opcodes in _OPCODES.items() for opcode in opcodes.split()}
@@ -93,7 +93,8 @@ def _instruction(text: str) -> Instruction:
     conditional = predicate is not None
     if name in ("BRX", "JMX", "JMP"):
         raise ValueError(f"{text!r} branches to a computed address, which this reader does not follow")
-    if name == "BRA":
+    # For some architectures ptxas leaves a loop by a call of the label behind it, from which nothing returns.
+    if name == "BRA" or (name == "CALL" and target is not None and target.startswith(".L")):
         conditional = conditional or re.match(r"!?U?P[\dT]", operands) is not None
         return Instruction(opcode, BRANCH if conditional else JUMP, target, conditional)
     kinds = {"CALL": CALL, "EXIT": EXIT, "RET": EXIT, "KILL": EXIT}
