@@ -67,7 +67,7 @@ def main_names(names: list[str]) -> list[str]:
 
 
 def compile_kernel(kernel: Kernel, target: str) -> CompiledKernel:
-    """Compile a kernel for a target, and note in `faults` what must not be. Kernels of other packages have no faults."""
+    """Compile a kernel for a target, and note in `faults` what must not be in one of ours."""
     result = compile_for(kernel, target)
     if kernel.package != "hf-lowprec":
         return result
@@ -132,9 +132,7 @@ _COLUMNS = {
 
 def _heading() -> str:
     pipes = " ".join(sass.PIPES)
-    return (
-        f"| {' | '.join([*_COLUMNS.values(), pipes])} |\n| --- | --- | {'---: | ' * 3}--- | {'---: | ' * 4}".rstrip()
-    )
+    return f"| {' | '.join([*_COLUMNS.values(), pipes])} |\n| --- | --- | {'---: | ' * 3}--- | {'---: | ' * 4}".rstrip()
 
 
 def _cells(recorded: dict[str, Any]) -> str:

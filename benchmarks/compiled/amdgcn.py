@@ -20,7 +20,9 @@ other: branches, waits, barriers.
 Source: rocm.docs.amd.com/projects/rocprofiler-compute, "Pipeline descriptions".
 """
 _WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short": 16, "byte": 8}
-_CONTROL = r"s_(branch|cbranch\w*|waitcnt\w*|nop|endpgm|barrier|setprio|sleep|sethalt|setpc_b64|swappc_b64|getpc_b64|code_end)"
+_CONTROL = (
+    r"s_(branch|cbranch\w*|waitcnt\w*|nop|endpgm|barrier|setprio|sleep|sethalt|setpc_b64|swappc_b64|getpc_b64|code_end)"
+)
 
 
 def pipe(opcode: str) -> tuple[str, int]:
@@ -31,7 +33,9 @@ def pipe(opcode: str) -> tuple[str, int]:
     """
     if re.fullmatch(_CONTROL, opcode):
         return OTHER, 1
-    if opcode.startswith(("global_", "buffer_", "flat_", "scratch_", "ds_", "s_load", "s_buffer_load", "s_store", "s_dcache")):
+    if opcode.startswith(
+        ("global_", "buffer_", "flat_", "scratch_", "ds_", "s_load", "s_buffer_load", "s_store", "s_dcache")
+    ):
         return MEMORY, 1
     if opcode.startswith("s_"):
         return SCALAR, 1

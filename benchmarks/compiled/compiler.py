@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled import amdgcn, sass
-from compiled.control_flow import MachineCode, Path as CodePath
+from compiled.control_flow import MachineCode
+from compiled.control_flow import Path as CodePath
 from compiled.gpus import ARCHITECTURES, resident_warps
 from compiled.kernels import Kernel
 

@@ -2,7 +2,8 @@
 
 A kernel branches where a rare input (zero, subnormal, infinite, NaN) needs more work: around the subroutines of
 division and square root, and around code of its own. Such a branch adds instructions, and never an access to global
-memory. So the ordinary path is the one that makes the most accesses with the fewest calls and then the fewest instructions.
+memory. So the ordinary path is the one that makes the most accesses with the fewest calls, and then with the fewest
+instructions.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class MachineCode:
         self.labels = labels
         for instruction in instructions:
             if instruction.kind in (BRANCH, JUMP) and instruction.target not in labels:
-                raise ValueError(f"{instruction.opcode} branches to {instruction.target!r}, which is not in the listing")
+                raise ValueError(
+                    f"{instruction.opcode} branches to {instruction.target!r}, which is not in the listing"
+                )
 
     def successors(self, position: int) -> list[int]:
         """Positions that may be executed next. A call is followed by the instruction after it."""

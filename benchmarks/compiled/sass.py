@@ -6,7 +6,15 @@ import re
 
 from compiled.control_flow import BRANCH, CALL, EXIT, JUMP, PLAIN, Instruction, MachineCode
 
-FP32, MULTIPLY, INTEGER, CONVERT, FP64, MEMORY, OTHER = "fp32", "multiply", "integer", "convert", "fp64", "memory", "other"
+FP32, MULTIPLY, INTEGER, CONVERT, FP64, MEMORY, OTHER = (
+    "fp32",
+    "multiply",
+    "integer",
+    "convert",
+    "fp64",
+    "memory",
+    "other",
+)
 PIPES = (FP32, MULTIPLY, INTEGER, CONVERT, FP64, MEMORY, OTHER)
 """Where an instruction is executed.
 
@@ -35,8 +43,8 @@ _OPCODES = {
     FP64: "DADD DMUL DFMA DSETP DMNMX",
     MEMORY: "LDG STG LD ST LDS STS LDL STL LDSM STSM LDGSTS ATOM ATOMG ATOMS RED REDG SHFL MATCH REDUX",
     OTHER: (
-        "BRA BRX JMP BSSY BSYNC BREAK BMOV CALL RET EXIT WARPSYNC NOP BAR DEPBAR LDGDEPBAR YIELD ERRBAR MEMBAR NANOSLEEP "
-        "S2R CS2R S2UR R2UR LDC LDCU ULDC KILL BPT CCTL RPCMOV PREEXIT ACQBULK ELECT"
+        "BRA BRX JMP BSSY BSYNC BREAK BMOV CALL RET EXIT WARPSYNC NOP BAR DEPBAR LDGDEPBAR YIELD ERRBAR MEMBAR "
+        "NANOSLEEP S2R CS2R S2UR R2UR LDC LDCU ULDC KILL BPT CCTL RPCMOV PREEXIT ACQBULK ELECT"
     ),
 }
 _PIPE = {opcode: pipe for pipe, opcodes in _OPCODES.items() for opcode in opcodes.split()}

@@ -7,15 +7,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when the scripts run
 
-from compiled import amdgcn, sass  # noqa: E402
-from compiled.gpus import ARCHITECTURES, GPUS, resident_warps  # noqa: E402
-from compiled.speed_limits import LATENCY, LOOKUP_LATENCY, REACHED_BANDWIDTH, speed_limits  # noqa: E402
+from compiled import amdgcn, sass
+from compiled.gpus import ARCHITECTURES, GPUS, resident_warps
+from compiled.speed_limits import LATENCY, LOOKUP_LATENCY, REACHED_BANDWIDTH, speed_limits
 
 
 def listing(body: str) -> str:
     """A listing as nvdisasm prints it: addresses before instructions, labels at the margin, two kernels."""
-    lines = ["\t.section\t.text.other,\"ax\",@progbits", ".text.other:", "        /*0000*/   EXIT ;"]
-    lines += ["\t.section\t.text.step,\"ax\",@progbits", "step:", ".text.step:"]
+    lines = ['\t.section\t.text.other,"ax",@progbits', ".text.other:", "        /*0000*/   EXIT ;"]
+    lines += ['\t.section\t.text.step,"ax",@progbits', "step:", ".text.step:"]
     address = 0
     for line in body.strip().splitlines():
         if line.strip().endswith(":"):
@@ -23,7 +23,7 @@ def listing(body: str) -> str:
         else:
             lines.append(f"        /*{address:04x}*/                   {line.strip()} ;")
             address += 16
-    return "\n".join([*lines, "\t.section\t.debug_line,\"\",@progbits", "        /*0000*/   NOP ;"])
+    return "\n".join([*lines, '\t.section\t.debug_line,"",@progbits', "        /*0000*/   NOP ;"])
 
 
 def opcodes(code, path) -> list[str]:
