@@ -72,6 +72,14 @@ class Kernel:
     expected_accesses: Counter[int] | None = None
 
 
+def constants_for(kernel: Kernel, target: str) -> dict[str, Any]:
+    """The constants with which `kernel` is compiled for a target: `PTX` says which instructions are written inline."""
+    if "PTX" not in kernel.function.arg_names:
+        return dict(kernel.constants)
+    capability = int(target.removeprefix("sm_")) if target.startswith("sm_") else 0
+    return {**kernel.constants, "PTX": triton_backend.inlined_ptx(capability)}
+
+
 def specs() -> dict[str, StepSpec]:
     """A spec for every algorithm, rounding mode and dtype, and for AdamW's further options, by name."""
     named = {}
