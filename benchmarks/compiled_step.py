@@ -8,7 +8,8 @@ than 128 bits (64 for the codes of states in 8 bits, since a thread has eight el
 approximates floating-point operations of a step, which the arithmetic forbids.
 
     python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …] [--main]
-    python benchmarks/compiled_step.py --triton FOLDER … --output FILE.json
+    python benchmarks/compiled_step.py --main --triton FOLDER … --output FILE.json
+    python benchmarks/compiled_step.py --tables FILE.json
 
 `--triton` compiles the main kernels once more with other versions of Triton, each installed into a folder of its own
 (`pip install --no-deps --target FOLDER triton==VERSION`).
@@ -33,6 +34,7 @@ import triton
 from compiled import amdgcn, sass
 from compiled.compiler import TARGETS, CompiledKernel, compile_for
 from compiled.kernels import Kernel, handwritten_kernels, peer_kernels, specs, step_kernel, tensor_sum_kernel
+from compiled.tables import tables
 
 MAIN = [
     "AdamW kahan bfloat16",
@@ -158,7 +160,11 @@ def main() -> int:
     parser.add_argument("--main", action="store_true", help="only those of the table in docs/performance.md")
     parser.add_argument("--triton", nargs="+", type=Path, default=[], metavar="FOLDER", help="other versions of Triton")
     parser.add_argument("--output", type=Path, help="a JSON file for all counts")
+    parser.add_argument("--tables", type=Path, metavar="FILE.json", help="only print the tables of an earlier --output")
     options = parser.parse_args()
+    if options.tables is not None:
+        print(tables(json.loads(options.tables.read_text())["rows"]))
+        return 0
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     known = kernels()

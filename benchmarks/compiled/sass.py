@@ -6,21 +6,14 @@ import re
 
 from compiled.control_flow import BRANCH, CALL, EXIT, JUMP, PLAIN, Instruction, MachineCode
 
-FP32, MULTIPLY, INTEGER, CONVERT, FP64, MEMORY, OTHER = (
-    "fp32",
-    "multiply",
-    "integer",
-    "convert",
-    "fp64",
-    "memory",
-    "other",
-)
+FP32, MULTIPLY, INTEGER, CONVERT = "fp32", "multiply", "integer", "convert"
+FP64, MEMORY, OTHER = "fp64", "memory", "other"
 PIPES = (FP32, MULTIPLY, INTEGER, CONVERT, FP64, MEMORY, OTHER)
 """Where an instruction is executed.
 
 fp32: FP32 addition and multiplication; FP16 arithmetic, which is used to copy constants.
 multiply: integer multiply-add (IMAD), half of the FP32 units; compilers also use it to add, shift and copy.
-integer: addition, logic, shifts, comparisons, selections, copies (ALU).
+integer: addition, logic, shifts, comparisons, selections, copies (ALU); conversions of fixed latency (I2FP, F2FP).
 convert: special functions (reciprocal and its root), conversions, and the range check of a division (XU).
 fp64: FP64 arithmetic, comparisons, and conversions from and to FP64.
 memory: loads, stores, atomics, shuffles.
@@ -29,7 +22,8 @@ other: branches and barriers, constants, special registers, and the scalar unit 
 Sources. FP32 and IMAD: Greg Smith of NVIDIA, forums.developer.nvidia.com/t/302018/7 and /t/108729/4. Special functions
 and conversions: "XU" among the pipelines of Nsight Compute's profiling guide. FCHK: its opcode lies among those of
 MUFU, F2F and I2F (0x300 to 0x309), and like theirs its result is awaited through a scoreboard, which the control bits
-in the listing show.
+in the listing show. Those of I2FP and F2FP show none, so these are executed elsewhere; that it is the integer pipe, and
+that F2FP takes it for two operations, is an assumption.
 """
 
 _OPCODES = {
@@ -37,9 +31,10 @@ _OPCODES = {
     MULTIPLY: "IMAD IDP IMUL",
     INTEGER: (
         "IADD3 IADD VIADD LOP3 LOP PLOP3 SHF SHL SHR PRMT ISETP FSETP FSET SEL FSEL FMNMX FMNMX3 IMNMX VIMNMX VIMNMX3 "
-        "LEA MOV IABS BMSK SGXT P2R R2P VABSDIFF HSETP2 HMNMX2 VOTE ISCADD ICMP FCMP MOV32I LOP32I IADD32I"
+        "LEA MOV IABS BMSK SGXT P2R R2P VABSDIFF HSETP2 HMNMX2 VOTE I2FP F2IP I2IP ISCADD "
+        "ICMP FCMP MOV32I LOP32I IADD32I"
     ),
-    CONVERT: "MUFU F2F I2F F2I FRND FCHK POPC FLO BREV F2FP I2FP F2IP I2IP",
+    CONVERT: "MUFU F2F I2F F2I FRND FCHK POPC FLO BREV",
     FP64: "DADD DMUL DFMA DSETP DMNMX",
     MEMORY: "LDG STG LD ST LDS STS LDL STL LDSM STSM LDGSTS ATOM ATOMG ATOMS RED REDG SHFL MATCH REDUX",
     OTHER: (
@@ -48,8 +43,8 @@ _OPCODES = {
     ),
 }
 _PIPE = {opcode: pipe for pipe, opcodes in _OPCODES.items() for opcode in opcodes.split()}
-_PACKED = {"FFMA2": "FFMA", "FMUL2": "FMUL", "FADD2": "FADD"}
-"""One instruction for two FP32 operations, and what executes each (compute capability 10.0)."""
+_TWO_OPERATIONS = {"FFMA2": FP32, "FMUL2": FP32, "FADD2": FP32, "F2FP": INTEGER}
+"""Two FP32 operations in one instruction (compute capability 10.0), and the conversion of two numbers."""
 
 
 def pipe(opcode: str) -> tuple[str, int]:
@@ -59,8 +54,8 @@ def pipe(opcode: str) -> tuple[str, int]:
         ValueError: the opcode is unknown; add it to this file.
     """
     name, *modifiers = opcode.split(".")
-    if name in _PACKED:
-        return _PIPE[_PACKED[name]], 2
+    if name in _TWO_OPERATIONS:
+        return _TWO_OPERATIONS[name], 2
     if "F64" in modifiers:
         return FP64, 1
     if name in _PIPE:

@@ -174,6 +174,8 @@ def test_what_cannot_be_followed_raises():
         ("IADD3.X", "integer", 1),
         ("UIADD3", "other", 1),
         ("FCHK", "convert", 1),
+        ("F2F.BF16.F32", "convert", 1),
+        ("F2FP.BF16.F32.PACK_AB", "integer", 2),
         ("F2F.F64.F32", "fp64", 1),
         ("DFMA", "fp64", 1),
         ("LDG.E.128", "memory", 1),
