@@ -12,11 +12,24 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Triton's tools are for Linux")]
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
-    ("AdamW kahan bfloat16", "sm_90"): (0, 0),
+    ("AdamW kahan bfloat16", "sm_90"): (81.6, 96),
+    ("AdamW kahan bfloat16", "sm_100"): (77.0, 95),
+    ("AdamW kahan bfloat16", "gfx942"): (79.2, 68),
+    ("AdamW stochastic bfloat16", "sm_90"): (68.6, 91),
+    ("AdamW stochastic bfloat16", "sm_100"): (64.4, 92),
+    ("AdamW stochastic bfloat16", "gfx942"): (73.0, 66),
+    ("AdamW split bfloat16, 8-bit states", "sm_90"): (130.9, 96),
+    ("AdamW split bfloat16, 8-bit states", "sm_100"): (125.9, 96),
+    ("AdamW split bfloat16, 8-bit states", "gfx942"): (132.3, 89),
+    ("AdamW kahan float32", "sm_90"): (38.8, 62),
+    ("AdamW kahan float32", "sm_100"): (38.7, 62),
+    ("AdamW kahan float32", "gfx942"): (45.8, 63),
 }
 """Instructions per element that ordinary inputs execute, in the loop and outside, and registers per thread: the most of
 three versions of Triton. A change that needs more must say why here; one that needs less lowers them.
 """
+FURTHER = ["SGD kahan bfloat16", "Muon split bfloat16, 8-bit states", "StableAdamW kahan bfloat16, tensor_sum"]
+"""Kernels with other tensors, whose accesses are checked."""
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -31,7 +44,7 @@ def test_kernels_stay_within_their_ceilings(tmp_path):
     """Exit status 0 also says that nothing is spilled, and that full chunks are accessed in 128 bits."""
     output = tmp_path / "rows.json"
     names, targets = ([*dict.fromkeys(key[k] for key in CEILINGS)] for k in (0, 1))
-    done = run("-m", "compiled_step", "--kernels", *names, "--targets", *targets, "--output", str(output))
+    done = run("-m", "compiled_step", "--kernels", *names, *FURTHER, "--targets", *targets, "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {(row["kernel"], row["target"]): row for row in json.loads(output.read_text())["rows"]}
     counted = {key: (row["hot"] + row["outside"], row["registers"]) for key, row in rows.items()}
