@@ -184,7 +184,7 @@ def main() -> int:
         rows += _with_other_version(folder, options.targets)
     if options.output is not None:
         packages = {name: _version(name) for name in ("torch-optimi", "flashoptim")}
-        options.output.write_text(json.dumps({"packages": packages, "rows": rows}, indent=0) + "\n")
+        options.output.write_text(json.dumps({"packages": packages, "rows": rows}) + "\n")
     print(*faults, sep="\n")
     return 1 if faults else 0
 

@@ -1,15 +1,19 @@
 """The reader of machine code finds loops, rare branches and pipes in listings whose counts are known by hand."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as when the scripts run
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # as when the scripts run
 
-from compiled import amdgcn, sass
-from compiled.gpus import ARCHITECTURES, GPUS, resident_warps
-from compiled.speed_limits import LATENCY, LOOKUP_LATENCY, REACHED_BANDWIDTH, speed_limits
+import predicted_step_time  # noqa: E402
+from compiled import amdgcn, sass  # noqa: E402
+from compiled.gpus import ARCHITECTURES, GPUS, resident_warps  # noqa: E402
+from compiled.speed_limits import LATENCY, LOOKUP_LATENCY, REACHED_BANDWIDTH, speed_limits  # noqa: E402
+from compiled.tables import tables  # noqa: E402
 
 
 def listing(body: str) -> str:
@@ -219,6 +223,7 @@ def test_amd_assembly():
     ("target", "registers", "warps"),
     [
         ("sm_90", 90, 20),  # 96 of a scheduler's 512 per lane are allocated: five warps
+        ("sm_90", 97, 16),  # 104 are
         ("sm_90", 64, 32),
         ("sm_90", 16, 64),
         ("sm_89", 16, 48),
@@ -247,3 +252,19 @@ def test_each_limit_of_the_model():
     waiting = 4 * LATENCY + 3 * LOOKUP_LATENCY + 72 * 32 / 1.98e9
     assert limits["latency"] == pytest.approx(waiting / (132 * 20 * 32 * 32))
     assert set(limits) == {"memory", "latency", *clocks}
+
+
+def test_tables_of_the_recorded_counts():
+    rows = json.loads(max((BENCHMARKS / "results").glob("compiled-step-*.json")).read_text())["rows"]
+    latest = [row for row in rows if row["triton"] == rows[0]["triton"]]
+    found = {(row["kernel"], row["target"]): row for row in latest}
+    assert len(found) == len(latest)
+    kahan, norm = found["AdamW kahan bfloat16", "sm_100"], found["gradient norm, square_sum", "sm_89"]
+    assert predicted_step_time.predicted(kahan, GPUS["B200"]) == (pytest.approx(18 / (0.92 * 8.0e12) * 1e9), "memory")
+    assert (norm["read_bytes"], norm["written_bytes"]) == (2, 0)
+    times = predicted_step_time.times(latest, GPUS).splitlines()
+    names = {row["kernel"] for row in latest if row["read_bytes"]}
+    assert [line.count("|") for line in times] == [len(GPUS) + 3] * (len(names) + 2)
+    assert not any(cell == "" for line in times for cell in map(str.strip, line.split("|")[1:-1]))
+    for version in {row["triton"] for row in rows}:
+        assert version in tables(rows)
