@@ -3,7 +3,7 @@
 A kernel branches where a rare input (zero, subnormal, infinite, NaN) needs more work: around the subroutines of
 division and square root, and around code of its own. Such a branch adds instructions, and never an access to global
 memory. So the ordinary path is the one that makes the most accesses with the fewest calls, and then with the fewest
-instructions.
+instructions. If a kernel reads its elements once more for rare values, the path passes through both readings.
 """
 
 from __future__ import annotations
