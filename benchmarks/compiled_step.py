@@ -1,136 +1,88 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
-Compiles the kernels `step` and `tensor_sum` of every spec ahead of time for the given compute capabilities. Exits with
-status 1 if a kernel spills registers, accesses full chunks with less than 128 bits (64 for the codes of states in 8
-bits, since a thread has eight elements), or contracts, flushes or approximates floating-point operations, which the
-arithmetic forbids.
+Compiles the kernels `step` and `tensor_sum` of every spec, the gradient norm, the mean of `reduction/` and the AdamW of
+other installed packages ahead of time for the given targets. Instructions are counted per element on the path that is
+executed if every input is ordinary, apart from the slow paths of division and square root; see
+`compiled/control_flow.py`. Exits with status 1 if one of our kernels spills registers, accesses full chunks with less
+than 128 bits (64 for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or
+approximates floating-point operations of a step, which the arithmetic forbids.
 
-    python benchmarks/compiled_step.py [--capabilities 80 90 100 120] [--specs "AdamW kahan bfloat16" …]
+    python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …] [--main]
+    python benchmarks/compiled_step.py --main --triton FOLDER … --output FILE.json
+    python benchmarks/compiled_step.py --tables FILE.json
+
+`--triton` compiles the main kernels once more with other versions of Triton, each installed into a folder of its own
+(`pip install --no-deps --target FOLDER triton==VERSION`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from importlib import metadata
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiled import amdgcn, sass
+from compiled.compiler import TARGETS, CompiledKernel, compile_for
+from compiled.kernels import Kernel, handwritten_kernels, peer_kernels, specs, step_kernel, tensor_sum_kernel
+from compiled.tables import tables
 
-from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.rounding import MODES, dtype_name
-from hf_lowprec.rounding.block_floats import BLOCK
-
-ELEMENTS_PER_THREAD = 8
-WIDEST_BITS = 128
-"""A thread needs one access for its elements of a tensor, or several of these."""
-TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
-STEP_ARGUMENTS = TABLES | {"counts": "*i64", "enabled": "*i32"}
-TENSOR_SUM_ARGUMENTS = TABLES | {"sums": "*fp64"}
-CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL}
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def specs() -> dict[str, StepSpec]:
-    """A spec for every algorithm, rounding mode and dtype, and for AdamW's further options, by name."""
-    named = {}
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for cls, rounding, dtype in product(ALGORITHMS.values(), MODES, dtypes):
-        if dtype == torch.bfloat16 or rounding == "kahan":
-            options = {"momentum": 0.9} if cls is SGD else {}
-            named[f"{cls.__name__} {rounding} {dtype_name(dtype)}"] = _spec(cls, dtype, rounding=rounding, **options)
-    further = {
-        "FP32 states": {"state_dtype": torch.float32},
-        "amsgrad": {"amsgrad": True},
-        "clipped": {"max_grad_norm": 1.0},
-        "8-bit states": {"state_dtype": torch.int8},
-    }
-    for name, options in further.items():
-        for rounding in ("kahan", "split", "stochastic"):
-            spec = _spec(AdamW, torch.bfloat16, rounding=rounding, **options)
-            named[f"AdamW {rounding} bfloat16, {name}"] = spec
-    for cls in ALGORITHMS.values():
-        options = {"momentum": 0.9} if cls is SGD else {}
-        spec = _spec(cls, torch.bfloat16, rounding="split", state_dtype=torch.int8, **options)
-        named[f"{cls.__name__} split bfloat16, 8-bit states"] = spec
-    return named
+MAIN = [
+    "AdamW kahan bfloat16",
+    "AdamW split bfloat16",
+    "AdamW split24 bfloat16",
+    "AdamW stochastic bfloat16",
+    "AdamW nearest bfloat16",
+    "AdamW kahan bfloat16, 8-bit states",
+    "AdamW split bfloat16, 8-bit states",
+    "AdamW stochastic bfloat16, 8-bit states",
+    "AdamW kahan bfloat16, FP32 states",
+    "AdamW kahan float32",
+    "SGD kahan bfloat16",
+    "StableAdamW kahan bfloat16",
+    "StableAdamW kahan bfloat16, tensor_sum",
+]
+"""The kernels of the table in docs/performance.md, with the handwritten ones and those of other packages."""
 
 
-def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
-    param = torch.nn.Parameter(torch.zeros(1, BLOCK, dtype=dtype))
-    param.grad = torch.zeros_like(param)
-    with cls([param], backend="eager", **options).plan_step() as plan:
-        return plan.fused_groups[0].spec
+def kernels() -> dict[str, Kernel]:
+    """All kernels, by name."""
+    found: list[Kernel | None] = [step_kernel(name, spec) for name, spec in specs().items()]
+    found += [tensor_sum_kernel(name, spec) for name, spec in specs().items()]
+    found += handwritten_kernels() + peer_kernels()
+    return {kernel.name: kernel for kernel in found if kernel is not None}
 
 
-@dataclass
-class CompiledKernel:
-    """The compiled form of one kernel.
-
-    Attributes:
-        registers: per thread.
-        stack: bytes per thread in local memory, to which registers are spilled.
-        accesses: how many accesses to global memory of each width in bits the loop over full chunks has.
-        expected_accesses: how many it needs.
-        instructions: per element, in the loop over full chunks; includes the rare paths of division and square root.
-        faults: what the compiler must not do.
-    """
-
-    registers: int
-    stack: int
-    accesses: Counter[int]
-    expected_accesses: Counter[int]
-    instructions: float
-    faults: list[str]
+def main_names(names: list[str]) -> list[str]:
+    """Those of `MAIN`, the handwritten ones and those of other packages."""
+    rendered = {name for name in names if re.match(r"\w+ \w+ (bfloat16|float16|float32)", name)}
+    return [name for name in names if name in MAIN or name not in rendered]
 
 
-def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) -> CompiledKernel:
-    """Compile `step`, or `tensor_sum`, of `spec` for NVIDIA GPUs of compute capability `capability` (90 is 9.0)."""
-    arguments = TENSOR_SUM_ARGUMENTS if tensor_sum else STEP_ARGUMENTS
-    signature = {**arguments, **dict.fromkeys(CONSTANTS, "constexpr")}
-    aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(arguments))}
-    kernel = triton.compile(
-        ASTSource(triton_backend.kernels(spec)[tensor_sum], signature, dict(CONSTANTS), aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": triton_backend.WARPS, "enable_fp_fusion": False},
-    )
-    ptx = kernel.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        machine_code = _tool("nvdisasm", "-c", file.name)
-
-    elements_per_thread = triton_backend.BLOCK // (32 * triton_backend.WARPS)
-    accessed = [*spec.tensors, *spec.output_tensors]
-    if tensor_sum:
-        accessed = used_inputs(trace_tensor_mean(spec), spec.tensors)
-    loop = _longest_loop(machine_code)
-    result = CompiledKernel(
-        registers=int(_match(r"REG:(\d+)", usage)),
-        stack=int(_match(r"STACK:(\d+)", usage)),
-        accesses=_accesses(loop),
-        expected_accesses=_expected_accesses(spec, accessed),
-        instructions=len(loop) / elements_per_thread,
-        faults=[],
-    )
-    if result.stack:
-        result.faults.append(f"{result.stack} bytes of stack: registers are spilled")
-    if result.accesses != result.expected_accesses:
-        result.faults.append(f"accesses {_text(result.accesses)}, expected {_text(result.expected_accesses)}")
+def compile_kernel(kernel: Kernel, target: str) -> CompiledKernel:
+    """Compile a kernel for a target, and note in `faults` what must not be in one of ours."""
+    result = compile_for(kernel, target)
+    if kernel.package != "hf-lowprec":
+        return result
+    if result.spilled_bytes:
+        result.faults.append(f"{result.spilled_bytes} bytes of stack: registers are spilled")
+    expected = kernel.expected_accesses
+    if target.startswith("gfx") and kernel.threads is None:
+        expected = None  # Triton's default number of warps means twice the threads
+    if expected:
+        unrolled = max(1, result.accesses.total() // expected.total())
+        if result.accesses != Counter({bits: unrolled * count for bits, count in expected.items()}):
+            result.faults.append(f"accesses {_text(result.accesses)}, expected {_text(expected)}")
+    ptx = "" if kernel.fp_fusion else result.ptx
     forbidden = {r"\bfma\.": "a contraction", r"\.ftz\b": "a flush to zero", r"\.approx\b": "an approximation"}
     for pattern, meaning in forbidden.items():
         if re.search(pattern, ptx):
@@ -138,86 +90,107 @@ def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) ->
     return result
 
 
-def _tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([str(_TOOLS / name), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
-
-
-def _match(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
-    if match is None:
-        raise ValueError(f"{pattern!r} is not in the tool's output:\n{text[:2000]}")
-    return match[1]
-
-
-def _expected_accesses(spec: StepSpec, names: Iterable[str]) -> Counter[int]:
-    """The accesses to some tensors, with all elements of a thread at once."""
-    expected: Counter[int] = Counter()
-    for name in names:
-        bits = 8 * spec.tensors[name].itemsize * (1 if name in spec.per_block_tensors else ELEMENTS_PER_THREAD)
-        expected[min(bits, WIDEST_BITS)] += -(-bits // WIDEST_BITS)
-    return expected
-
-
-def _accesses(instructions: Iterable[str]) -> Counter[int]:
-    """The accesses to global memory among some instructions, by their width in bits."""
-    found: Counter[int] = Counter()
-    for instruction in instructions:
-        if access := re.search(r"\b(?:LDG|STG)((?:\.\w+)*)", instruction):
-            widths = re.findall(r"\.[US]?(8|16|64|128|256)\b", access[1])
-            found[int(widths[-1]) if widths else 32] += 1
-    return found
-
-
 def _text(accesses: Counter[int]) -> str:
     return ", ".join(f"{count} of {bits} bits" for bits, count in sorted(accesses.items(), reverse=True))
 
 
-def _longest_loop(machine_code: str) -> list[str]:
-    """The instructions of the longest loop that loads 128 bits at once; if there is none, of the longest that loads."""
-    labels: dict[str, int] = {}
-    instructions: list[str] = []
-    for line in machine_code.splitlines():
-        if label := re.match(r"\s*(\.L_x?_?\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(instruction[1])
-    loops = []
-    for end, instruction in enumerate(instructions):
-        target = re.search(r"\bBRA\b.*?(\.L_x?_?\d+)", instruction)
-        begin = labels.get(target[1], end) if target else end
-        if begin < end and any("LDG" in inside for inside in instructions[begin:end]):
-            loops.append(instructions[begin : end + 1])
-    return max(loops, key=lambda loop: (_accesses(loop)[WIDEST_BITS] > 0, len(loop)), default=[])
+def row(kernel: Kernel, target: str, result: CompiledKernel) -> dict[str, Any]:
+    """What is recorded of a compiled kernel."""
+    return {
+        "kernel": kernel.name,
+        "target": target,
+        "registers": result.registers,
+        "spilled_bytes": result.spilled_bytes,
+        "warps": result.warps,
+        "accesses": _text(result.accesses),
+        "hot": round(result.hot, 2),
+        "outside": round(result.outside, 2),
+        "longest": round(result.longest, 2),
+        "by_pipe": {pipe: round(count, 2) for pipe, count in result.by_pipe.items()},
+        "elements": result.elements,
+        "iterations": result.iterations,
+        "lookups": kernel.lookups,
+        "read_bytes": kernel.read_bytes,
+        "written_bytes": kernel.written_bytes,
+        "launches": kernel.launches,
+    }
+
+
+_COLUMNS = {
+    "kernel": "kernel",
+    "target": "target",
+    "registers": "registers",
+    "spilled_bytes": "spilled bytes",
+    "warps": "warps that fit",
+    "accesses": "accesses to memory",
+    "hot": "instructions per element",
+    "longest": "with all slow paths",
+    "outside": "outside of the loop",
+}
+
+
+def _heading() -> str:
+    pipes = " ".join(sass.PIPES)
+    return f"| {' | '.join([*_COLUMNS.values(), pipes])} |\n| --- | --- | {'---: | ' * 3}--- | {'---: | ' * 4}".rstrip()
+
+
+def _cells(recorded: dict[str, Any]) -> str:
+    pipes = " ".join(f"{count:.1f}" for count in recorded["by_pipe"].values())
+    return f"| {' | '.join(str(recorded[key]) for key in _COLUMNS)} | {pipes} |"
+
+
+def _with_other_version(folder: Path, targets: list[str]) -> list[dict[str, Any]]:
+    """The main kernels' rows with the Triton in `folder`, by this script in a process of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        output = Path(cache) / "rows.json"
+        paths = [str(folder), *sys.path[1:]]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": cache}
+        command = [sys.executable, __file__, "--main", "--targets", *targets, "--output", str(output)]
+        subprocess.run(command, env=environment, check=False)  # it prints its faults
+        return json.loads(output.read_text())["rows"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100, 120])
-    parser.add_argument("--output", type=Path, help="a JSON file for the rows of the table")
-    parser.add_argument("--specs", nargs="+", choices=list(specs()), default=list(specs()), metavar="NAME")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--main", action="store_true", help="only those of the table in docs/performance.md")
+    parser.add_argument("--triton", nargs="+", type=Path, default=[], metavar="FOLDER", help="other versions of Triton")
+    parser.add_argument("--output", type=Path, help="a JSON file for all counts")
+    parser.add_argument("--tables", type=Path, metavar="FILE.json", help="only print the tables of an earlier --output")
     options = parser.parse_args()
+    if options.tables is not None:
+        print(tables(json.loads(options.tables.read_text())["rows"]))
+        return 0
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
-    print(f"Triton {triton.__version__}, {triton_backend.BLOCK} elements per {triton_backend.WARPS} warps\n")
-    print("| kernel | sm | registers | stack | accesses to memory | instructions per element |")
-    print("|---|---:|---:|---:|---|---:|")
+    known = kernels()
+    names = options.kernels or (main_names(list(known)) if options.main else list(known))
+    if unknown := set(names) - set(known):
+        parser.error(f"--kernels {sorted(unknown)}: there are {list(known)}")
+    print(f"Triton {triton.__version__}; operations by pipe on NVIDIA: {', '.join(sass.PIPES)}; on AMD: ", end="")
+    print(f"{', '.join(amdgcn.PIPES)}\n\n{_heading()}")
     faults: Counter[str] = Counter()
     rows = []
-    selected = {name: specs()[name] for name in options.specs}
-    kernels = [(name, spec, False) for name, spec in selected.items()]
-    kernels += [(f"{name}, tensor_sum", spec, True) for name, spec in selected.items() if spec.tensor_mean is not None]
-    for (name, spec, tensor_sum), capability in product(kernels, options.capabilities):
-        result = compile_kernel(spec, capability, tensor_sum)
-        cells = {"kernel": name, "sm": capability, "registers": result.registers, "stack": result.stack}
-        cells |= {"accesses": _text(result.accesses), "instructions": round(result.instructions)}
-        print(f"| {' | '.join(map(str, cells.values()))} |", flush=True)
-        rows.append(cells)
-        faults.update(f"{name}, sm_{capability}: {fault}" for fault in result.faults)
+    for name, target in product(names, options.targets):
+        result = compile_kernel(known[name], target)
+        rows.append({"triton": triton.__version__, **row(known[name], target, result)})
+        print(_cells(rows[-1]), flush=True)
+        faults.update(f"{name}, {target}: {fault}" for fault in result.faults)
+    for folder in options.triton:
+        rows += _with_other_version(folder, options.targets)
     if options.output is not None:
-        options.output.write_text(json.dumps({"triton": triton.__version__, "rows": rows}) + "\n")
+        packages = {name: _version(name) for name in ("torch-optimi", "flashoptim")}
+        options.output.write_text(json.dumps({"packages": packages, "rows": rows}) + "\n")
     print(*faults, sep="\n")
     return 1 if faults else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ part:
     python benchmarks/gpu_step.py [--seconds 540] [--output FOLDER] [--tune]
     python benchmarks/gpu_step.py --rehearse        # everything but the GPU, on small shapes, into a temporary folder
 
-Without an installation of hf_lowprec any Python that has torch, triton and transformers will do. Exit status: 1 if
-something of ours failed or did not end in time, 2 without a GPU.
+Without an installation of hf_lowprec any Python that has torch, triton, transformers and accelerate will do. Exit
+status: 1 if something of ours failed or did not end in time, 2 without a GPU or one of these packages.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import sys
 import tempfile
 from datetime import date
@@ -22,6 +23,8 @@ from pathlib import Path
 
 from gpu.budget import Budget
 
+NEEDED = ("torch", "transformers", "accelerate")
+"""And triton, if not for a rehearsal."""
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -35,6 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     budget = Budget(options.seconds)
     budget.stop_at_the_end(grace=10)
 
+    needed = NEEDED if options.rehearse else (*NEEDED, "triton")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        print(f"bench-gpu: not installed: {', '.join(missing)}; pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
     # Only now: importing these takes a good part of a minute on a machine that has not done it before.
     import torch
     from gpu.benchmark import Benchmark, run

@@ -18,6 +18,7 @@ from gpu.measuring import Table, copy_speed, launches
 from gpu.report import Report
 from gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, TINY_UNTIED, Llama
 from gpu.training import VARIANTS, Run, train
+from gpu.trial import trial_failure
 
 # What one parameter takes in the hungriest row, FP32 with its gradient and two moments; and what all of them may take.
 HUNGRIEST, ROOM = 16, 120 << 30
@@ -76,6 +77,17 @@ class Benchmark:
                     self.report.fail(f"parity of {name}: {checks[name]}")
         wrong = {mode for mode in MODES if checks[mode] != "equal"}
         self.candidates = [candidate for candidate in self.candidates if candidate.mode not in wrong]
+
+    def try_peers(self, seconds: float) -> None:
+        """Leave out optimizers of other packages whose compilation fails or takes too long."""
+        budget = self.budget.part(seconds)
+        for candidate in [candidate for candidate in self.candidates if candidate.trial_seconds is not None]:
+            allowed = min(candidate.trial_seconds or 0.0, budget.left)
+            failure = trial_failure(candidate.name, self.device.rehearsal, allowed)
+            self.say(f"trial of {candidate.name}: {failure or 'done'}")
+            if failure:
+                self.report.peer_failed(f"{candidate.name}: {failure}")
+                self.candidates.remove(candidate)
 
     def copy(self) -> None:
         """The bandwidth that speeds are compared with."""
@@ -176,6 +188,7 @@ def run(benchmark: Benchmark, tune_only: bool) -> None:
     if not tune_only:
         length, steps, discard = (32, 2, 1) if rehearsal else (2048, 15, 4)
         parts += [
+            ("trial of other packages", lambda: benchmark.try_peers(110)),
             ("step of the smaller model", lambda: benchmark.step("step_1b", benchmark.small, rounds, repeats, 190)),
             ("training", lambda: benchmark.train(4, length, 2, steps, discard, 90)),
             ("training, small batch", lambda: benchmark.train(1, length, 2, steps, discard, 60)),

@@ -37,6 +37,7 @@ class Candidate:
         mode: our rounding mode, if it is ours.
         package: the distribution it comes from, if it is not torch or ours.
         patience: seconds for its first measurement, which may compile.
+        trial_seconds: what a trial in a process of its own may take, see `trial.py`; None: it needs none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Candidate:
     mode: str | None = None
     package: str | None = None
     patience: float = 60
+    trial_seconds: float | None = None
 
 
 def our_name(mode: str) -> str:
@@ -106,7 +108,14 @@ def candidates(device: Device) -> list[Candidate]:
             package="torch-optimi",
         ),
         # Compiles a kernel per shape in its first step.
-        Candidate("torchao AdamW, stochastic", BF16, 14, _peer(peers.torchao_bf16), package="torchao", patience=110),
+        Candidate(
+            "torchao AdamW, stochastic",
+            BF16,
+            14,
+            _peer(peers.torchao_bf16),
+            package="torchao",
+            trial_seconds=110,
+        ),
     ]
 
 

@@ -22,9 +22,10 @@ from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation,
 from hf_lowprec.optim.state_dict import check_and_load
 from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
-from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing
+from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
@@ -147,6 +148,7 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _reset(self) -> None:
         self._plan: StepPlan | None = None
+        self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
         self.release = None
 
@@ -297,6 +299,8 @@ class LowPrecisionOptimizer(Algorithm):
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
             check_capture(plan.backend_steps, self.capturable)
+            if is_capturing():
+                self._captured_steps.update(plan.backend_steps)
         except BaseException:
             if plan is not None:
                 plan.release()

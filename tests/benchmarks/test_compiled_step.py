@@ -1,5 +1,6 @@
-"""The Triton kernels, compiled to NVIDIA machine code without a GPU: no spills, 128-bit accesses, IEEE arithmetic."""
+"""The Triton kernels, compiled without a GPU: few instructions, no spills, 128-bit accesses, IEEE arithmetic."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,39 +11,49 @@ import pytest
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="Triton's tools are for Linux")]
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "compiled_step.py"
-SPECS = ["AdamW kahan bfloat16", "AdamW stochastic bfloat16", "AdamW kahan float32", "SGD kahan bfloat16"]
-SPECS += ["StableAdamW split bfloat16", "Muon split bfloat16, 8-bit states", "AdamW stochastic bfloat16, 8-bit states"]
+CEILINGS = {
+    ("AdamW kahan bfloat16", "sm_90"): (81.6, 96),
+    ("AdamW kahan bfloat16", "sm_100"): (77.0, 95),
+    ("AdamW kahan bfloat16", "gfx942"): (79.2, 68),
+    ("AdamW stochastic bfloat16", "sm_90"): (68.6, 91),
+    ("AdamW stochastic bfloat16", "sm_100"): (64.4, 92),
+    ("AdamW stochastic bfloat16", "gfx942"): (73.0, 66),
+    ("AdamW split bfloat16, 8-bit states", "sm_90"): (130.9, 96),
+    ("AdamW split bfloat16, 8-bit states", "sm_100"): (125.9, 96),
+    ("AdamW split bfloat16, 8-bit states", "gfx942"): (132.3, 89),
+    ("AdamW kahan float32", "sm_90"): (38.8, 62),
+    ("AdamW kahan float32", "sm_100"): (38.7, 62),
+    ("AdamW kahan float32", "gfx942"): (45.8, 63),
+}
+"""Instructions per element that ordinary inputs execute, in the loop and outside, and registers per thread: the most of
+three versions of Triton. A change that needs more must say why here; one that needs less lowers them.
+"""
+FURTHER = ["SGD kahan bfloat16", "Muon split bfloat16, 8-bit states", "StableAdamW kahan bfloat16, tensor_sum"]
+"""Kernels with other tensors, whose accesses are checked."""
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
     return subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=280, check=False
     )
 
 
-def test_kernels_do_not_spill_and_access_128_bits_at_once():
-    """On one generation, and on all of them with blocks, scales and remainders."""
-    on_all = ["AdamW split bfloat16, 8-bit states"]
-    program = f"""
-import sys
-import benchmarks.compiled_step as script
-sys.argv = ["compiled_step", "--capabilities", "90", "--specs", *{SPECS}]
-status = script.main()
-sys.argv = ["compiled_step", "--specs", *{on_all}]
-sys.exit(status or script.main())
-"""
-    done = run("-c", program)
+def test_kernels_stay_within_their_ceilings(tmp_path):
+    """Exit status 0 also says that nothing is spilled, and that full chunks are accessed in 128 bits."""
+    output = tmp_path / "rows.json"
+    names, targets = ([*dict.fromkeys(key[k] for key in CEILINGS)] for k in (0, 1))
+    done = run("-m", "compiled_step", "--kernels", *names, *FURTHER, "--targets", *targets, "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("| Ada", "| SGD", "| Stable", "| Muon"))]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert len(rows) == len(SPECS) + 1 + 4  # StableAdamW has a tensor_mean formula
-    # What an H200 issues per element in the time its memory needs (docs/performance.md); issue must not be the limit.
-    assert max(int(row[-1]) for row in rows) <= 140
-    blocks = [row for row in rows if row[0] in on_all]
-    assert [row[1] for row in blocks] == ["80", "90", "100", "120"]
-    assert {row[4] for row in blocks} == {"5 of 128 bits, 4 of 64 bits, 4 of 8 bits"}
+    rows = {(row["kernel"], row["target"]): row for row in json.loads(output.read_text())["rows"]}
+    counted = {key: (row["hot"] + row["outside"], row["registers"]) for key, row in rows.items()}
+    above = {
+        key: (counted[key], most)
+        for key, most in CEILINGS.items()
+        if any(count > limit for count, limit in zip(counted[key], most, strict=True))
+    }
+    assert not above
 
 
 FAULTS = {
@@ -63,7 +74,7 @@ from hf_lowprec.optim.codegen.triton_source import TritonRenderer
 original = triton.compile
 def compile_(*args, fusion, options, **kwargs):
     return original(*args, options={{**options, "enable_fp_fusion": fusion}}, **kwargs)
-sys.argv = ["compiled_step", "--capabilities", "90", "--specs", "AdamW kahan bfloat16"]
+sys.argv = ["compiled_step", "--targets", "sm_90", "--kernels", "AdamW kahan bfloat16"]
 for planted in [{", ".join(f"({fault})" for fault in FAULTS)}]:
     triton_backend.kernels.cache_clear()
     with mock.patch.object(*planted):

@@ -1,9 +1,11 @@
 """The GPU benchmark, as far as it goes without a GPU."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,22 @@ def test_without_a_gpu_it_says_so():
     done = forkserver.run(SCRIPT, [], timeout=120)
     assert done.returncode == 2
     assert "no GPU" in done.stderr
+
+
+def test_missing_packages_are_not_our_failure(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    script = importlib.import_module("gpu_step")
+    monkeypatch.setattr(script, "NEEDED", ("torch", "no_such_package"))
+    monkeypatch.setattr(script.Budget, "stop_at_the_end", lambda self, grace: None)
+    assert script.main(["--rehearse"]) == 2
+    assert "pip install no_such_package" in capsys.readouterr().err
+
+
+def test_a_trial_says_why_a_candidate_cannot_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    trial = importlib.import_module("gpu.trial")
+    assert trial.trial_failure("torch AdamW, BF16, foreach", True, 250) == ""
+    assert "ValueError" in trial.trial_failure("no such candidate", True, 250)
+    begin = time.monotonic()
+    assert "more than 0 s" in trial.trial_failure("torch AdamW, BF16, foreach", True, 0.2)
+    assert time.monotonic() - begin < 20  # the process was ended, not waited for

@@ -145,3 +145,27 @@ def test_capturing_without_a_step_before_says_what_to_do():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="take one"), torch.cuda.graph(graph):
         optimizer.step()
+
+
+def test_memory_of_captured_steps_is_given_back():
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    def capture() -> None:
+        param = nn.Parameter(torch.randn(1 << 20, device="cuda").to(BF16))
+        param.grad = torch.randn_like(param)
+        optimizer = AdamW([param], capturable=True)
+        on_a_side_stream(optimizer.step)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        graph.replay()
+        torch.cuda.synchronize()
+
+    capture()
+    before = allocated()
+    for _ in range(3):
+        capture()
+    assert allocated() == before

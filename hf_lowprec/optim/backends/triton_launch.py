@@ -110,6 +110,7 @@ class TritonStep(BackendStep):
         self._tables: _StepTables | None = None
         self._sent_pointers: _SentPointers | None = None
         self._pinned_reserve: list[Tensor] = []
+        self._captured_pointers: list[Tensor] = []
         self._has_run = False
 
     def run(self, entries: range) -> None:
@@ -206,7 +207,7 @@ class TritonStep(BackendStep):
                 )
             # Memory cannot be pinned during a capture, and the source of a captured copy must not be modified.
             pinned = self._pinned_reserve.pop().copy_(pointers)
-            _captured.append((self, pinned))
+            self._captured_pointers.append(pinned)
             return pinned.to(device, non_blocking=True)
         while device.type == "cuda" and len(self._pinned_reserve) < _RESERVE:
             self._pinned_reserve.append(torch.empty_like(pointers, device="cpu", pin_memory=True))
@@ -223,8 +224,6 @@ class _SentPointers(NamedTuple):
     device: Tensor
 
 
-_captured: list[tuple[TritonStep, Tensor]] = []
-"""The objects that captured graphs read, kept alive for replays: steps with their tables, and pinned host memory."""
 _RESERVE = 4
 """The number of pinned tables that a step keeps ready: each capture that needs pointers uses one."""
 
