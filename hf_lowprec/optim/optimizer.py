@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar
 
 import torch
@@ -225,7 +225,7 @@ class LowPrecisionOptimizer(Algorithm):
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(self.limit)
 
-    def plan_bucket(self, earlier: StepPlan | None, params: Collection[int]) -> StepPlan:
+    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
         """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release.py`.
 
         Args:
@@ -285,7 +285,7 @@ class LowPrecisionOptimizer(Algorithm):
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 
-    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Collection[int] | None = None) -> StepPlan:
+    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None) -> StepPlan:
         """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
         try:
             if plan is None or not plan.collect_gradients(self, clipped, only):

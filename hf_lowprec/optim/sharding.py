@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.private_torch_apis import local_tensors
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,12 +54,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return shard
+    """This rank's shard of a DTensor, the tensor that it holds; a plain tensor is returned unchanged."""
+    return local_tensors([tensor])[0]
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
