@@ -5,8 +5,8 @@ Gradients are those of a backward pass, so they are new tensors in every step. `
 its kernels and without the upload of its tables, which need a GPU (`make bench-gpu` measures these): checking what has
 changed, scalars, and the tables on the host. `clipped` includes `clip_grad_norm_`.
 
-Times are the thread's CPU time, which other programs disturb less. All cases take turns, and with `--baseline`, those of
-another checkout as well.
+Times are the thread's CPU time, which other programs disturb less. All cases take turns, and with `--baseline`, those
+of another checkout as well.
 
     python benchmarks/host_time.py [--tensors 146 291] [--rounds 60] [--baseline CHECKOUT] [--json FILE]
 """

@@ -244,7 +244,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # never wait for a device in a step
         check_range("lr", group["lr"], least_lr)
-    for name, default in {**keywords(type(optimizer)), **dict.fromkeys(optimizer.flags, True)}.items():
+    for name, default in _booleans_and_tuples(type(optimizer)).items():
         if isinstance(default, bool) and name in group and not is_boolean(group[name]):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
         if isinstance(default, tuple) and name in group:
@@ -253,6 +253,13 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     states = optimizer.states(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in states], where)
     _check_8_bits(group, states, where)
+
+
+@functools.cache
+def _booleans_and_tuples(cls: Any) -> dict[str, bool | tuple[Any, ...]]:
+    """The defaults of an algorithm's keywords and flags that are booleans or tuples; flags count as booleans."""
+    defaults = {**keywords(cls), **dict.fromkeys(cls.flags, True)}
+    return {name: default for name, default in defaults.items() if isinstance(default, bool | tuple)}
 
 
 def first_parameter(group: ParamGroup) -> int:

@@ -1,8 +1,9 @@
 """What the plan of a step depends on, and whether any of it has changed since the plan was built.
 
-Every step asks this of thousands of tensors, so they are asked by functions written in C alone: `map` of an attribute or
-method takes some 50 ns per tensor, a loop in Python longer. Objects that were there when the plan was built are compared
-by identity; a state that is the same object has its former dtype and shape, and only the address of its memory is asked.
+Every step asks this of thousands of tensors, so they are asked by functions written in C alone: `map` of an attribute
+or method takes some 50 ns per tensor, a loop in Python longer. Objects that were there when the plan was built are
+compared by identity: a state that is the same object has its former dtype and shape, and only the address of its memory
+is asked.
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ class StepPlan:
         warn_about_unused_low_bits(optimizer)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
-        self._entries: list[ParamEntry] = []
         self._in_new_mode: list[ParamEntry] = []
-        self._states: list[Tensor] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
@@ -99,9 +97,15 @@ class StepPlan:
         groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
         self.fused_groups = sorted(groups, key=_largest_matrix, reverse=True)
 
-        self.param_dtypes = {entry.param: entry.param.dtype for entry in self._entries}
-        stepped = [entry.param for entry in self._entries]
-        self._fingerprint = Fingerprint(optimizer, clipped, only, stepped, self._states)
+        entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
+        self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}
+        self._fingerprint = Fingerprint(
+            optimizer,
+            clipped,
+            only,
+            stepped=[entry.param for entry in entries],
+            states=[entry.optimizer_state[name] for entry in entries for name in entry.states],
+        )
 
     def _add_param_group(
         self,
@@ -148,10 +152,8 @@ class StepPlan:
                 states={name: self._contiguous(part) for name, part in parts.items()},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes], param.device, sharding_of(param))].append(entry)
-            self._entries.append(entry)
             if former:
                 self._in_new_mode.append(entry)
-            self._states += tensors.values()
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
         """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
@@ -178,8 +180,11 @@ class StepPlan:
         if not all(map(Tensor.is_contiguous, parts)):
             parts = list(map(Tensor.contiguous, parts))
             addresses = list(map(Tensor.data_ptr, parts))
-        for entry, part, address in zip(self._entries, parts, addresses, strict=True):
-            entry.grad, entry.grad_address = part, address
+        first = 0
+        for fused_group in self.fused_groups:
+            end = first + len(fused_group.entries)
+            fused_group.set_gradients(parts[first:end], addresses[first:end])
+            first = end
         for strided in self.contiguous_copies:
             strided.copy.copy_(strided.original)
         return True
