@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import check_placements, is_sharded
+from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard
 from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -350,12 +350,18 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
 
 
 def check_placement(index: int, param: Tensor, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor`, a gradient or state, has the placements of its parameter."""
+    """Raise ValueError unless `tensor`, a gradient or state, is placed as its parameter, and this rank's shard as well."""
     actual, expected = (getattr(each, "placements", None) for each in (tensor, param))
     if actual != expected:
         raise ValueError(
             f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
             f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
+        )
+    shard, shard_of_param = local_shard(tensor), local_shard(param)
+    if tensor.shape == param.shape and shard.shape != shard_of_param.shape:
+        raise ValueError(
+            f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} on this "
+            f"rank, and its gradient or a state has one of {tuple(shard.shape)}; these must agree"
         )
 
 

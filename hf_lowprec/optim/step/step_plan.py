@@ -21,7 +21,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.mode_change import convert_states, states_of_other_modes
-from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of
+from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
 from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -177,6 +177,8 @@ class StepPlan:
         parts, addresses = gradients
         if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
             _check_gradient_memory(optimizer)
+            parts = list(map(when_written, parts))
+            addresses = list(map(Tensor.data_ptr, parts))
         if not all(map(Tensor.is_contiguous, parts)):
             parts = list(map(Tensor.contiguous, parts))
             addresses = list(map(Tensor.data_ptr, parts))
@@ -237,7 +239,10 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
 
 
 def _is_freed(part: Tensor, address: int) -> bool:
-    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure."""
+    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure.
+
+    True also if communication has yet to write the part.
+    """
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
