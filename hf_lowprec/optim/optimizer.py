@@ -150,6 +150,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._clipping = GradientClipping()
         self.release = None
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
@@ -342,6 +343,7 @@ class LowPrecisionOptimizer(Algorithm):
         """The number of steps that `skip_nonfinite` has skipped. Reading it synchronizes with the device."""
         return 0 if self._clipping.skipped_steps is None else int(self._clipping.skipped_steps)
 
+    @torch.compiler.disable
     def global_grad_norm(self) -> Tensor:
         """Compute the global norm of the gradients before clipping.
 
@@ -355,6 +357,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         return self._compute_norm(None).norm
 
+    @torch.compiler.disable
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm inside the next step, without modifying `p.grad`.
 
@@ -396,6 +399,7 @@ class LowPrecisionOptimizer(Algorithm):
         maybe = [param.grad for group in self.param_groups for param in group["params"]]
         return [grad for grad in maybe if grad is not None]
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None

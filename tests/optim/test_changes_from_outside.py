@@ -164,6 +164,10 @@ def move_weight(optimizer, params):
     params[0].data = params[0].data.clone()
 
 
+def transpose_weight(optimizer, params):
+    params[2].data = params[2].data.t()
+
+
 def swap_in_place(optimizer, params):
     params[2].data = params[2].data.t()
     for name in ("exp_avg", "exp_avg_sq", "compensation"):
@@ -207,7 +211,7 @@ def add_group(optimizer, params):
 CHANGES = [
     *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
     *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
-    replace_group,
+    *(replace_group, transpose_weight),
 ]
 
 
@@ -247,6 +251,25 @@ def test_a_change_between_steps_counts(change, any_backend):
         assert torch.equal(param, twin)
         for name, value in other.state[twin].items():
             assert torch.equal(optimizer.state[param][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.view(2, 4), r"parameter 0 has shape \(2, 4\)"),
+        (lambda data: data.view(torch.int16), "has dtype torch.int16"),
+    ],
+    ids=["shape", "dtype"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_that_becomes_another_view_of_its_memory_is_refused(backend, change, message):
+    """Its address and gradient stay the same."""
+    param, optimizer = stepped(backend=backend)
+    param.grad = torch.ones_like(param)
+    param.data = change(param.data)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 1
 
 
 def test_gradients_may_come_and_go(any_backend):
