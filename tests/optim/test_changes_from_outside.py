@@ -202,6 +202,10 @@ def replace_group(optimizer, params):
     optimizer.param_groups[1] = {**optimizer.param_groups[1], "lr": 0.7}
 
 
+def replace_param(optimizer, params):
+    params[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(params[0].detach().clone())
+
+
 def add_group(optimizer, params):
     extra = nn.Parameter(torch.full((5,), 0.5, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [extra], "lr": 0.3})
@@ -211,7 +215,7 @@ def add_group(optimizer, params):
 CHANGES = [
     *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
     *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
-    *(replace_group, transpose_weight),
+    *(replace_group, replace_param, transpose_weight),
 ]
 
 
