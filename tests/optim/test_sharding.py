@@ -61,7 +61,7 @@ def test_an_index_beyond_32_bits():
     """The last quarter of an embedding of 2³⁴ elements, without allocating it."""
     shard = torch.empty(1).expand(2**17, 2**15)
     table = fake_dtensor((2**19, 2**15), (1,), Shard(0), coordinate=(3,))
-    table.shard = shard
+    table._local_tensor = shard
     assert list(sharding.contiguous_runs(table)) == [(0, 2**32, 3 * 2**32)]
 
 
