@@ -1,47 +1,173 @@
-"""Host time of one optimizer step by the number of tensors, with 16 elements each, so that computing takes no time.
+"""Host time of one optimizer step per tensor, for tensors of 16 elements, so that computing takes almost no time.
 
-Every step has new gradient tensors, as after `zero_grad`. On a GPU the launch comes on top; `make bench-gpu` measures
-both.
+Gradients are those of a backward pass, so they are new tensors in every step. `FSDP2` and `HSDP` are a model that
+`fully_shard` has sharded over one rank. `native` is the whole step on a CPU. `triton` is the step without the launch of
+its kernels and without the upload of its tables, which need a GPU (`make bench-gpu` measures these): checking what has
+changed, scalars, and the tables on the host. `clipped` includes `clip_grad_norm_`.
 
-    python benchmarks/host_time.py [--tensors 64 146 291 1000] [--rounds 50]
+Times are the thread's CPU time, which other programs disturb less. All cases take turns, and with `--baseline`, those
+of another checkout as well.
+
+    python benchmarks/host_time.py [--tensors 146 291] [--rounds 60] [--baseline CHECKOUT] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+STEPS = 5
+"""Steps of a case in each round."""
 
-from hf_lowprec import AdamW
+
+class Case(NamedTuple):
+    """What is stepped: `sharding` is "plain", "FSDP2" or "HSDP", `backend` "native" or "triton"."""
+
+    sharding: str
+    backend: str
+    clipped: bool
+
+    def __str__(self) -> str:
+        return f"{self.sharding}, {self.backend}" + (", clipped" if self.clipped else "")
 
 
-def milliseconds(tensors: int, rounds: int) -> float:
-    """Median time of a step on `tensors` parameters."""
-    params = [torch.nn.Parameter(torch.randn(16).bfloat16()) for _ in range(tensors)]
-    optimizer = AdamW(params, backend="native")
-    times = []
-    for _ in range(rounds + 3):
-        for param in params:
-            param.grad = torch.randn(16).bfloat16()
-        start = time.perf_counter()
+CASES = [
+    *(Case(sharding, "native", False) for sharding in ("plain", "FSDP2", "HSDP")),
+    *(Case(sharding, "triton", clipped) for clipped in (False, True) for sharding in ("plain", "FSDP2")),
+]
+
+
+class _NoLaunch:
+    """Takes the place of a Triton function, and does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *tables, **constants: None
+
+
+def measured_step(case: Case, tensors: int) -> Callable[[], float]:
+    """A function that takes a step on `tensors` parameters and returns its CPU time in seconds."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hf_lowprec import AdamW
+    from hf_lowprec.optim.backends import triton_square_sum
+
+    class Sum(nn.Module):
+        """A loss that uses every parameter once."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.ParameterList(torch.randn(16).bfloat16() for _ in range(tensors))
+
+        def forward(self) -> torch.Tensor:
+            return sum(value.sum() for value in self.values)
+
+    model = Sum()
+    if case.sharding != "plain":
+        shape, names = ((1,), ("shard",)) if case.sharding == "FSDP2" else ((1, 1), ("replicate", "shard"))
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    optimizer = AdamW(model.parameters(), backend=case.backend)
+
+    def take_step() -> float:
+        model().backward()
+        start = time.thread_time()
+        if case.clipped:
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        times.append(time.perf_counter() - start)
+        taken = time.thread_time() - start
         optimizer.zero_grad()
-    return 1e3 * statistics.median(times[3:])
+        return taken
+
+    if case.backend == "triton":
+        triton_square_sum.square_sum = _NoLaunch()
+        model().backward()
+        with optimizer.plan_step() as plan:
+            steps = plan.backend_steps
+        for step in steps:
+            step.step_kernel = _NoLaunch()
+        if case.clipped:  # a step that clips has a kernel of its own
+            with optimizer._plan_with_gradients(1.0) as plan:
+                for step in plan.backend_steps:
+                    step.step_kernel = _NoLaunch()
+    return take_step
+
+
+def serve(tensors: int) -> None:
+    """Measure a round of all cases for every line of the standard input; the process of one checkout."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        steps = [measured_step(case, tensors) for case in CASES]
+        for step in steps:
+            for _ in range(3):
+                step()
+        for _ in sys.stdin:
+            print(json.dumps([[step() for _ in range(STEPS)] for step in steps]), flush=True)
+        dist.destroy_process_group()
+
+
+def measure(checkouts: dict[str, Path], tensors: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Median CPU time of a step in milliseconds, by checkout and case; the checkouts take turns."""
+    servers = {}
+    for name, path in checkouts.items():
+        environment = os.environ | {"PYTHONPATH": str(path), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--serve", "--tensors", str(tensors)]
+        servers[name] = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    times: dict[str, list[list[float]]] = {name: [[] for _ in CASES] for name in servers}
+    for _ in range(rounds):
+        for name, server in servers.items():
+            assert server.stdin is not None and server.stdout is not None
+            server.stdin.write("\n")
+            server.stdin.flush()
+            for all_rounds, one_round in zip(times[name], json.loads(server.stdout.readline()), strict=True):
+                all_rounds += one_round
+    for server in servers.values():
+        server.communicate()
+    return {
+        name: {str(case): 1e3 * statistics.median(taken) for case, taken in zip(CASES, cases, strict=True)}
+        for name, cases in times.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensors", type=int, nargs="+", default=[64, 146, 291, 1000])
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[146, 291])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--baseline", type=Path, help="another checkout of this repository, to compare with")
+    parser.add_argument("--json", type=Path, help="write the medians to this file")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    print("| tensors | ms per step | µs per tensor |\n|---:|---:|---:|")
+    if options.serve:
+        serve(*options.tensors)
+        return
+    checkouts = {"baseline": options.baseline} if options.baseline else {}
+    checkouts["this"] = Path(__file__).resolve().parents[1]
+    results = {}
     for tensors in options.tensors:
-        taken = milliseconds(tensors, options.rounds)
-        print(f"| {tensors} | {taken:.2f} | {1e3 * taken / tensors:.1f} |")
+        results[tensors] = medians = measure(checkouts, tensors, options.rounds)
+        print(f"\n{tensors} tensors: ms per step (µs per tensor)\n\n| case | {' | '.join(checkouts)} |")
+        print(f"|---|{'---:|' * len(checkouts)}")
+        for case in map(str, CASES):
+            cells = (f"{medians[name][case]:.3f} ({1e3 * medians[name][case] / tensors:.2f})" for name in checkouts)
+            print(f"| {case} | {' | '.join(cells)} |")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"ms_per_step": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +65,7 @@ class ReleasingOptimizer(Protocol):
     def run_first_gradient_checks(self) -> None:
         """Run the checks before the first gradient is released."""
 
-    def plan_bucket(self, earlier: StepPlan | None, params: Collection[int]) -> StepPlan:
+    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
         """The plan of a step of some parameters."""
 
     def prepare_step(self, plan: StepPlan) -> Tensor | None:

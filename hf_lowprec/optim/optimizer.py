@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Set
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturi
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
 from hf_lowprec.rounding import Rounding, StateRounding, mode_name
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _never_compiled(method: _Method) -> _Method:
+    """`torch.compiler.disable`, which has no types: `torch.compile` runs the method as it is."""
+    return cast(_Method, torch.compiler.disable(method))
 
 
 class LowPrecisionOptimizer(Algorithm):
@@ -152,6 +159,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._clipping = GradientClipping()
         self.release = None
 
+    @_never_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
@@ -227,7 +235,7 @@ class LowPrecisionOptimizer(Algorithm):
             self._clipping.match(self._gradients())
         return self._plan_with_gradients(self.limit)
 
-    def plan_bucket(self, earlier: StepPlan | None, params: Collection[int]) -> StepPlan:
+    def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
         """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release.py`.
 
         Args:
@@ -287,7 +295,7 @@ class LowPrecisionOptimizer(Algorithm):
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 
-    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Collection[int] | None = None) -> StepPlan:
+    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None) -> StepPlan:
         """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
         try:
             if plan is None or not plan.collect_gradients(self, clipped, only):
@@ -346,6 +354,7 @@ class LowPrecisionOptimizer(Algorithm):
         """The number of steps that `skip_nonfinite` has skipped. Reading it synchronizes with the device."""
         return 0 if self._clipping.skipped_steps is None else int(self._clipping.skipped_steps)
 
+    @_never_compiled
     def global_grad_norm(self) -> Tensor:
         """Compute the global norm of the gradients before clipping.
 
@@ -359,6 +368,7 @@ class LowPrecisionOptimizer(Algorithm):
         """
         return self._compute_norm(None).norm
 
+    @_never_compiled
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm inside the next step, without modifying `p.grad`.
 
@@ -400,6 +410,7 @@ class LowPrecisionOptimizer(Algorithm):
         maybe = [param.grad for group in self.param_groups for param in group["params"]]
         return [grad for grad in maybe if grad is not None]
 
+    @_never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as `torch.optim.Optimizer.zero_grad` does."""
         self._clipping.pending = None

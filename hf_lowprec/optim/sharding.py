@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.private_torch_apis import local_tensors
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,12 +54,19 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return shard
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor is returned unchanged.
+
+    Waits for communication that has yet to write it.
+    """
+    return when_written(local_tensors([tensor])[0])
+
+
+def when_written(shard: Tensor) -> Tensor:
+    """`shard` itself; if communication has yet to write it (see `DTensor.to_local`), wait and return what is written.
+
+    Until then, such a shard has the address 0.
+    """
+    return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:

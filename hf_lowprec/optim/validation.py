@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.sharding import check_placements, is_sharded
+from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard
 from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -244,7 +244,7 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
         raise ValueError(f"lr in {where} is a tensor of {group['lr'].numel()} elements; it must have one")
     if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":  # never wait for a device in a step
         check_range("lr", group["lr"], least_lr)
-    for name, default in {**keywords(type(optimizer)), **dict.fromkeys(optimizer.flags, True)}.items():
+    for name, default in _booleans_and_tuples(optimizer).items():
         if isinstance(default, bool) and name in group and not is_boolean(group[name]):
             raise ValueError(f"{name}={group[name]!r} in {where} is not True or False")
         if isinstance(default, tuple) and name in group:
@@ -253,6 +253,18 @@ def check_group(optimizer: Algorithm, group: ParamGroup, where: str, least_lr: f
     states = optimizer.states(group)
     _check_state_dtype(group["state_dtype"], [state.name for state in states], where)
     _check_8_bits(group, states, where)
+
+
+def _booleans_and_tuples(optimizer: Algorithm) -> dict[str, bool | tuple[Any, ...]]:
+    """The defaults of an optimizer's keywords and flags that are booleans or tuples; flags count as booleans."""
+    cls: Any = type(optimizer)
+    return _booleans_and_tuples_of(cls)
+
+
+@functools.cache
+def _booleans_and_tuples_of(cls: Any) -> dict[str, bool | tuple[Any, ...]]:
+    defaults = {**keywords(cls), **dict.fromkeys(cls.flags, True)}
+    return {name: default for name, default in defaults.items() if isinstance(default, bool | tuple)}
 
 
 def first_parameter(group: ParamGroup) -> int:
@@ -343,12 +355,18 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
 
 
 def check_placement(index: int, param: Tensor, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor`, a gradient or state, has the placements of its parameter."""
+    """Raise ValueError unless `tensor`, a gradient or state, is placed as its parameter and has shards of its shape."""
     actual, expected = (getattr(each, "placements", None) for each in (tensor, param))
     if actual != expected:
         raise ValueError(
             f"parameter {index} is placed as {expected or 'a plain tensor'} and its gradient or a state as "
             f"{actual or 'a plain tensor'}; these must agree (reduce the gradient first, or build a new optimizer)"
+        )
+    shard, shard_of_param = local_shard(tensor), local_shard(param)
+    if tensor.shape == param.shape and shard.shape != shard_of_param.shape:
+        raise ValueError(
+            f"parameter {index} of shape {tuple(param.shape)} has a shard of shape {tuple(shard_of_param.shape)} here, "
+            f"and its gradient or a state has one of {tuple(shard.shape)}; these must agree"
         )
 
 

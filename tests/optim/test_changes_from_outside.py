@@ -164,6 +164,10 @@ def move_weight(optimizer, params):
     params[0].data = params[0].data.clone()
 
 
+def transpose_weight(optimizer, params):
+    params[2].data = params[2].data.t()
+
+
 def swap_in_place(optimizer, params):
     params[2].data = params[2].data.t()
     for name in ("exp_avg", "exp_avg_sq", "compensation"):
@@ -198,6 +202,10 @@ def replace_group(optimizer, params):
     optimizer.param_groups[1] = {**optimizer.param_groups[1], "lr": 0.7}
 
 
+def replace_param(optimizer, params):
+    params[0] = optimizer.param_groups[0]["params"][0] = nn.Parameter(params[0].detach().clone())
+
+
 def add_group(optimizer, params):
     extra = nn.Parameter(torch.full((5,), 0.5, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [extra], "lr": 0.3})
@@ -207,7 +215,7 @@ def add_group(optimizer, params):
 CHANGES = [
     *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
     *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
-    replace_group,
+    *(replace_group, replace_param, transpose_weight),
 ]
 
 
@@ -247,6 +255,20 @@ def test_a_change_between_steps_counts(change, any_backend):
         assert torch.equal(param, twin)
         for name, value in other.state[twin].items():
             assert torch.equal(optimizer.state[param][name], value), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_that_becomes_another_view_of_its_memory_is_noticed(backend):
+    """Its address and gradient stay the same."""
+    param, optimizer = stepped(backend=backend)
+    param.grad = torch.ones_like(param)
+    param.data = param.data.view(2, 4)
+    with pytest.raises(ValueError, match=r"parameter 0 has shape \(2, 4\)"):
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 1
+    param.data = param.data.view(8).view(torch.float16)
+    optimizer.step()
+    assert [group.spec.param_dtype for group in optimizer._plan.fused_groups] == [torch.float16]
 
 
 def test_gradients_may_come_and_go(any_backend):

@@ -32,17 +32,11 @@ def test_sharded_states_in_8_bits_are_those_of_the_full_tensors_or_refused():
     assert "6 shardings over 4 ranks agree, 2 are refused" in printed
 
 
-class FakeDTensor(SimpleNamespace):
+def fake_dtensor(shape, shard, *placements, mesh=(4,), coordinate=(0,)) -> SimpleNamespace:
     """The attributes of a DTensor that `contiguous_runs` reads."""
-
-    def to_local(self):
-        return self.shard
-
-
-def fake_dtensor(shape, shard, *placements, mesh=(4,), coordinate=(0,)) -> FakeDTensor:
     device_mesh = SimpleNamespace(size=lambda dim: mesh[dim], get_coordinate=lambda: coordinate)
-    return FakeDTensor(
-        shape=torch.Size(shape), shard=torch.empty(shard), placements=placements, device_mesh=device_mesh
+    return SimpleNamespace(
+        shape=torch.Size(shape), _local_tensor=torch.empty(shard), placements=placements, device_mesh=device_mesh
     )
 
 
@@ -67,7 +61,7 @@ def test_an_index_beyond_32_bits():
     """The last quarter of an embedding of 2³⁴ elements, without allocating it."""
     shard = torch.empty(1).expand(2**17, 2**15)
     table = fake_dtensor((2**19, 2**15), (1,), Shard(0), coordinate=(3,))
-    table.shard = shard
+    table._local_tensor = shard
     assert list(sharding.contiguous_runs(table)) == [(0, 2**32, 3 * 2**32)]
 
 

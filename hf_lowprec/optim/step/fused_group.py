@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -113,6 +114,17 @@ class FusedGroup:
         """The coming step's scalars `spec.scalars`, FP32 of shape (entries, scalars); where `counts` are."""
         return self.step_scalars.values
 
+    def set_gradients(self, grads: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """Give every entry its gradient for the coming step.
+
+        Args:
+            grads: this rank's part of each, contiguous.
+            addresses: of their memory.
+        """
+        for entry, grad in zip(self.entries, grads, strict=True):
+            entry.grad = grad
+        self._addresses[1 :: len(self.spec.tensors)] = array("q", addresses)
+
     def compute_scalars(self, formula: ScalarFormula) -> None:
         """Compute the coming step's `scalars`.
 
@@ -158,12 +170,10 @@ class FusedGroup:
     def pointers(self) -> Tensor:
         """Addresses of the entries' tensors, int64 of shape (entries, tensors) on the CPU, in the order of the spec.
 
-        The next call overwrites them.
+        The next step overwrites them.
         """
-        width = len(self.spec.tensors)
-        self._addresses[1::width] = array("q", [entry.grad_address for entry in self.entries])
         if self.matrix_slots is not None:
-            self._addresses[2::width] = array("q", map(Tensor.data_ptr, self.matrix_slots))
+            self._addresses[2 :: len(self.spec.tensors)] = array("q", map(Tensor.data_ptr, self.matrix_slots))
         return self._pointers
 
     def segment_keys(self, part: slice = slice(None)) -> list[dict[int, tuple[int, int]]]:

@@ -24,7 +24,6 @@ class ParamEntry:
         weight: this rank's part of it, contiguous.
         states: this rank's part of each state, contiguous, by name and in the order of the spec.
         grad: this rank's part of the gradient, contiguous; None outside of a step, so that it is not kept alive.
-        grad_address: address of `grad`.
         orthogonalized: the BF16 matrix that the algorithm made of the momentum, of the shape of `weight`; None except
             from when it is computed until the entry is stepped, and for other algorithms.
     """
@@ -36,7 +35,6 @@ class ParamEntry:
     weight: Tensor
     states: dict[str, Tensor]
     grad: Tensor | None = None
-    grad_address: int = 0
     orthogonalized: Tensor | None = None
 
     @property

@@ -52,7 +52,7 @@ class HostScalars:
         _set_steps(entries, self.counts)
         self._values = array("f", [0.0]) * (len(entries) * scalars)
         self.values = torch.frombuffer(self._values, dtype=torch.float32).view(len(entries), -1)
-        self._count_offsets: list[int] = []
+        self._expected_counts = b""
         self._shared: list[_SharedScalars] = []
 
     def compute(self, formula: ScalarFormula) -> None:
@@ -61,13 +61,13 @@ class HostScalars:
         Raises:
             ValueError: a scalar is not finite in FP32.
         """
-        counts = self._counts.tolist()
-        offsets = [count - counts[0] for count in counts]
-        if offsets != self._count_offsets:
-            self._count_offsets, self._shared = offsets, _shared_scalars(self._entries, offsets)
+        first = self._counts[0]
+        if self._counts.tobytes() != self._expected_counts:  # the user has changed one of them
+            offsets = [count - first for count in self._counts]
+            self._shared = _shared_scalars(self._entries, offsets)
         table = array("f")
         for group, offset, entries in self._shared:
-            scalars = formula(group, float(group["lr"]), counts[0] + offset + 1)
+            scalars = formula(group, float(group["lr"]), first + offset + 1)
             row = array("f", scalars.values())
             if not math.isfinite(sum(row)):
                 check_scalars(group, scalars)
@@ -76,7 +76,8 @@ class HostScalars:
 
     def count_step(self, enabled: Tensor | None) -> None:
         """Count the step that was taken. `enabled` is None: steps that may be skipped are counted on the device."""
-        self._counts[:] = array("q", [count + 1 for count in self._counts])
+        self.counts += 1
+        self._expected_counts = self._counts.tobytes()
 
 
 class DeviceScalars:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Set
 from dataclasses import dataclass
-from itertools import chain
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -22,18 +21,17 @@ from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.hidden_matrices import check_matrix
 from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.mode_change import convert_states, states_of_other_modes
-from hf_lowprec.optim.sharding import Sharding, is_sharded, local_shard, sharding_of
+from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
 from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
+from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.low_bits import drop_low_bits
-
-_LAYOUT = operator.attrgetter("dtype", "shape", "layout")
 
 _LOW = 1 << 36
 """Freed memory begins at 0, so a tensor there has its offset as address, below this one. Others may lie there, too."""
@@ -81,20 +79,16 @@ class StepPlan:
     `mode_change.py`.
     """
 
-    def __init__(self, optimizer: Algorithm, clipped: bool, only: Collection[int] | None = None) -> None:
-        params = _params(optimizer, only)
-        _check_params(optimizer, set(map(id, params)))
+    def __init__(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None) -> None:
+        _check_params(optimizer, set(map(id, params_of(optimizer, only))))
         warn_about_unused_low_bits(optimizer)
-        self._only = None if only is None else set(only)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
-        self._entries: list[ParamEntry] = []
         self._in_new_mode: list[ParamEntry] = []
-        self._tensors: list[Tensor] = []
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
-            self._add_param_group(optimizer, group, first, clipped, entries_by_key)
+            self._add_param_group(optimizer, group, first, clipped, only, entries_by_key)
             first += len(group["params"])
         for entry in self._in_new_mode:  # all entries have been checked
             with interrupts.deferred():
@@ -103,12 +97,15 @@ class StepPlan:
         groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
         self.fused_groups = sorted(groups, key=_largest_matrix, reverse=True)
 
-        self.param_dtypes = {entry.param: entry.param.dtype for entry in self._entries}
-        self._sharded = any(map(is_sharded, self._tensors))
-        # Identities mean something as long as the objects are there.
-        states = optimizer.state if only is None else {param: optimizer.state[param] for param in self.param_dtypes}
-        self._alive = [(param, state.copy()) for param, state in states.items() if isinstance(state, dict)]
-        self._fingerprint = self._compute_fingerprint(optimizer, clipped, params, [param.grad for param in params])
+        entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
+        self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}
+        self._fingerprint = Fingerprint(
+            optimizer,
+            clipped,
+            only,
+            stepped=[entry.param for entry in entries],
+            states=[entry.optimizer_state[name] for entry in entries for name in entry.states],
+        )
 
     def _add_param_group(
         self,
@@ -116,13 +113,14 @@ class StepPlan:
         group: ParamGroup,
         first: int,
         clipped: bool,
+        only: Set[int] | None,
         entries_by_key: dict[_GroupKey, list[ParamEntry]],
     ) -> None:
         """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
         specs: dict[Any, StepSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
-            if grad is None or (self._only is not None and id(param) not in self._only):
+            if grad is None or (only is not None and id(param) not in only):
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
@@ -138,7 +136,7 @@ class StepPlan:
                 if tensor.shape != shapes.get(name, param.shape) or tensor.device != param.device:
                     validation.raise_mismatch(index, param, optimizer_state)
                 validation.check_placement(index, param, tensor)
-            dtypes = (param.dtype, grad.dtype, *(tensor.dtype for tensor in tensors.values()))
+            dtypes = (param.dtype, local_shard(grad).dtype, *(tensor.dtype for tensor in tensors.values()))
             stored = tuple(tensor.state for tensor in states)
             if (stored, dtypes) not in specs:
                 specs[stored, dtypes] = step_spec(optimizer, group, stored, dtypes, clipped)
@@ -154,10 +152,8 @@ class StepPlan:
                 states={name: self._contiguous(part) for name, part in parts.items()},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes], param.device, sharding_of(param))].append(entry)
-            self._entries.append(entry)
             if former:
                 self._in_new_mode.append(entry)
-            self._tensors += (param, *tensors.values())
 
     def _contiguous(self, tensor: Tensor) -> Tensor:
         """`tensor` if it is contiguous; else a copy that every step begins with and writes back."""
@@ -166,62 +162,34 @@ class StepPlan:
             self.contiguous_copies.append(ContiguousCopy(tensor, dense))
         return dense
 
-    def collect_gradients(self, optimizer: Algorithm, clipped: bool, only: Collection[int] | None = None) -> bool:
+    def collect_gradients(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None) -> bool:
         """Give every entry its gradient for the coming step. The arguments are those of the constructor.
 
         Returns:
-            False if something that the plan was built on has changed: parameters, which of them have gradients, their
-            dtypes, shapes and addresses, states that were replaced, settings that shape the arithmetic.
+            False if something that the plan was built on has changed, see `fingerprint.py`.
 
         Raises:
             RuntimeError: the memory of a gradient was freed.
         """
-        if (only is None) != (self._only is None):
+        gradients = self._fingerprint.gradients(optimizer, clipped, only)
+        if gradients is None:
             return False
-        params = _params(optimizer, only)
-        maybe_grads = [param.grad for param in params]
-        if self._compute_fingerprint(optimizer, clipped, params, maybe_grads) != self._fingerprint:
-            return False
-        grads = [grad for grad in maybe_grads if grad is not None]
-        parts = list(map(local_shard, grads)) if self._sharded else grads
-        addresses = list(map(Tensor.data_ptr, parts))
+        parts, addresses = gradients
         if min(addresses, default=_LOW) < _LOW and any(map(_is_freed, parts, addresses)):
             _check_gradient_memory(optimizer)
-        contiguous = list(map(Tensor.contiguous, parts))
-        if any(map(operator.is_not, parts, contiguous)):
-            addresses = list(map(Tensor.data_ptr, contiguous))
-        for entry, part, address in zip(self._entries, contiguous, addresses, strict=True):
-            entry.grad, entry.grad_address = part, address
+            parts = list(map(when_written, parts))
+            addresses = list(map(Tensor.data_ptr, parts))
+        if not all(map(Tensor.is_contiguous, parts)):
+            parts = list(map(Tensor.contiguous, parts))
+            addresses = list(map(Tensor.data_ptr, parts))
+        first = 0
+        for fused_group in self.fused_groups:
+            end = first + len(fused_group.entries)
+            fused_group.set_gradients(parts[first:end], addresses[first:end])
+            first = end
         for strided in self.contiguous_copies:
             strided.copy.copy_(strided.original)
         return True
-
-    def _compute_fingerprint(
-        self, optimizer: Algorithm, clipped: bool, params: list[Tensor], maybe_grads: list[Tensor | None]
-    ) -> _Fingerprint:
-        """Compute the fingerprint as of now. A dozen calls per parameter, all from C, since every step runs this."""
-        grads = [grad for grad in maybe_grads if grad is not None]
-        states: Collection[Any] = optimizer.state.values()
-        if self._only is not None:
-            states = [optimizer.state[param] for param in params if param in optimizer.state]
-        try:
-            state_tensors = list(map(id, chain.from_iterable(map(dict.values, states))))
-        except TypeError:  # hooks may leave something else there, under keys that are no parameters
-            state_tensors = [id(tensor) for state in states if isinstance(state, dict) for tensor in state.values()]
-        return _Fingerprint(
-            settings=_settings(optimizer, clipped),
-            param_groups=list(map(id, optimizer.param_groups)),
-            params=list(map(id, params)),
-            positions=None if self._only is None else list(map(id, _params(optimizer))),
-            without_grad=[grad is None for grad in maybe_grads],
-            param_layouts=list(map(_LAYOUT, params)),
-            grad_layouts=list(map(_LAYOUT, grads)),
-            contiguous=list(map(Tensor.is_contiguous, params)),
-            addresses=list(map(Tensor.data_ptr, map(local_shard, self._tensors) if self._sharded else self._tensors)),
-            states=list(map(id, states)),
-            state_tensors=state_tensors,
-            placements=[getattr(grad, "placements", None) for grad in grads] if self._sharded else None,
-        )
 
     def copy_back(self) -> None:
         """Copy the stepped contiguous copies back to their tensors."""
@@ -249,45 +217,7 @@ def _largest_matrix(fused_group: FusedGroup) -> int:
     return max(entry.param.numel() for entry in fused_group.entries) if fused_group.spec.orthogonalizes else 0
 
 
-class _Fingerprint(NamedTuple):
-    """Everything that a plan depends on. A plan is rebuilt when its fingerprint has changed.
-
-    Attributes:
-        settings: what shapes the arithmetic, see `_settings`.
-        param_groups: identities.
-        params: identities of those to step.
-        positions: identities of all, if only some are stepped.
-        without_grad: for every parameter, whether it has no gradient.
-        param_layouts: dtype, shape and layout.
-        grad_layouts: the same of the gradients that are there.
-        contiguous: for every parameter, whether it is contiguous.
-        addresses: of the parameters and states of the plan.
-        states: identities of the dictionaries in `optimizer.state`.
-        state_tensors: identities of what these hold.
-        placements: of the gradients, if something is sharded.
-    """
-
-    settings: list[tuple[Any, ...]]
-    param_groups: list[int]
-    params: list[int]
-    positions: list[int] | None
-    without_grad: list[bool]
-    param_layouts: list[Any]
-    grad_layouts: list[Any]
-    contiguous: list[bool]
-    addresses: list[int]
-    states: list[int]
-    state_tensors: list[int]
-    placements: list[Any] | None
-
-
-def _params(optimizer: Algorithm, only: Collection[int] | None = None) -> list[Tensor]:
-    """The parameters of the optimizer, in its order; with `only`, those with these identities."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return params if only is None else [param for param in params if id(param) in only]
-
-
-def _check_params(optimizer: Algorithm, only: Collection[int]) -> None:
+def _check_params(optimizer: Algorithm, only: Set[int]) -> None:
     """Raise RuntimeError or ValueError unless the parameters with these identities can be stepped."""
     for k, group in enumerate(optimizer.param_groups):
         for param in (param for param in group["params"] if id(param) in only):
@@ -309,7 +239,10 @@ def _check_gradient_memory(optimizer: Algorithm) -> None:
 
 
 def _is_freed(part: Tensor, address: int) -> bool:
-    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure."""
+    """Return whether the memory of `part`, which lies at `address`, may have been freed; `check_memory` makes sure.
+
+    True also if communication has yet to write the part.
+    """
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
@@ -338,26 +271,6 @@ def _initialized_state(
                 initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)
     return optimizer_state
-
-
-def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
-    """For every group, what shapes its steps apart from its parameters. Learning rates and the like may change."""
-    return [
-        (
-            optimizer.backend,
-            optimizer.capturable,
-            clipped,
-            optimizer.skip_nonfinite,
-            len(group["params"]),
-            group["rounding"],
-            group["state_rounding"],
-            group["seed"],
-            validation.first_parameter(group),
-            group["maximize"],
-            optimizer.options(group),
-        )
-        for group in optimizer.param_groups
-    ]
 
 
 def step_spec(

@@ -1,0 +1,28 @@
+"""The private attributes of torch's DTensor that every step asks for, each behind one function.
+
+The public ways cost more than the rest of a step: `to_local()` of a parameter makes a new view each time, 1 µs against
+0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these functions rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+from torch import Tensor
+
+# `map` with `getattr` runs in C, and its default serves plain tensors among DTensors.
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's part of each DTensor, the tensor that it holds and not a view of it; plain tensors as they are."""
+    return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+
+
+def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
+    """For each DTensor, the object that describes its mesh, placements, shape and dtype; None for plain tensors.
+
+    A DTensor never changes this object. FSDP2 gives all gradients of a parameter the same one.
+    """
+    return list(map(getattr, tensors, repeat("_spec"), repeat(None)))

@@ -1,0 +1,168 @@
+"""What the plan of a step depends on, and whether any of it has changed since the plan was built.
+
+Every step asks this of thousands of tensors, so they are asked by functions written in C alone: `map` of an attribute
+or method takes some 50 ns per tensor, a loop in Python longer. Objects that were there when the plan was built are
+compared by identity: a state that is the same object has its former dtype and shape, and only the address of its memory
+is asked.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence, Set
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim import validation
+from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors
+from hf_lowprec.optim.sharding import is_sharded
+
+_GRAD = operator.attrgetter("grad")
+_LAYOUT = operator.attrgetter("dtype", "shape")
+
+
+class GradientParts(NamedTuple):
+    """This rank's parts of some gradients, and the addresses of their memory."""
+
+    parts: list[Tensor]
+    addresses: list[int]
+
+
+class Fingerprint:
+    """Everything that a plan depends on, as it was when the plan was built.
+
+    It keeps the objects that it compares alive, since otherwise others could take their identities.
+
+    Args:
+        optimizer: whose parameters have gradients.
+        clipped: whether gradients are clipped.
+        only: identities of the parameters to step, if not all that have gradients; see `gradient_release.py`.
+        stepped: the parameters that the plan steps.
+        states: their states.
+    """
+
+    def __init__(
+        self,
+        optimizer: Algorithm,
+        clipped: bool,
+        only: Set[int] | None,
+        stepped: Sequence[Tensor],
+        states: Sequence[Tensor],
+    ) -> None:
+        self._only = only
+        self._settings = _settings(optimizer, clipped)
+        self._groups = list(optimizer.param_groups)
+        self._params = params_of(optimizer)
+        self._stepped = list(stepped)
+        self._without_grad = [param for param in params_of(optimizer, only) if param.grad is None]
+        self._optimizer_states = self._current_states(optimizer)
+        self._dictionaries = [state for state in self._optimizer_states if isinstance(state, dict)]
+        self._state_values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
+
+        self._tensors = [*stepped, *states]
+        grads = list(map(_GRAD, stepped))
+        self._sharded = any(map(is_sharded, [*self._tensors, *grads]))
+        self._grad_types = list(map(type, grads))
+        self._grad_specs = dtensor_specs(grads) if self._sharded else []
+        self._grad_placements = list(map(_placement, grads))
+        self._grad_layouts = list(map(_LAYOUT, self._parts(grads)))
+        self._param_layouts = list(map(_LAYOUT, stepped))
+        self._contiguous = list(map(Tensor.is_contiguous, stepped))
+        self._addresses = list(map(Tensor.data_ptr, self._parts(self._tensors)))
+
+    def gradients(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None) -> GradientParts | None:
+        """The gradients of the stepped parameters, in their order, if nothing has changed, else None.
+
+        These may have changed: parameter groups, parameters, which of them have gradients; types, dtypes, shapes and
+        placements of gradients; dtypes, shapes and contiguity of parameters; states that were replaced; addresses of
+        parameters and states; settings that shape the arithmetic.
+
+        The arguments are those of the constructor.
+        """
+        if self._only != only or self._settings != _settings(optimizer, clipped):
+            return None
+        if not (
+            _are_same(optimizer.param_groups, self._groups)
+            and _are_same(params_of(optimizer), self._params)
+            and _are_same(self._current_states(optimizer), self._optimizer_states)
+            and _are_same(list(chain.from_iterable(map(dict.values, self._dictionaries))), self._state_values)
+        ):
+            return None
+        # A subclass of Tensor, as DTensor is, is searched for `__torch_function__` whenever it is asked for something.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._gradients_if_unchanged()
+
+    def _gradients_if_unchanged(self) -> GradientParts | None:
+        """The gradients, if none of the tensors has changed."""
+        grads = list(map(_GRAD, self._stepped))
+        if list(map(type, grads)) != self._grad_types or any(
+            map(operator.is_not, map(_GRAD, self._without_grad), repeat(None))
+        ):
+            return None
+        if self._sharded and not self._are_placed_alike(grads):
+            return None
+        parts = self._parts(grads)
+        if (
+            list(map(_LAYOUT, parts)) != self._grad_layouts
+            or list(map(_LAYOUT, self._stepped)) != self._param_layouts
+            or list(map(Tensor.is_contiguous, self._stepped)) != self._contiguous
+            or list(map(Tensor.data_ptr, self._parts(self._tensors))) != self._addresses
+        ):
+            return None
+        try:
+            return GradientParts(parts, list(map(Tensor.data_ptr, parts)))
+        except RuntimeError:  # sparse gradients have no address
+            return None
+
+    def _are_placed_alike(self, grads: Sequence[Tensor]) -> bool:
+        same_specs = _are_same(dtensor_specs(grads), self._grad_specs)
+        return same_specs or list(map(_placement, grads)) == self._grad_placements
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        return local_tensors(tensors) if self._sharded else tensors
+
+    def _current_states(self, optimizer: Algorithm) -> list[Any]:
+        """The dictionaries in `optimizer.state`; with `only`, those of the stepped parameters."""
+        if self._only is None:
+            return list(optimizer.state.values())
+        return list(map(optimizer.state.get, self._stepped))
+
+
+def params_of(optimizer: Algorithm, only: Set[int] | None = None) -> list[Tensor]:
+    """The parameters of the optimizer, in its order; with `only`, those with these identities."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return params if only is None else [param for param in params if id(param) in only]
+
+
+def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+def _placement(grad: Tensor) -> Any:
+    """The placements and the full shape of a gradient; None if it is a plain tensor."""
+    return (grad.placements, grad.shape) if is_sharded(grad) else None  # type: ignore[attr-defined]
+
+
+def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
+    """For every group, what shapes its steps apart from its parameters. Learning rates and the like may change."""
+    return [
+        (
+            optimizer.backend,
+            optimizer.capturable,
+            clipped,
+            optimizer.skip_nonfinite,
+            len(group["params"]),
+            group["rounding"],
+            group["state_rounding"],
+            group["seed"],
+            validation.first_parameter(group),
+            group["maximize"],
+            optimizer.options(group),
+        )
+        for group in optimizer.param_groups
+    ]

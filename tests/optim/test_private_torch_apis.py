@@ -1,0 +1,54 @@
+"""torch still has the private attributes of DTensor that steps ask for, with the meaning that they rely on."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors
+
+HERE = f"torch {torch.__version__} has changed this"
+
+
+def test_a_dtensor_holds_its_local_tensor(mesh):
+    full, plain = torch.arange(12.0).view(4, 3), torch.ones(2)
+    param = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)]))
+    local, same = local_tensors([param, plain])
+    assert same is plain
+    assert type(local) is torch.Tensor, HERE
+    assert local is local_tensors([param])[0]
+    assert torch.equal(local, full), HERE
+    public = param.to_local()
+    assert (local.data_ptr(), local.dtype, local.shape) == (public.data_ptr(), public.dtype, public.shape), HERE
+    plainly = param.data
+    with torch.no_grad():  # what `to_local` promises in its comments
+        assert plainly.to_local() is local_tensors([plainly])[0], HERE
+
+
+def test_the_specs_of_dtensors_tell_their_placements(mesh):
+    sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    replicated = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    specs = dtensor_specs([sharded, replicated, torch.ones(4)])
+    assert specs[2] is None
+    assert [spec.placements for spec in specs[:2]] == [sharded.placements, replicated.placements], HERE
+
+
+def test_fsdp2_gives_all_gradients_of_a_parameter_the_same_spec(mesh):
+    """If not, steps are right but slower: they compare placements one by one."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    specs = []
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        specs.append(dtensor_specs([param.grad for param in model.parameters()]))
+        model.zero_grad()
+    assert None not in specs[0], HERE
+    assert all(first is second for first, second in zip(*specs, strict=True)), HERE
+
+
+def test_what_a_dtensor_says_without_torch_functions_is_true(mesh):
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 3).bfloat16(), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4, 3).bfloat16(), mesh, [Shard(0)])
+    grad = param.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        assert (param.dtype, param.shape, param.is_contiguous()) == (torch.bfloat16, (4, 3), True), HERE
+        assert param.grad is grad, HERE
