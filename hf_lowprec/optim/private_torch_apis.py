@@ -1,4 +1,4 @@
-"""The private attributes of torch's DTensor that every step asks for, each behind one function.
+"""The private names of torch that every step needs for DTensors, each behind one function.
 
 The public ways cost more than the rest of a step: `to_local()` of a parameter makes a new view each time, 1 µs against
 0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these functions rely on.
@@ -7,9 +7,11 @@ The public ways cost more than the rest of a step: `to_local()` of a parameter m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # `map` with `getattr` runs in C, and its default serves plain tensors among DTensors.
@@ -26,3 +28,12 @@ def dtensor_specs(tensors: Sequence[Tensor]) -> list[Any]:
     A DTensor never changes this object. FSDP2 gives all gradients of a parameter the same one.
     """
     return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """A context in which subclasses of Tensor, as DTensor is, are asked for attributes without `__torch_function__`.
+
+    Outside of it, torch searches their classes for it, whatever is asked.
+    """
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context

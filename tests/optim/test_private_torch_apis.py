@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 
 HERE = f"torch {torch.__version__} has changed this"
 
@@ -49,6 +49,6 @@ def test_what_a_dtensor_says_without_torch_functions_is_true(mesh):
     param = nn.Parameter(distribute_tensor(torch.ones(4, 3).bfloat16(), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(4, 3).bfloat16(), mesh, [Shard(0)])
     grad = param.grad
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         assert (param.dtype, param.shape, param.is_contiguous()) == (torch.bfloat16, (4, 3), True), HERE
         assert param.grad is grad, HERE

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.private_torch_apis import local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import local_shard, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -286,6 +287,7 @@ def _versions(grads: Sequence[Tensor]) -> list[Any]:
     try:
         if set(map(type, grads)) <= {Tensor}:
             return list(map(_VERSION, grads))
-        return [(grad._version, local_shard(grad)._version) for grad in grads]
+        with without_torch_function():
+            return list(zip(map(_VERSION, grads), map(_VERSION, local_tensors(grads)), strict=True))
     except RuntimeError:  # torch does not count the writes to a tensor that was made in inference mode
         return [None if grad.is_inference() else (grad._version, local_shard(grad)._version) for grad in grads]

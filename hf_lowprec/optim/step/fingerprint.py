@@ -13,12 +13,11 @@ from collections.abc import Sequence, Set
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
-from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors
+from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import is_sharded
 
 _GRAD = operator.attrgetter("grad")
@@ -92,8 +91,7 @@ class Fingerprint:
             and _are_same(list(chain.from_iterable(map(dict.values, self._dictionaries))), self._state_values)
         ):
             return None
-        # A subclass of Tensor, as DTensor is, is searched for `__torch_function__` whenever it is asked for something.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return self._gradients_if_unchanged()
 
     def _gradients_if_unchanged(self) -> GradientParts | None:
