@@ -40,7 +40,7 @@ WIDEST_BITS = 128
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
 STEP_ARGUMENTS = TABLES | {"counts": "*i64", "enabled": "*i32"}
 TENSOR_SUM_ARGUMENTS = TABLES | {"sums": "*fp64"}
-CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL}
+CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL, "PTX": True}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

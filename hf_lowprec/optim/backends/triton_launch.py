@@ -230,7 +230,15 @@ _RESERVE = 4
 
 def _constants(device: torch.device) -> dict[str, Any]:
     """The constants and options with which the rendered kernels are compiled."""
-    return {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": _warps(device), "enable_fp_fusion": False}
+    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _runs_inline_ptx(device)}
+    return {**constants, "num_warps": _warps(device), "enable_fp_fusion": False}
+
+
+def _runs_inline_ptx(device: torch.device) -> bool:
+    """Whether `device` is an NVIDIA GPU that has the instructions of codegen/inline_ptx.py."""
+    if device.type != "cuda" or torch.version.hip is not None or _interpreted():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _warps(device: torch.device) -> int:
