@@ -40,7 +40,7 @@ WIDEST_BITS = 128
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
 STEP_ARGUMENTS = TABLES | {"counts": "*i64", "enabled": "*i32"}
 TENSOR_SUM_ARGUMENTS = TABLES | {"sums": "*fp64"}
-CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL, "PTX": True}
+CONSTANTS = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -100,10 +100,11 @@ class CompiledKernel:
 def compile_kernel(spec: StepSpec, capability: int, tensor_sum: bool = False) -> CompiledKernel:
     """Compile `step`, or `tensor_sum`, of `spec` for NVIDIA GPUs of compute capability `capability` (90 is 9.0)."""
     arguments = TENSOR_SUM_ARGUMENTS if tensor_sum else STEP_ARGUMENTS
-    signature = {**arguments, **dict.fromkeys(CONSTANTS, "constexpr")}
+    constants = CONSTANTS | {"PTX": triton_backend.inlined_ptx(capability)}
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     aligned = {(k,): [["tt.divisibility", 16]] for k in range(len(arguments))}
     kernel = triton.compile(
-        ASTSource(triton_backend.kernels(spec)[tensor_sum], signature, dict(CONSTANTS), aligned),
+        ASTSource(triton_backend.kernels(spec)[tensor_sum], signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": triton_backend.WARPS, "enable_fp_fusion": False},
     )

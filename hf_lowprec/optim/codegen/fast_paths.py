@@ -4,20 +4,22 @@
 elements, tests them together, and takes those instructions only if the test fails. A fast path is a list of operations,
 from which its PTX is made, and the C program that tests it.
 
-**Root.** The operations are those that `sqrt.rn.f32` itself performs within its range, so the bits are the same.
+**Root.** The operations are those that `sqrt.rn.f32` itself performs within its range, so the bits are the same. By the
+documented error of the approximation alone (2^-22.9, PTX ISA, `rsqrt`), two of all roots could be wrong.
 
-**Division.** `div.rn.f32` corrects the quotient twice; here it is corrected once. Scaling by powers of two changes
-nothing within the range, so let a and b be in [1, 2). The approximation is within an ulp of 1/b (PTX ISA, `rcp`). Then y
-is 1/b, correctly rounded, for all b but one (Markstein, IBM J. Res. Dev. 34, 1990). q0 is within 3/2 ulp of a/b, and so
-what q is rounded from differs from a/b by at most 3/2 ulp · 2^-24, or 5/2 if r is rounded. So q is right unless the
-distance of a/b to the middle of two numbers is as small. This distance is k/2 ulp · 2^-24 or more, where k is the
-integer by which a differs from the product of that middle and b. `tests/optim/test_fast_paths.py` computes every quotient
-with |k| ≤ 8, of all b. One fails, for one approximation: a = 1, b = 2 - 2^-23, y0 = 1/2. There `div.rn.f32`, which begins
-with the same y, would be wrong too: each correction ends in the same tie.
+**Division.** `div.rn.f32` corrects the quotient twice; here it is corrected once. Within the range, scaling by powers of
+two changes nothing, so let a and b be in [1, 2). The approximation y0 is within an ulp of 1/b (PTX ISA, `rcp`), and y is
+1/b, correctly rounded, unless b is the number below 2 (Markstein, IBM J. Res. Dev. 34, 1990). Then q0 is within 3/2 ulp
+of a/b, and r within a unit of what it stands for. Let m be the middle between two neighbours that is nearest to a/b, and
+k the integer difference of a and m·b in units of their last bits. From these errors, q is a/b rounded, unless |k| is less
+than 3/4·b² + 2, which is less than 5. There are few such quotients for each b, and tests/optim/test_fast_paths.py
+computes all with |k| ≤ 8. One fails, if y0 is one of three possible numbers: a = 1, b = 2 - 2^-23, y0 = 1/2. There
+`div.rn.f32` would be wrong too: it begins with the same y, and both of its corrections end in a tie. So that is not the
+approximation.
 
-**Range.** A correction r is exact if it is a multiple of 2^-149, so the exponents of b and q must add up to -103 or more,
-and that of s must be at least -50. If the approximation or the result leaves the range of normal numbers, because an
-operand is zero, subnormal, huge, infinite, or NaN, the result is NaN or too small, and the test fails.
+**Range.** A remainder r is exact if it is a multiple of 2^-149: the exponents of b and q must add up to -103 or more, and
+that of s must be -51 or more. If an approximation or a result is not a normal number, since an operand is zero,
+subnormal, huge, infinite or NaN, the result is NaN or too small, and the test fails.
 
 Zeros are frequent: moments of rows of an embedding that have not been seen. They fail the first test, and a second one
 admits them.
@@ -28,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
 
 class Operation(NamedTuple):
     """An FP32 operation. Operands are inputs, earlier results, or numbers; `-x` is the negative of x."""
@@ -45,7 +48,7 @@ class FastPath:
         instruction: the PTX instruction for all operands.
         inputs: names of its operands.
         operations: in order; the last one is the result.
-        least: exponents of the smallest magnitudes within the range, by name of an input or of the result.
+        least: exponents of the smallest numbers within the range: of inputs, and of the magnitude of the result.
         zero: the input that may also be zero.
         zero_result: what the result is then: a name.
     """
@@ -72,20 +75,21 @@ DIVISION = FastPath(
         Operation("y", "fma.rn.f32", ("y0", "e", "y0")),
         Operation("q0", "mul.rn.f32", ("a", "y")),
         Operation("r", "fma.rn.f32", ("b", "q0", "-a")),
-        Operation("q", "fma.rn.f32", ("-r", "y", "q0")),
+        Operation("q", "fma.rn.f32", ("-y", "r", "q0")),
     ),
     least={"b": -40, "q": -62},
     zero="a",
     zero_result="q",
 )
-"""`a / b`. The remainder is that of `b·q - a` and not of `a - b·q`, so that a zero keeps its sign if b is positive."""
+"""`a / b`. A zero keeps its sign if b is positive, since r is `b·q0 - a`, not `a - b·q0`, and y is negated, not r: a
+compiler may compute `-(b·q0 - a)` as the other difference."""
 
 ROOT = FastPath(
     instruction="sqrt.rn.f32",
     inputs=("v",),
     operations=(
         Operation("y", "rsqrt.approx.ftz.f32", ("v",)),
-        Operation("s0", "mul.rn.f32", ("v", "y")),
+        Operation("s0", "mul.rn.ftz.f32", ("v", "y")),
         Operation("h", "mul.rn.f32", ("y", "0.5")),
         Operation("r", "fma.rn.f32", ("-s0", "s0", "v")),
         Operation("s", "fma.rn.f32", ("r", "h", "s0")),
@@ -94,4 +98,4 @@ ROOT = FastPath(
     zero="v",
     zero_result="v",
 )
-"""`√v`."""
+"""`√v`. Subnormal operands are flushed twice, as zeros: so all of them give NaN, negative ones as well."""

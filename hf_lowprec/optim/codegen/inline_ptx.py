@@ -1,6 +1,7 @@
 """PTX for several elements of a thread, which Triton's `inline_asm_elementwise` inserts into kernels for NVIDIA GPUs.
 
-It needs compute capability 8.0. Elements are tested together, and what only a few need comes after the test.
+It needs compute capability 8.0; operations on pairs of FP32 numbers need 10.0. Elements are tested together, and what
+only a few of them need comes after the test.
 """
 
 from __future__ import annotations
@@ -43,11 +44,16 @@ TO_BFLOAT16 = InlinePtx(
     "=f,=f,f,f",
     2,
 )
-"""Two FP32 numbers, rounded to the nearest BF16 numbers; ties to even, subnormal numbers are kept, NaN becomes 0x7FFF."""
+"""Two FP32 numbers, rounded to the nearest BF16 numbers. Ties go to even, subnormal numbers are kept, NaN stays NaN."""
 
 
-def fast_path(path: FastPath) -> InlinePtx:
-    """The operations of a fast path, the test of their range, the test that admits zeros, and the exact instruction."""
+def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
+    """The operations of a fast path, the test of their range, the test that admits zeros, and the exact instruction.
+
+    Args:
+        path: what to compute.
+        in_pairs: whether two elements share an instruction, which rounds each by itself.
+    """
     block = _Block(path.inputs)
 
     def value(name: str, element: int) -> str:
@@ -59,15 +65,24 @@ def fast_path(path: FastPath) -> InlinePtx:
         return block.negative(value(text[1:], element)) if text[0] == "-" else value(text, element)
 
     for operation in path.operations:
-        for k in range(ELEMENTS):
-            operands = [operand(text, k) for text in operation.operands]
-            block.add(operation.instruction, block.register(f"{operation.result}_{k}"), *operands)
+        in_registers = [block.register(f"{operation.result}_{k}") for k in range(ELEMENTS)]
+        operands = [[operand(text, k) for text in operation.operands] for k in range(ELEMENTS)]
+        if in_pairs and ".rn." in operation.instruction:
+            for k in range(0, ELEMENTS, 2):
+                pairs = [block.pair(*both) for both in zip(operands[k], operands[k + 1], strict=True)]
+                result = block.register(f"{operation.result}_pair_{k}", "b64")
+                block.add(operation.instruction.replace(".f32", ".f32x2"), result, *pairs)
+                block.add("mov.b64", f"{{{in_registers[k]}, {in_registers[k + 1]}}}", result)
+        else:
+            for k in range(ELEMENTS):
+                block.add(operation.instruction, in_registers[k], *operands[k])
 
     results = [value(path.result, k) for k in range(ELEMENTS)]
     tests = []
     for name, exponent in path.least.items():
         tests.append(block.register(f"{name}_in_range", "pred"))
-        smallest = block.smallest([value(name, k) for k in range(ELEMENTS)])
+        compared = [value(name, k) for k in range(ELEMENTS)]
+        smallest = block.smallest(compared if name in path.inputs else [block.magnitude(x) for x in compared])
         block.add("setp.ge.and.f32", tests[-1], smallest, _literal(2.0**exponent), tests[-2] if tests[1:] else "true")
     for k, result in enumerate(results):
         block.add("mov.f32", block.output(0, k), result)
@@ -81,8 +96,7 @@ def fast_path(path: FastPath) -> InlinePtx:
         # Increased by one, the result for a zero passes the test, but not if it is NaN.
         block.add("selp.f32", increment, _literal(1.0), _literal(0.0), is_zero)
         admitted.append(block.register(f"admitted_{k}"))
-        block.add("abs.f32", admitted[-1], block.output(0, k))
-        block.add("add.rn.f32", admitted[-1], admitted[-1], increment)
+        block.add("add.rn.f32", admitted[-1], block.magnitude(block.output(0, k)), increment)
     bound = _literal(2.0 ** path.least[path.result])
     block.add("setp.ge.and.f32", tests[-1], block.smallest(admitted), bound, tests[-2] if tests[1:] else "true")
     block.add(f"@{tests[-1]} bra", "done")
@@ -92,7 +106,7 @@ def fast_path(path: FastPath) -> InlinePtx:
 
 
 def quiet_nans(values: int, tested: Sequence[int]) -> InlinePtx:
-    """What `nan_tests.quiet_nans` says of some tensors.
+    """What `ptx_graph.quiet_nans` says of some tensors.
 
     Args:
         values: the number of tensors.
@@ -148,12 +162,21 @@ class _Block:
         self.add("neg.f32", result, value)
         return result
 
+    def magnitude(self, value: str) -> str:
+        """A register with the magnitude of another."""
+        result = self.register(f"magnitude_{len(self._lines)}")
+        self.add("abs.f32", result, value)
+        return result
+
+    def pair(self, first: str, second: str) -> str:
+        """A register with two FP32 numbers."""
+        result = self.register(f"pair_{len(self._lines)}", "b64")
+        self.add("mov.b64", result, f"{{{first}, {second}}}")
+        return result
+
     def smallest(self, values: Sequence[str]) -> str:
-        """A register with the smallest magnitude of some registers; NaN if one of them is."""
-        remaining = []
-        for value in values:
-            remaining.append(self.register(f"magnitude_{len(self._lines)}"))
-            self.add("abs.f32", remaining[-1], value)
+        """A register with the smallest of some registers; NaN if one of them is."""
+        remaining = list(values)
         while len(remaining) > 1:
             smaller = self.register(f"smaller_{len(self._lines)}")
             self.add("min.NaN.f32", smaller, *remaining[:2])

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
-from hf_lowprec.optim.codegen.nan_tests import quiet_nans, to_bfloat16
+from hf_lowprec.optim.codegen.ptx_graph import from_bfloat16, quiet_nans, to_bfloat16
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
@@ -88,12 +88,16 @@ class Renderer:
         """A float; if it is NaN, the one without a payload. See `rounding.quiet_nan`."""
         raise NotImplementedError
 
+    def from_bfloat16(self, pattern: str) -> str:
+        """A float from the bit pattern of BF16. See `ptx_graph.from_bfloat16`."""
+        raise NotImplementedError
+
     def to_bfloat16(self, value: str) -> str:
-        """A float, rounded to the nearest BF16 number; NaN becomes any NaN. See `nan_tests.to_bfloat16`."""
+        """A float, rounded to the nearest BF16 number; NaN becomes any NaN. See `ptx_graph.to_bfloat16`."""
         raise NotImplementedError
 
     def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
-        """A tuple of floats in which NaN is replaced. See `nan_tests.quiet_nans`."""
+        """A tuple of floats in which NaN is replaced. See `ptx_graph.quiet_nans`."""
         raise NotImplementedError
 
     def weyl(self, index: str, key0: str) -> str:
@@ -185,6 +189,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.sqrt_rn(operands[0]), True
     if target is quiet_nan:
         return renderer.quiet_nan(operands[0]), True
+    if target is from_bfloat16:
+        return renderer.from_bfloat16(operands[0]), True
     if target is to_bfloat16:
         return renderer.to_bfloat16(operands[0]), True
     if target is weyl:

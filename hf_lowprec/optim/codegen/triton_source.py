@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT
+from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT, FastPath
 from hf_lowprec.optim.codegen.inline_ptx import FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
-from hf_lowprec.optim.codegen.nan_tests import join_nan_tests, nearest_converted
+from hf_lowprec.optim.codegen.ptx_graph import convert_on_use, trace_for_ptx
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
@@ -97,65 +97,61 @@ class PtxRenderer(TritonRenderer):
     """
 
     def __init__(self) -> None:
-        self.functions = {"from_bfloat16": _render_inline("from_bfloat16", FROM_BFLOAT16)}
+        self.functions: dict[str, str] = {}
 
     def divide(self, left: str, right: str) -> str:
-        self.functions["divide"] = _render_inline("divide", fast_path(DIVISION), "tl.div_rn(a, b)")
-        return f"divide({left}, {right})"
+        return self._fast_path("inline_divide", DIVISION, "tl.div_rn(a, b)", [left, right])
 
     def sqrt_rn(self, value: str) -> str:
-        self.functions["sqrt_rn"] = _render_inline("sqrt_rn", fast_path(ROOT), "tl.sqrt_rn(v)")
-        return f"sqrt_rn({value})"
+        return self._fast_path("inline_sqrt_rn", ROOT, "tl.sqrt_rn(v)", [value])
+
+    def from_bfloat16(self, pattern: str) -> str:
+        return self._call("inline_from_bfloat16", FROM_BFLOAT16, [pattern])
 
     def to_bfloat16(self, value: str) -> str:
-        self.functions["to_bfloat16"] = _render_inline("to_bfloat16", TO_BFLOAT16)
-        return f"to_bfloat16({value})"
+        return self._call("inline_to_bfloat16", TO_BFLOAT16, [value])
 
     def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
-        name = f"quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
-        self.functions[name] = _render_inline(name, quiet_nans(len(values), tested))
-        return f"{name}({', '.join(values)})"
+        name = f"inline_quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
+        return self._call(name, quiet_nans(len(values), tested), values)
+
+    def _call(self, name: str, ptx: InlinePtx, operands: Sequence[str]) -> str:
+        self.functions[name] = _FUNCTION.format(name=name, inputs=", ".join(ptx.inputs), ptx=_inline(ptx))
+        return f"{name}({', '.join(operands)})"
+
+    def _fast_path(self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str]) -> str:
+        single, paired = (_inline(fast_path(path, in_pairs)) for in_pairs in (False, True))
+        inputs = ", ".join(path.inputs)
+        self.functions[name] = _FAST_PATH.format(
+            name=name, inputs=inputs, last=path.inputs[-1], of_scalars=of_scalars, single=single, paired=paired
+        )
+        return f"{name}({', '.join(operands)}, PTX)"
 
 
-_INLINE = """
+_FUNCTION = """
 
 @triton.jit
 def {name}({inputs}):
-{scalars}    return tl.inline_asm_elementwise(
-        '''
-{assembly}
-        ''',
-        "{constraints}",
-        [{inputs}],
-        ({dtypes}),
-        is_pure=True,
-        pack={elements},
-    )
+    return {ptx}
 """
-_OF_SCALARS = """\
+_FAST_PATH = """
+
+@triton.jit
+def {name}({inputs}, PTX: tl.constexpr):
     if len({last}.shape) == 0:
-        return {expression}
+        return {of_scalars}
+    elif PTX >= 100:
+        return {paired}
+    else:
+        return {single}
 """
 
 
-def _render_inline(name: str, ptx: InlinePtx, of_scalars: str | None = None) -> str:
-    """Render a function of tensors that runs some PTX.
-
-    Args:
-        name: the function's.
-        ptx: what it runs.
-        of_scalars: the expression that it returns if its last argument is a scalar; None if that never is.
-    """
-    scalars = _OF_SCALARS.format(last=ptx.inputs[-1], expression=of_scalars) if of_scalars is not None else ""
-    return _INLINE.format(
-        name=name,
-        inputs=", ".join(ptx.inputs),
-        scalars=scalars,
-        assembly=indent(8, ptx.assembly.splitlines()),
-        constraints=ptx.constraints,
-        dtypes=", ".join(["tl.float32"] * ptx.outputs) if ptx.outputs > 1 else "tl.float32",
-        elements=ptx.elements,
-    )
+def _inline(ptx: InlinePtx) -> str:
+    """The expression that runs some PTX on the tensors that are called as its inputs."""
+    dtypes = "tl.float32" if ptx.outputs == 1 else f"({', '.join(['tl.float32'] * ptx.outputs)})"
+    operands = f'"{ptx.constraints}", [{", ".join(ptx.inputs)}], {dtypes}, is_pure=True, pack={ptx.elements}'
+    return f'tl.inline_asm_elementwise("""\n{ptx.assembly}\n""", {operands})'
 
 
 def render(spec: StepSpec) -> str:
@@ -212,7 +208,7 @@ _FORMULA = """
 
 @triton.jit
 def {name}(
-    {inputs}
+    {inputs}, PTX: tl.constexpr
 ):
     # BLOCK elements: the operations traced from {traced}.
 {body}
@@ -243,11 +239,11 @@ def step_aligned_chunk(
 {aligned_loads}
         if PTX:
             {outputs} = fused_step_ptx(
-                {arguments}
+                {arguments}, PTX
             )
         else:
             {outputs} = fused_step(
-                {arguments}
+                {arguments}, PTX
             )
 {aligned_stores}
 
@@ -263,7 +259,7 @@ def step_masked_chunk(
 {masks}
 {masked_loads}
         {outputs} = fused_step(
-            {arguments}
+            {arguments}, 0
         )
 {masked_stores}
 
@@ -271,7 +267,7 @@ def step_masked_chunk(
 @triton.jit
 def step(
     chunks, segments, pointers, scalars, counts, enabled,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = False
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
 ):
     # One optimizer step of all parameters of a fused group; a program computes one chunk.
     #
@@ -279,7 +275,8 @@ def step(
     # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
     # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
     # enabled: 0 to leave everything as it is.
-    # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask. PTX: see inline_ptx.py.
+    # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
+    # PTX: the compute capability, times 10, for which PTX is inlined; 0 if none is.
 {chunk_bounds}
     first_index = (start + shift).to(tl.int32)
 {chunk_lookups}
@@ -318,9 +315,8 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
 
     inputs = [*tensors, *scalars, "index", *keys]
     traced, integers = "`fused_step` in step/fused_step.py", integer_inputs(spec)
-    joined = join_nan_tests(trace(spec, nearest_converted))
     formulas = _render_formula("fused_step", traced, inputs, trace(spec), TritonRenderer(), integers)
-    formulas += _render_formula("fused_step_ptx", traced, inputs, joined, ptx, integers)
+    formulas += _render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
     return formulas + _STEP.format(
         arguments=arguments(inputs, 16),
         chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
@@ -351,9 +347,9 @@ def sum_aligned_chunk(
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
         if PTX:
-            total += tensor_mean_term_ptx({inputs}).to(tl.float64)
+            total += tensor_mean_term_ptx({inputs}, PTX).to(tl.float64)
         else:
-            total += tensor_mean_term({inputs}).to(tl.float64)
+            total += tensor_mean_term({inputs}, PTX).to(tl.float64)
     return tl.sum(total)
 
 
@@ -367,14 +363,14 @@ def sum_masked_chunk(
     for offset in range(0, count, BLOCK):
 {masks}
 {masked_loads}
-        total += tl.where(mask, tensor_mean_term({inputs}).to(tl.float64), 0.0)
+        total += tl.where(mask, tensor_mean_term({inputs}, 0).to(tl.float64), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
 def tensor_sum(
     chunks, segments, pointers, scalars, sums,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = False
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
 ):
     # The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each.
 {chunk_bounds}
@@ -398,11 +394,10 @@ def _render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses = [f"{name}_address" for name in used_tensors]
     inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_mean` formula"
-    formulas = [
-        _render_formula(name, traced, inputs, graph, renderer, spec.integer_tensors)
-        for name, renderer in (("tensor_mean_term", TritonRenderer()), ("tensor_mean_term_ptx", ptx))
-    ]
-    return "".join(formulas) + _TENSOR_SUM.format(
+    formulas = _render_formula("tensor_mean_term", traced, inputs, graph, TritonRenderer(), spec.integer_tensors)
+    for_ptx = convert_on_use(trace_tensor_mean(spec), spec)
+    formulas += _render_formula("tensor_mean_term_ptx", traced, inputs, for_ptx, ptx, spec.integer_tensors)
+    return formulas + _TENSOR_SUM.format(
         inputs=arguments(inputs, 16),
         chunk_inputs=arguments([*addresses, *used_scalars], 12),
         addresses=_aligned(spec, used_tensors),
@@ -461,6 +456,6 @@ def _load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
         values.append(f"{name}_stored = {load}")
         value = _LOAD[dtype].format(f"{name}_stored")
         if dtype == torch.bfloat16 and not masked:
-            value = f"from_bfloat16({name}_stored) if PTX else {value}"
+            value = f"{name}_stored if PTX else {value}"
         converted.append(f"{name} = {value}")
     return indent(8, pointers + values + converted)

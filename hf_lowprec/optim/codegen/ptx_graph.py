@@ -1,8 +1,11 @@
-"""Test for NaN once: the graph of a step in which all stored values are tested together.
+"""Rewrite a traced graph for NVIDIA GPUs: fewer instructions, the same bits.
 
-A rounding replaces NaN by the one without a payload before it adds to the bit pattern, which takes two instructions for
-each stored tensor. But a NaN is rare, and passes from operand to result: if a moment is NaN, so are the weight and its
-compensation. So it is enough to test the last ones, and to look at the others only if one of them is NaN.
+- **NaN is tested once.** A rounding replaces NaN by the one without a payload before it adds to the bit pattern, which
+  takes two instructions for each stored tensor. But a NaN is rare, and passes from operand to result: if a moment is
+  NaN, so are the weight and its compensation. So it is enough to test the last ones, and to look at the others only if
+  one of them is NaN.
+- **BF16 is rounded to by a conversion**, where the mode rounds to nearest.
+- **BF16 is converted to FP32 where it is first used**, so that it takes half the registers until then.
 """
 
 from __future__ import annotations
@@ -14,8 +17,15 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.nearest import nearest_pattern
+
+
+def from_bfloat16(pattern: Tensor) -> Tensor:
+    """The FP32 values of the bit patterns of BF16 numbers. Only a renderer can run this."""
+    raise NotImplementedError
 
 
 def to_bfloat16(value: Tensor) -> Tensor:
@@ -25,8 +35,8 @@ def to_bfloat16(value: Tensor) -> Tensor:
     return nearest_pattern(value, torch.bfloat16)
 
 
-def nearest_converted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`round_nearest` by `to_bfloat16`, for a trace."""
+def _nearest_by_conversion(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is recorded of a `round_nearest`."""
     return quiet_nan(to_bfloat16(value)) if dtype == torch.bfloat16 else nearest_pattern(value, dtype)
 
 
@@ -36,8 +46,10 @@ def quiet_nans(values: tuple[Tensor, ...], tested: tuple[int, ...]) -> tuple[Ten
     Args:
         values: FP32 tensors of one shape.
         tested: indices of those tensors of which one is NaN wherever any tensor is.
+
+    Only a renderer can run this.
     """
-    raise NotImplementedError("only a renderer can run this")
+    raise NotImplementedError
 
 
 _PASSES_NAN: set[Callable] = {
@@ -52,7 +64,22 @@ _PASSES_NAN: set[Callable] = {
 """Operations whose result is NaN if an operand is."""
 
 
-def join_nan_tests(graph: fx.Graph) -> fx.Graph:
+def trace_for_ptx(spec: StepSpec) -> fx.Graph:
+    """The graph of `trace`, except that tensors in BF16 are inputs as bit patterns."""
+    return convert_on_use(_join_nan_tests(trace(spec, _nearest_by_conversion)), spec)
+
+
+def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
+    """Make the tensors that `spec` stores in BF16 inputs as bit patterns; modifies and returns `graph`."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and spec.tensors.get(node.name) == torch.bfloat16 and node.users:
+            with graph.inserting_before(next(user for user in graph.nodes if user in node.users)):
+                value = graph.call_function(from_bfloat16, (node,))
+            node.replace_all_uses_with(value, lambda user, value=value: user is not value)
+    return graph
+
+
+def _join_nan_tests(graph: fx.Graph) -> fx.Graph:
     """A graph of the same operations, in which `quiet_nans` stands for as many `quiet_nan` as possible."""
     for node in graph.nodes:
         if node.target is quiet_nan:
