@@ -27,7 +27,7 @@ EXCEPTIONS = {
     ("divide", 0, 0x000000, 0x7FFFFF, 0x000000),
 }
 """Mantissas of operands and approximations for which a fast path is wrong, and for roots the last bit of the exponent.
-`div.rn.f32` and `sqrt.rn.f32` would be wrong with these approximations too, so no processor has them."""
+`div.rn.f32` and `sqrt.rn.f32` perform the same operations, so no processor has these approximations."""
 
 
 def in_c(path: FastPath, name: str) -> str:

@@ -1,25 +1,26 @@
 """Division and square root on NVIDIA GPUs, correctly rounded, with one test of their range for several elements.
 
-`div.rn.f32` and `sqrt.rn.f32` test each element's range, and branch. Here a thread computes a fast path for all of its
-elements, tests them together, and takes those instructions only if the test fails. A fast path is a list of operations,
-from which its PTX is made, and the C program that tests it.
+`div.rn.f32` and `sqrt.rn.f32` test each element's range, and branch. Here a thread performs the operations of their
+fast paths for all of its elements, tests them together, and takes those instructions only if the test fails. A fast
+path is a list of operations. Both its PTX and the C program that checks it (benchmarks/fast_paths.py) are made from it.
 
-**Root.** The operations are those that `sqrt.rn.f32` itself performs within its range, so the bits are the same. By the
-documented error of the approximation alone (2^-22.9, PTX ISA, `rsqrt`), two of all roots could be wrong.
+**The operations** are those that ptxas makes of the two instructions for sm_80 to sm_120, with the same approximation:
+so the bits are the same where both take their fast paths. They are also right by themselves, for every approximation
+within the error that the PTX ISA documents (`rcp`: an ulp, `rsqrt`: 2^-22.9), but for three exceptions.
 
-**Division.** `div.rn.f32` corrects the quotient twice; here it is corrected once. Within the range, scaling by powers of
-two changes nothing, so let a and b be in [1, 2). The approximation y0 is within an ulp of 1/b (PTX ISA, `rcp`), and y is
-1/b, correctly rounded, unless b is the number below 2 (Markstein, IBM J. Res. Dev. 34, 1990). Then q0 is within 3/2 ulp
-of a/b, and r within a unit of what it stands for. Let m be the middle between two neighbours that is nearest to a/b, and
-k the integer difference of a and m·b in units of their last bits. From these errors, q is a/b rounded, unless |k| is less
-than 3/4·b² + 2, which is less than 5. There are few such quotients for each b, and tests/optim/test_fast_paths.py
-computes all with |k| ≤ 8. One fails, if y0 is one of three possible numbers: a = 1, b = 2 - 2^-23, y0 = 1/2. There
-`div.rn.f32` would be wrong too: it begins with the same y, and both of its corrections end in a tie. So that is not the
-approximation.
+- Root: the program computes the roots of all mantissas, with all approximations. Two are wrong.
+- Division: within the range, scaling by powers of two changes nothing, so let a and b be in [1, 2). Then y is 1/b,
+  correctly rounded, unless b is the number below 2 (Markstein, IBM J. Res. Dev. 34, 1990), q0 is within 3/2 ulp of
+  a/b, and r within a unit of what it stands for. Let m be the middle between two neighbours that is nearest to a/b, and
+  k the integer difference of a and m·b in units of their last bits. From these errors, q is a/b rounded unless |k| is
+  less than 3/4·b² + 2, which is less than 5. There are few such quotients for each b, and the program computes all with
+  |k| ≤ 8. One is wrong: a = 1, b = 2 - 2^-23, if y0 = 1/2.
 
-**Range.** A remainder r is exact if it is a multiple of 2^-149: the exponents of b and q must add up to -103 or more, and
-that of s must be -51 or more. If an approximation or a result is not a normal number, since an operand is zero,
-subnormal, huge, infinite or NaN, the result is NaN or too small, and the test fails.
+In the exceptions, the two instructions would be wrong too, so processors do not have these approximations.
+
+**The range.** A remainder r is exact if it is a multiple of 2^-149: the exponents of b and q must add up to -103 or
+more, and that of s must be -51 or more. If an approximation or a result is not a normal number, since an operand is
+zero, subnormal, huge, infinite or NaN, the result is NaN or too small, and the test fails.
 
 Zeros are frequent: moments of rows of an embedding that have not been seen. They fail the first test, and a second one
 admits them.

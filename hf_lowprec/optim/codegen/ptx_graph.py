@@ -113,7 +113,8 @@ def _join_nan_tests(graph: fx.Graph) -> fx.Graph:
 
 def _passes_nan_to(value: fx.Node, others: list[fx.Node]) -> bool:
     """Whether one of the other nodes is NaN if `value` is."""
-    reached, remaining = {value}, [value]
+    first = value.all_input_nodes[0] if value.target is to_bfloat16 else value  # both are NaN, or none
+    reached, remaining = {first}, [first]
     while remaining:
         for user in remaining.pop().users:
             if user.target in _PASSES_NAN and user not in reached:
