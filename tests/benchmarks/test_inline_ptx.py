@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(program: str) -> list[list[str]]:
     """The words of each line that a program prints, in a process that compiles."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line.split() for line in done.stdout.splitlines()]
 
@@ -70,5 +71,5 @@ def test_fast_paths_assemble_for_every_gpu_and_are_those_of_the_exact_instructio
     assert len(rows) == 12
     for capability, operands, stack, in_pairs, own_division, own_root in rows:
         assert stack == "0"
-        assert in_pairs == str(int(capability) >= 100)
+        assert in_pairs == str(capability == "100")  # for 12.0, the assembler splits the pairs
         assert (own_division if operands == "ab" else own_root) == "True"

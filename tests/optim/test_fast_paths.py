@@ -82,7 +82,7 @@ class HardwareNan(fx.Interpreter):
 
 CASES = {
     "kahan": (AdamW, {}, 1, 1),
-    "kahan, amsgrad": (AdamW, {"amsgrad": True}, 1, 3),
+    "kahan, amsgrad": (AdamW, {"amsgrad": True}, 1, 2),
     "kahan, nearest states": (AdamW, {"state_rounding": "nearest"}, 1, 1),
     "split": (AdamW, {"rounding": "split"}, 1, 1),
     "split24": (AdamW, {"rounding": "split24"}, 2, 1),

@@ -176,8 +176,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.select(text(condition, False), *(text(branch, floats) for branch in branches)), floats
 
     if target is quiet_nans:
-        values, tested = args
-        return renderer.quiet_nans([value.name for value in values], tested), True  # type: ignore[union-attr, arg-type]
+        values, tested = cast(tuple[tuple[fx.Node, ...], tuple[int, ...]], args)
+        return renderer.quiet_nans([value.name for value in values], tested), True
     if target is operator.getitem:
         return f"{args[0]}[{args[1]}]", True
 
