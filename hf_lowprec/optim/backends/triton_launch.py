@@ -32,6 +32,8 @@ CHUNK = 8 * BLOCK
 """Elements per program: enough to amortize reading the tables."""
 TAIL = BLOCK // 4
 """Elements per iteration where accesses are masked and narrow; few, so that this path needs no extra registers."""
+INLINED_PTX = (80, 100)
+"""Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
 WARPS = 4
 """Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
@@ -230,7 +232,21 @@ _RESERVE = 4
 
 def _constants(device: torch.device) -> dict[str, Any]:
     """The constants and options with which the rendered kernels are compiled."""
-    return {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "num_warps": _warps(device), "enable_fp_fusion": False}
+    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(device)}
+    return {**constants, "num_warps": _warps(device), "enable_fp_fusion": False}
+
+
+def _ptx(device: torch.device) -> int:
+    """The constant `PTX` of the rendered kernels."""
+    if device.type != "cuda" or torch.version.hip is not None or _interpreted():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return inlined_ptx(10 * major + minor)
+
+
+def inlined_ptx(capability: int) -> int:
+    """The constant `PTX` of the rendered kernels for NVIDIA GPUs of a compute capability (90 is 9.0)."""
+    return max(least for least in (0, *INLINED_PTX) if least <= capability)
 
 
 def _warps(device: torch.device) -> int:

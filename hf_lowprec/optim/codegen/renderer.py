@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
+from hf_lowprec.optim.codegen.ptx_graph import from_bfloat16, quiet_nans, to_bfloat16
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
@@ -85,6 +86,18 @@ class Renderer:
 
     def quiet_nan(self, value: str) -> str:
         """A float; if it is NaN, the one without a payload. See `rounding.quiet_nan`."""
+        raise NotImplementedError
+
+    def from_bfloat16(self, pattern: str) -> str:
+        """A float from the bit pattern of BF16. See `ptx_graph.from_bfloat16`."""
+        raise NotImplementedError
+
+    def to_bfloat16(self, value: str) -> str:
+        """A float, rounded to the nearest BF16 number; NaN becomes any NaN. See `ptx_graph.to_bfloat16`."""
+        raise NotImplementedError
+
+    def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
+        """A tuple of floats in which NaN is replaced. See `ptx_graph.quiet_nans`."""
         raise NotImplementedError
 
     def weyl(self, index: str, key0: str) -> str:
@@ -162,6 +175,12 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         floats = any_float(branches)
         return renderer.select(text(condition, False), *(text(branch, floats) for branch in branches)), floats
 
+    if target is quiet_nans:
+        values, tested = cast(tuple[tuple[fx.Node, ...], tuple[int, ...]], args)
+        return renderer.quiet_nans([value.name for value in values], tested), True
+    if target is operator.getitem:
+        return f"{args[0]}[{args[1]}]", True
+
     floats = any_float(args)
     operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]
     if target == "view":
@@ -170,6 +189,10 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.sqrt_rn(operands[0]), True
     if target is quiet_nan:
         return renderer.quiet_nan(operands[0]), True
+    if target is from_bfloat16:
+        return renderer.from_bfloat16(operands[0]), True
+    if target is to_bfloat16:
+        return renderer.to_bfloat16(operands[0]), True
     if target is weyl:
         return renderer.weyl(*operands), False
     if target is block_max:

@@ -6,24 +6,32 @@ Each formula is written once, as torch code. The compiled backends render these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.rounding import step_keys
+from hf_lowprec.rounding import round_nearest, step_keys
+from hf_lowprec.rounding.nearest import nearest_pattern
+
+RoundNearest = Callable[[Tensor, torch.dtype], Tensor]
 
 
-def trace(spec: StepSpec) -> fx.Graph:
+def trace(spec: StepSpec, nearest: RoundNearest = nearest_pattern) -> fx.Graph:
     """Trace `fused_step` for one element.
 
     Inputs: `spec.tensors`, `scalar_<name>` for `spec.all_scalars`, `index` and `spec.key_names`. Outputs: the new
     weight, then the new states in the order of `spec.states`.
+
+    Args:
+        spec: what to trace.
+        nearest: what is recorded of a `round_nearest`.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(nearest)
     element = recorder.element(spec.tensors, spec.all_scalars)
     index = recorder.input("index")
     keys = dict(zip(spec.random_words, recorder.input_pairs(spec.key_names), strict=True))
@@ -75,15 +83,28 @@ class _Element:
     scalars: dict[str, Tensor]
 
 
+class _Tracer(fx.proxy.GraphAppendingTracer):
+    """Records operations, and in place of `round_nearest` those of `nearest`."""
+
+    def __init__(self, graph: fx.Graph, nearest: RoundNearest) -> None:
+        super().__init__(graph)
+        self._nearest = nearest
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
+        if target is round_nearest:
+            return self._nearest(*args)
+        return super().create_proxy(kind, target, args, *rest, **options)
+
+
 class _Recorder:
     """Creates symbolic inputs and records the operations applied to them.
 
     The inputs are `fx.Proxy` objects. They are typed as tensors because the traced functions are written for tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nearest: RoundNearest = nearest_pattern) -> None:
         self._graph = fx.Graph()
-        self._tracer = fx.proxy.GraphAppendingTracer(self._graph)
+        self._tracer = _Tracer(self._graph, nearest)
 
     def input(self, name: str) -> Tensor:
         return cast(Tensor, fx.Proxy(self._graph.placeholder(name), self._tracer))

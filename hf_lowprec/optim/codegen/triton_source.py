@@ -3,14 +3,21 @@
 BF16 is loaded and stored as 16-bit integers, so that neither the compiler nor Triton's interpreter rounds it a second
 time. Addresses come from a table, so the compiler knows nothing about their alignment: for a full chunk on 16-byte
 boundaries the kernel promises it, which gives 128-bit accesses. Any other chunk is accessed under a mask.
+
+Full chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
+for NaN in inline PTX. Their bits are the same. Kernels with states in 8 bits have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
+from torch import fx
 
+from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT, FastPath
+from hf_lowprec.optim.codegen.inline_ptx import FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
+from hf_lowprec.optim.codegen.ptx_graph import convert_on_use, trace_for_ptx
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
@@ -82,15 +89,82 @@ class TritonRenderer(Renderer):
         return f"tl.max({value}, axis=1, keep_dims=True)"
 
 
+class PtxRenderer(TritonRenderer):
+    """Renders divisions, roots, and what concerns NaN and BF16, as calls of functions with inline PTX.
+
+    Attributes:
+        functions: the sources of these functions by name.
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[str, str] = {}
+
+    def divide(self, left: str, right: str) -> str:
+        return self._fast_path("inline_divide", DIVISION, "tl.div_rn(a, b)", [left, right])
+
+    def sqrt_rn(self, value: str) -> str:
+        return self._fast_path("inline_sqrt_rn", ROOT, "tl.sqrt_rn(v)", [value])
+
+    def from_bfloat16(self, pattern: str) -> str:
+        return self._call("inline_from_bfloat16", FROM_BFLOAT16, [pattern]) + "[0]"
+
+    def to_bfloat16(self, value: str) -> str:
+        return self._call("inline_to_bfloat16", TO_BFLOAT16, [value]) + "[0]"
+
+    def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
+        name = f"inline_quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
+        return self._call(name, quiet_nans(len(values), tested), values)
+
+    def _call(self, name: str, ptx: InlinePtx, operands: Sequence[str]) -> str:
+        self.functions[name] = _FUNCTION.format(name=name, inputs=", ".join(ptx.inputs), ptx=_inline(ptx))
+        return f"{name}({', '.join(operands)})"
+
+    def _fast_path(self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str]) -> str:
+        single, paired = (_inline(fast_path(path, in_pairs)) for in_pairs in (False, True))
+        inputs = ", ".join(path.inputs)
+        self.functions[name] = _FAST_PATH.format(
+            name=name, inputs=inputs, last=path.inputs[-1], of_scalars=of_scalars, single=single, paired=paired
+        )
+        return f"{name}({', '.join(operands)}, PTX)"
+
+
+_FUNCTION = """
+
+@triton.jit
+def {name}({inputs}):
+    return {ptx}
+"""
+_FAST_PATH = """
+
+@triton.jit
+def {name}({inputs}, PTX: tl.constexpr):
+    if len({last}.shape) == 0:
+        return {of_scalars}
+    elif PTX >= 100:
+        return {paired}[0]
+    else:
+        return {single}[0]
+"""
+
+
+def _inline(ptx: InlinePtx) -> str:
+    """The expression that runs some PTX on the tensors that are called as its inputs, and returns a tuple."""
+    dtypes = "tl.float32, " * ptx.outputs
+    operands = f'"{ptx.constraints}", [{", ".join(ptx.inputs)}], ({dtypes}), is_pure=True, pack={ptx.elements}'
+    return f'tl.inline_asm_elementwise("""\n{ptx.assembly}\n""", {operands})'
+
+
 def render(spec: StepSpec) -> str:
     """The Python source of the kernel `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of
     `tensor_sum`.
 
     The `triton` backend executes it and launches both kernels.
     """
+    ptx = PtxRenderer()
+    kernels = _render_step(spec, ptx) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec, ptx))
     source = _HEADER.format(description="\n# ".join(description(spec)))
-    source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
-    return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
+    source += _render_segment_keys(spec) if spec.key_names else ""
+    return source + "".join(ptx.functions.values()) + kernels
 
 
 _HEADER = """\
@@ -130,29 +204,47 @@ def _render_segment_keys(spec: StepSpec) -> str:
     return _SEGMENT_KEYS.format(inputs=arguments(inputs, 8), body=indent(4, lines), results=", ".join(results))
 
 
-_STEP = """
+_FORMULA = """
 
 @triton.jit
-def fused_step(
-    {inputs}
+def {name}(
+    {inputs}, PTX: tl.constexpr
 ):
-    # BLOCK elements: the operations traced from `fused_step` in step/fused_step.py.
+    # BLOCK elements: the operations traced from {traced}.
 {body}
     return {results}
+"""
 
+
+def _render_formula(
+    name: str, traced: str, inputs: Sequence[str], graph: fx.Graph, renderer: Renderer, integers: Collection[str]
+) -> str:
+    """Render a function that performs the operations of `graph`, which is a trace of `traced`."""
+    lines, results = statements(graph, renderer, integers)
+    return _FORMULA.format(
+        name=name, traced=traced, inputs=arguments(inputs, 4), body=indent(4, lines), results=", ".join(results)
+    )
+
+
+_STEP = """
 
 @triton.jit
 def step_aligned_chunk(
     {chunk_inputs},
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
 {lanes}
     for offset in range(0, CHUNK, BLOCK):
         index = first_index + offset + lanes
 {aligned_loads}
-        {outputs} = fused_step(
-            {arguments}
-        )
+        if PTX:
+            {outputs} = fused_step_ptx(
+                {arguments}, PTX
+            )
+        else:
+            {outputs} = fused_step(
+                {arguments}, PTX
+            )
 {aligned_stores}
 
 
@@ -167,14 +259,15 @@ def step_masked_chunk(
 {masks}
 {masked_loads}
         {outputs} = fused_step(
-            {arguments}
+            {arguments}, 0
         )
 {masked_stores}
 
 
 @triton.jit
 def step(
-    chunks, segments, pointers, scalars, counts, enabled, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+    chunks, segments, pointers, scalars, counts, enabled,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
 ):
     # One optimizer step of all parameters of a fused group; a program computes one chunk.
     #
@@ -183,6 +276,7 @@ def step(
     # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
     # enabled: 0 to leave everything as it is.
     # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
+    # PTX: the compute capability, times 10, for which PTX is inlined; 0 if none is.
 {chunk_bounds}
     first_index = (start + shift).to(tl.int32)
 {chunk_lookups}
@@ -190,7 +284,7 @@ def step(
     if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
         step_aligned_chunk(
             {chunk_inputs},
-            CHUNK, BLOCK
+            CHUNK, BLOCK, {ptx}
         )
     else:
         step_masked_chunk(
@@ -200,11 +294,10 @@ def step(
 """
 
 
-def _render_step(spec: StepSpec) -> str:
+def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    lines, results = statements(trace(spec), TritonRenderer(), integer_inputs(spec))
     addresses = [f"{name}_address" for name in tensors]
 
     chunk_lookups = _load_chunk_inputs(spec, scalars)
@@ -221,20 +314,24 @@ def _render_step(spec: StepSpec) -> str:
         return indent(8, [f"tl.store({name}_ptr, {value}{ends[name]})" for name, value in values.items()])
 
     inputs = [*tensors, *scalars, "index", *keys]
-    return _STEP.format(
-        inputs=arguments(inputs, 4),
-        arguments=arguments(inputs, 12),
+    traced, integers = "`fused_step` in step/fused_step.py", integer_inputs(spec)
+    formulas = _render_formula("fused_step", traced, inputs, trace(spec), TritonRenderer(), integers)
+    # With states in 8 bits, inline PTX would save 5% of the instructions and take half as many registers again.
+    inline = not spec.per_block_tensors
+    if inline:
+        formulas += _render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
+    return formulas + _STEP.format(
+        arguments=arguments(inputs, 16),
         chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
         addresses=_aligned(spec, tensors),
         outputs=", ".join(f"new_{name}" for name in output_tensors),
-        body=indent(4, lines),
-        results=", ".join(results),
         n_pointers=len(tensors),
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, chunk_lookups),
         lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
         masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
+        ptx="PTX" if inline else "0",
         aligned_loads=_load_elements(spec, tensors, masked=False),
         aligned_stores=stores(masked=False),
         masked_loads=_load_elements(spec, tensors, masked=True),
@@ -245,22 +342,18 @@ def _render_step(spec: StepSpec) -> str:
 _TENSOR_SUM = """
 
 @triton.jit
-def tensor_mean_term({inputs}):
-    # BLOCK elements: the operations traced from the algorithm's `tensor_mean` formula.
-{body}
-    return {result}.to(tl.float64)
-
-
-@triton.jit
 def sum_aligned_chunk(
     {chunk_inputs},
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
 {lanes}
     total = tl.zeros(lanes.shape, tl.float64)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
-        total += tensor_mean_term({inputs})
+        if PTX:
+            total += tensor_mean_term_ptx({inputs}, PTX).to(tl.float64)
+        else:
+            total += tensor_mean_term({inputs}, PTX).to(tl.float64)
     return tl.sum(total)
 
 
@@ -274,13 +367,14 @@ def sum_masked_chunk(
     for offset in range(0, count, BLOCK):
 {masks}
 {masked_loads}
-        total += tl.where(mask, tensor_mean_term({inputs}), 0.0)
+        total += tl.where(mask, tensor_mean_term({inputs}, 0).to(tl.float64), 0.0)
     return tl.sum(total)
 
 
 @triton.jit
 def tensor_sum(
-    chunks, segments, pointers, scalars, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr
+    chunks, segments, pointers, scalars, sums,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
 ):
     # The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each.
 {chunk_bounds}
@@ -288,7 +382,7 @@ def tensor_sum(
     if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
         tl.store(sums + chunk, sum_aligned_chunk(
             {chunk_inputs},
-            CHUNK, BLOCK
+            CHUNK, BLOCK, PTX
         ))
     else:
         tl.store(sums + chunk, sum_masked_chunk(
@@ -298,18 +392,19 @@ def tensor_sum(
 """
 
 
-def _render_tensor_sum(spec: StepSpec) -> str:
+def _render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
     graph = trace_tensor_mean(spec)
-    lines, (result,) = statements(graph, TritonRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
     addresses = [f"{name}_address" for name in used_tensors]
-    return _TENSOR_SUM.format(
-        inputs=arguments([*used_tensors, *used_scalars], 12),
+    inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_mean` formula"
+    formulas = _render_formula("tensor_mean_term", traced, inputs, graph, TritonRenderer(), spec.integer_tensors)
+    for_ptx = convert_on_use(trace_tensor_mean(spec), spec)
+    formulas += _render_formula("tensor_mean_term_ptx", traced, inputs, for_ptx, ptx, spec.integer_tensors)
+    return formulas + _TENSOR_SUM.format(
+        inputs=arguments(inputs, 16),
         chunk_inputs=arguments([*addresses, *used_scalars], 12),
         addresses=_aligned(spec, used_tensors),
-        body=indent(4, lines),
-        result=result,
         n_scalars=len(scalars),
         chunk_bounds=indent(4, _load_chunk_bounds(spec)),
         chunk_lookups=indent(4, _load_chunk_inputs(spec, scalars)),
@@ -351,8 +446,8 @@ def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
 
 
 def _load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
-    """Statements that load BLOCK elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
-    pointers, values = [], []
+    """Statements that load elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
+    pointers, values, converted = [], [], []
     for name in names:
         dtype, storage = spec.tensors[name], f"tl.pointer_type(tl.{_STORAGE[spec.tensors[name]]})"
         if name in spec.per_block_tensors:
@@ -362,5 +457,9 @@ def _load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
             pointer = pointer if masked else f"tl.multiple_of({pointer}, 16)"
         pointers.append(f"{name}_ptr = {pointer} + {places}")
         load = f"tl.load({name}_ptr{f', mask={mask}, other=0' if masked else ''})"
-        values.append(f"{name} = {_LOAD[dtype].format(load)}")
-    return indent(8, pointers + values)
+        values.append(f"{name}_stored = {load}")
+        value = _LOAD[dtype].format(f"{name}_stored")
+        if dtype == torch.bfloat16 and not masked:
+            value = f"{name}_stored if PTX else {value}"
+        converted.append(f"{name} = {value}")
+    return indent(8, pointers + values + converted)
