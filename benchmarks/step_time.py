@@ -7,7 +7,7 @@ processes, and the range of their ratios. Nothing is timed before the native ste
 bit for bit.
 
     python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--output …json]
-                                   [--algorithms | --states-in-8-bits | --instruction-sets]
+                                   [--algorithms | --states-in-8-bits | --instruction-sets] [--cpu-time]
 """
 
 from __future__ import annotations
@@ -192,21 +192,21 @@ def check_parity(state_dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.in
             )
 
 
-def _timed(action: Callable[[], object], times: int) -> float:
-    """Seconds per call: of CPU time on one thread, since other programs matter less to it, else of wall time."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+def _timed(action: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
     start = clock()
     for _ in range(times):
         action()
     return (clock() - start) / times
 
 
-def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int, steps: int = 1) -> list[Row]:
+def measure(
+    optimizers: dict[str, torch.optim.Optimizer], rounds: int, clock: Callable[[], float], steps: int = 1
+) -> list[Row]:
     """Time the optimizers in interleaved rounds of some steps each. The first two rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds + 2):
         for name, optimizer in optimizers.items():
-            times[name].append(_timed(optimizer.step, steps))
+            times[name].append(_timed(optimizer.step, steps, clock))
     medians = {name: statistics.median(series[2:]) for name, series in times.items()}
     return [
         {
@@ -220,13 +220,14 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int, steps: in
     ]
 
 
-def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates) -> Process:
+def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates, cpu_time: bool) -> Process:
     """Run the whole comparison in this process; returns rows by set of shapes."""
     torch.set_num_threads(threads)
+    clock = (lambda: time.process_time() / threads) if cpu_time else time.perf_counter
     check_parity()
     rows = {}
     for name, shapes in sets.items():
-        rows[name] = measure(build(shapes), rounds, STEPS_IN_CACHE if name == IN_CACHE else 1)
+        rows[name] = measure(build(shapes), rounds, clock, STEPS_IN_CACHE if name == IN_CACHE else 1)
         gc.collect()
     return rows
 
@@ -272,16 +273,20 @@ def main() -> None:
     ):
         rows.add_argument(name, dest="build", action="store_const", const=build, default=candidates, help=text)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="per thread, for a machine that others use meanwhile")
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
     require_compiler()
+    if options.cpu_time:
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait take no time
 
     first_set = dict(list(SETS.items())[:1])
     sets = {candidates: SETS, instruction_sets: CACHE_AND_MEMORY}.get(options.build, first_set)
     processes: list[Process] = []
     for _ in tqdm(range(options.processes), unit="process"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            processes.append(fresh.submit(run, options.threads, options.rounds, sets, options.build).result())
+            arguments = (options.threads, options.rounds, sets, options.build, options.cpu_time)
+            processes.append(fresh.submit(run, *arguments).result())
 
     for name, shapes in sets.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
