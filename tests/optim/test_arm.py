@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends import native
 from hf_lowprec.optim.backends.c_compiler import FLAGS
+from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
-from tests.support.optim.every_optimizer import MODES, NAMES, OPTIONS, build
+from tests.support.optim.every_optimizer import NAMES, OPTIONS, build
 
 pytestmark = [
     pytest.mark.skipif(
@@ -101,18 +102,16 @@ def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
         assert torch.equal(one[~nan].view(integer), other[~nan].view(integer))
 
 
-FURTHER_MODES = [
-    (BF16, {"rounding": rounding, "state_dtype": torch.int8}) for rounding in ("kahan", "split", "split24")
+EVERY_MODE = [
+    (BF16, {"rounding": rounding, "state_dtype": dtype})
+    for rounding, dtype in itertools.product(MODES, (BF16, FP32, torch.int8))
 ]
-FURTHER_MODES += [(BF16, {"rounding": "split", "state_dtype": FP32}), (FP16, {"rounding": "nearest"})]
-CASES = list(itertools.product(["AdamW"], [*MODES, *FURTHER_MODES], PROCESSORS))
-CASES += [
-    (name, mode, "armv8-a")
-    for name in NAMES
-    if name not in ("AdamW", "Muon")  # Muon's matrix products are torch's
-    for mode in MODES
-    if mode[1] in ({"rounding": "kahan"}, {"rounding": "stochastic", "state_dtype": torch.int8})
-]
+EVERY_MODE += [(BF16, {"rounding": "kahan", "state_rounding": "nearest"}), (FP32, {"rounding": "kahan"})]
+EVERY_MODE += [(FP16, {"rounding": "kahan"}), (FP16, {"rounding": "nearest"})]
+TWO_MODES = [(BF16, {"rounding": "kahan"}), (BF16, {"rounding": "stochastic", "state_dtype": torch.int8})]
+OTHERS = [name for name in NAMES if name not in ("AdamW", "Muon")]
+"""Muon's matrix products are torch's."""
+CASES = [*itertools.product(["AdamW"], EVERY_MODE, PROCESSORS), *itertools.product(OTHERS, TWO_MODES, ["armv8-a"])]
 
 
 @pytest.mark.parametrize(
