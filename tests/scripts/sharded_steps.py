@@ -28,6 +28,7 @@ CASES = {
     "columns": ("line", [(6, 10), (3, 2)], [Shard(1)]),
     "last of three": ("line", [(3, 4, 5), (2, 2, 9)], [Shard(2)]),
     "middle of three": ("line", [(3, 6, 5)], [Shard(1)]),
+    "equal matrices": ("line", [(5, 3), (7,), (5, 3)], [Shard(0)]),
     "replicated": ("line", [(5, 3), ()], [Replicate()]),
     "rows and columns": ("square", [(5, 7), (2, 3)], [Shard(0), Shard(1)]),
     "rows twice": ("square", [(11, 3), (8, 2)], [Shard(0), Shard(0)]),
