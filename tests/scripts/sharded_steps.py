@@ -28,7 +28,6 @@ CASES = {
     "columns": ("line", [(6, 10), (3, 2)], [Shard(1)]),
     "last of three": ("line", [(3, 4, 5), (2, 2, 9)], [Shard(2)]),
     "middle of three": ("line", [(3, 6, 5)], [Shard(1)]),
-    "equal matrices": ("line", [(5, 3), (7,), (5, 3)], [Shard(0)]),
     "replicated": ("line", [(5, 3), ()], [Replicate()]),
     "rows and columns": ("square", [(5, 7), (2, 3)], [Shard(0), Shard(1)]),
     "rows twice": ("square", [(11, 3), (8, 2)], [Shard(0), Shard(0)]),
@@ -157,6 +156,8 @@ def main(backend: str) -> None:
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing
             check(name, algorithm, *arguments, max_grad_norm=1e6)
+    if backend == "native":
+        check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
     if dist.get_rank() == 0:
         print(f"{len(cases)} shardings agree", flush=True)
     leave()

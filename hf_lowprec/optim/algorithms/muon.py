@@ -50,8 +50,8 @@ class Muon(TwoMoments):
 
     Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 7 with `split24`, 6 with the other
     modes. A step orthogonalizes one matrix at a time, or several small ones. For a moment it takes 2 bytes per element
-    of the largest matrix and up to 151 MB of FP32 values, or 8 bytes per element if that is more (`hf-lowprec estimate`
-    prints it); matrix products may take scratch memory of their own.
+    of the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more
+    (`hf-lowprec estimate` prints it); matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
@@ -177,7 +177,8 @@ class Muon(TwoMoments):
 
     def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
         """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
-        return batch_keeps_bits(count, *shape, device)
+        rows, columns = shape
+        return batch_keeps_bits(count, rows, columns, device)
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""
