@@ -5,8 +5,8 @@ affect all of them equally: a ratio is that of two steps of the same round, and 
 several processes. With one thread, CPU time is compared, so that other processes matter little; with more, wall time,
 since threads that wait for each other take CPU time. torch's Muon takes no stacks of matrices; it steps those of a
 stack as matrices of their own. It orthogonalizes in BF16 as well, by the same fifteen matrix products; the last column
-is their time, as torch computes them, relative to the FP32 step. Nothing is timed before the native step has been shown to
-equal the eager one bit for bit.
+is their time, as torch computes them, relative to the FP32 step. Nothing is timed before the native step has been shown
+to equal the eager one bit for bit.
 
     python benchmarks/muon_step_time.py [--processes 3] [--rounds 7] [--threads 1] [--output …json]
 """
