@@ -94,16 +94,26 @@ def batch_keeps_bits(count: int, rows: int, columns: int, device: torch.device) 
         return False
     shape = min(rows, columns), max(rows, columns)
     layouts = (False, True) if rows > columns else (False,)  # only the first iteration is on transposed matrices
-    return all(_products_keep_bits(count, *shape, transposed, torch.get_num_threads()) for transposed in layouts)
+    settings = torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+    return all(_products_keep_bits(count, *shape, transposed, settings) for transposed in layouts)
 
 
 @functools.cache
-def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, threads: int) -> bool:
-    """Compare the three products of an iteration; all else is computed element by element, or for each matrix."""
-    generator = torch.Generator().manual_seed(0)
+def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, settings: tuple[int, bool]) -> bool:
+    """Compare the three products of an iteration; all else is computed element by element, or for each matrix.
+
+    Args:
+        count: how many matrices.
+        rows: of each.
+        columns: of each, no fewer.
+        transposed: whether they lie in memory column by column.
+        settings: what the choice of kernels depends on: the number of threads, and whether oneDNN is used.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(count, *shape, generator=generator).to(torch.bfloat16)
+        values = torch.randn(count, *shape, generator=generator, device="cpu", dtype=torch.float32)
+        return values.to(torch.bfloat16)
 
     # Terms that cancel leave nothing but rounding errors, so another order of the sum gives other bits.
     left, right = _cancelling(normal(rows, columns)), normal(rows, columns)

@@ -100,6 +100,12 @@ def test_a_batch_gives_the_bits_of_single_matrices(options, batch_sizes, monkeyp
     assert all(map(torch.equal, batched, single))
 
 
+def test_a_batch_gives_the_bits_of_single_matrices_without_onednn(own_kernels, monkeypatch):
+    batched = trained()
+    monkeypatch.setattr(whole_tensor_quantities, "_BATCH", 0)
+    assert all(map(torch.equal, batched, trained()))
+
+
 def test_gradient_release_gives_the_same_bits(monkeypatch):
     """Each parameter is stepped as soon as the next one has its gradient, so no batch has two matrices."""
     ordinary = trained()
@@ -136,6 +142,14 @@ def test_batches_that_sum_in_another_order_do_not_keep_bits(shape, batch_sizes, 
     Muon(params).step()
     assert batch_sizes == [1, 1]
     newton_schulz._products_keep_bits.cache_clear()
+
+
+def test_batches_are_tried_on_the_cpu_whatever_the_default_device():
+    newton_schulz._products_keep_bits.cache_clear()
+    expected = keeps_bits(2, (8, 8))
+    newton_schulz._products_keep_bits.cache_clear()
+    with torch.device("meta"):
+        assert keeps_bits(2, (8, 8)) == expected
 
 
 def test_nothing_is_batched_elsewhere():
