@@ -4,10 +4,10 @@ All candidates step the same shapes, interleaved in one process, so that changes
 them equally; medians are compared. How fast a process is also depends on where its memory lies, and not to the same
 extent for all candidates. So this is repeated in several processes, one after the other: the table shows medians over
 processes, and the range of their ratios. Nothing is timed before the native step has been shown to equal the eager one
-bit for bit.
+bit for bit. With `--threads 1`, times are CPU times of the thread, which other programs disturb less.
 
     python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--output …json]
-                                   [--algorithms | --states-in-8-bits]
+                                   [--algorithms | --states-in-8-bits | --gradients]
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gradient_kinds import KINDS, RANDOM, give_gradients
+from gradient_kinds import shapes as embedding_and_experts
 from peers.optimizers import is_installed, optimi_kahan
 from tqdm import tqdm
 
@@ -62,6 +64,11 @@ def smollm2_135m() -> Shapes:
 
 
 SETS: dict[str, Shapes] = {"64 × (512×1024)": [(512, 1024)] * 64, "SmolLM2-135M": smollm2_135m()}
+
+
+EMBEDDING_AND_EXPERTS: dict[str, Shapes] = {
+    "embedding (8192×512), 16 experts (512×512)": embedding_and_experts(8192, 512, 16, 512)
+}
 
 
 def parameters(shapes: Shapes, dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -122,6 +129,17 @@ def states_in_8_bits(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     return found
 
 
+def kinds_of_gradients(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """`candidates` without those that round to nearest, with gradients of each kind."""
+    found = {}
+    for kind in KINDS:
+        for name, optimizer in candidates(shapes).items():
+            if not name.endswith(("BF16, fused", "nearest")):
+                give_gradients(optimizer.param_groups[0]["params"], kind)
+                found[name if kind == RANDOM else f"{name}; {kind}"] = optimizer
+    return found
+
+
 def check_parity() -> None:
     """Exit if the compiled step does not give the bits of the eager one: the speed of a wrong step means nothing."""
     for mode, dtype in product((*MODES, "nearest"), (torch.bfloat16, torch.int8)):
@@ -140,9 +158,10 @@ def check_parity() -> None:
 
 
 def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     action()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[Row]:
@@ -204,6 +223,21 @@ def table_of_8_bits(processes: list[list[Row]]) -> str:
     return "\n".join(lines)
 
 
+def table_of_gradients(processes: list[list[Row]]) -> str:
+    """A Markdown table of how long steps take with each kind of gradients, relative to random ones."""
+    times = [{row["optimizer"]: row["median_ms"] for row in rows} for rows in processes]
+    names = [name for name in times[0] if "; " not in name]
+    lines = [f"\n| gradients | share | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
+    for kind in KINDS:
+        if kind != RANDOM:
+            (shapes,) = EMBEDDING_AND_EXPERTS.values()
+            share = give_gradients(parameters(shapes, torch.bfloat16), kind)
+            ratios = [[process[f"{name}; {kind}"] / process[name] for process in times] for name in names]
+            cells = [f"{statistics.median(found):.2f} ({min(found):.2f} … {max(found):.2f})" for found in ratios]
+            lines.append(f"| {kind} | {share:.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=7)
@@ -211,13 +245,17 @@ def main() -> None:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("--algorithms", action="store_true", help="every algorithm of ours, on the first set of shapes")
     rows.add_argument("--states-in-8-bits", action="store_true", help="and in BF16, on the first set of shapes")
+    rows.add_argument("--gradients", action="store_true", help="zeros, subnormal numbers, views of a bucket")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
     require_compiler()
 
-    build = algorithms if options.algorithms else states_in_8_bits if options.states_in_8_bits else candidates
-    sets = SETS if build is candidates else dict(list(SETS.items())[:1])
+    build, sets = candidates, SETS
+    if options.algorithms or options.states_in_8_bits:
+        build, sets = algorithms if options.algorithms else states_in_8_bits, dict(list(SETS.items())[:1])
+    elif options.gradients:
+        build, sets = kinds_of_gradients, EMBEDDING_AND_EXPERTS
     processes: list[Process] = []
     for _ in tqdm(range(options.processes), unit="process"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -226,9 +264,11 @@ def main() -> None:
     for name, shapes in sets.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
         title = f"{name}: {len(shapes)} tensors, {count / 1e6:.1f} M parameters"
-        print(table(title, [rows[name] for rows in processes]))
+        print(title if options.gradients else table(title, [rows[name] for rows in processes]))
         if options.states_in_8_bits:
             print(table_of_8_bits([rows[name] for rows in processes]))
+        if options.gradients:
+            print(table_of_gradients([rows[name] for rows in processes]))
     result = {
         "machine": f"{platform.machine()}, {options.threads} threads",
         "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
