@@ -341,20 +341,27 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
 
 _TENSOR_SUM = """
 
+from hf_lowprec.optim.backends.triton_square_sum import sum_of_pairs, two_sum
+
+
 @triton.jit
 def sum_aligned_chunk(
     {chunk_inputs},
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
 {lanes}
-    total = tl.zeros(lanes.shape, tl.float64)
+    # Pairs of FP32 numbers, as in `square_sum`, since many GPUs have few units for FP64.
+    high = tl.zeros(lanes.shape, tl.float32)
+    low = tl.zeros(lanes.shape, tl.float32)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
         if PTX:
-            total += tensor_mean_term_ptx({inputs}, PTX).to(tl.float64)
+            term = tensor_mean_term_ptx({inputs}, PTX)
         else:
-            total += tensor_mean_term({inputs}, PTX).to(tl.float64)
-    return tl.sum(total)
+            term = tensor_mean_term({inputs}, PTX)
+        high, error = two_sum(high, term)
+        low += error
+    return sum_of_pairs(high, low, BLOCK)
 
 
 @triton.jit
