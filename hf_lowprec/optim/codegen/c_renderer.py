@@ -64,6 +64,12 @@ class CRenderer(Renderer):
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         return f"{condition} ? {if_true} : {if_false}"
 
+    def larger(self, left: str, right: str) -> str:
+        return f"(int32_t){left} > (int32_t){right} ? {left} : {right}"
+
+    def smaller(self, left: str, right: str) -> str:
+        return f"(int32_t){left} < (int32_t){right} ? {left} : {right}"
+
     def bitcast(self, value: str, to_float: bool) -> str:
         return f"{'as_float' if to_float else 'as_bits'}({value})"
 

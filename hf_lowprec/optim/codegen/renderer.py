@@ -76,6 +76,14 @@ class Renderer:
         """One of two values, by a condition."""
         raise NotImplementedError
 
+    def larger(self, left: str, right: str) -> str:
+        """The larger of two integers."""
+        raise NotImplementedError
+
+    def smaller(self, left: str, right: str) -> str:
+        """The smaller of two integers."""
+        raise NotImplementedError
+
     def bitcast(self, value: str, to_float: bool) -> str:
         """The same 32 bits, as a float or as an integer."""
         raise NotImplementedError
@@ -195,6 +203,10 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.to_bfloat16(operands[0]), True
     if target is weyl:
         return renderer.weyl(*operands), False
+    if target is torch.clamp_min:
+        return renderer.larger(*operands), False
+    if target is torch.clamp_max:
+        return renderer.smaller(*operands), False
     if target is block_max:
         return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:

@@ -73,6 +73,12 @@ class TritonRenderer(Renderer):
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         return f"tl.where({condition}, {if_true}, {if_false})"
 
+    def larger(self, left: str, right: str) -> str:
+        return f"tl.maximum({left}, {right})"
+
+    def smaller(self, left: str, right: str) -> str:
+        return f"tl.minimum({left}, {right})"
+
     def bitcast(self, value: str, to_float: bool) -> str:
         return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
 
