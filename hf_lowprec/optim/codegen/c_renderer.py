@@ -39,6 +39,11 @@ STORE = {
     torch.uint8: "(uint8_t){0}",
 }
 
+# The same for the two elements of a pair of 16 bits each: the even one is in its lower half, the odd one in its upper.
+LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
+LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
+STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
+
 
 class CRenderer(Renderer):
     """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
