@@ -100,7 +100,7 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
     place = torch.clamp_min(offset, offset >> 1) + ((window.first_fine << _SHIFT) + (1 << (_SHIFT - 17)))
     noise = bits << (_SHIFT - 16)
     if nonnegative:
-        code = (place + noise + _skew(bits, offset < 0)) >> _SHIFT
+        code = (place + noise + _skew(bits, offset)) >> _SHIFT
         return torch.clamp_min(code, torch.clamp_max(magnitude, 1)), scale
     code = torch.clamp_min((place + noise) >> _SHIFT, 1)
     # (bits + 1/2) · 2⁻²³, and a number with which it is uniform between zero and the smallest code.
@@ -110,7 +110,7 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
     return code | ((pattern >> 24) & 0x80), scale
 
 
-def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
+def _skew(bits: Tensor, offset: Tensor) -> Tensor:
     """The skew of the random numbers with which second moments are rounded.
 
     Rounding scatters a moment, step for step, by a relative variance q, and moments that average over 1/(1-β2) steps by
@@ -123,7 +123,7 @@ def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
     """
     product = (bits * (65536 - bits)) >> 12
     product = product + (product >> 3)
-    return torch.where(is_coarse, product >> 4, product >> 5)
+    return product >> (5 + (offset >> 31))
 
 
 def intended_bias(variance: Tensor, value: Tensor) -> Tensor:

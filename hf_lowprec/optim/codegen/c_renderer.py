@@ -60,7 +60,7 @@ class CRenderer(Renderer):
     def divide(self, left: str, right: str) -> str:
         return f"{left} / {right}"
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         return f"(uint32_t)((int32_t){value} >> {bits})"
 
     def negate(self, value: str) -> str:

@@ -64,7 +64,7 @@ class Renderer:
         """The correctly rounded quotient of two floats."""
         raise NotImplementedError
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         """An integer, shifted arithmetically."""
         raise NotImplementedError
 
@@ -214,7 +214,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     if target is operator.truediv:
         return renderer.divide(*operands), True
     if target is operator.rshift:
-        return renderer.shift_right(operands[0], int(args[1])), False  # type: ignore[arg-type]
+        return renderer.shift_right(*operands), False
     if target in _COMPARISONS:
         return renderer.compare(operands[0], _COMPARISONS[target], operands[1], floats), False
     if target in _INFIX:

@@ -64,7 +64,7 @@ class TritonRenderer(Renderer):
     def divide(self, left: str, right: str) -> str:
         return f"tl.div_rn({left}, {right})"
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         return f"{value} >> {bits}"
 
     def negate(self, value: str) -> str:
