@@ -72,6 +72,8 @@ def render_block_loops(spec: StepSpec) -> str:
 
 
 class _BlockRenderer:
+    """Renders the loops of a spec. Every loop has the operations of both elements of a pair, in scopes of their own."""
+
     def __init__(self, spec: StepSpec) -> None:
         graph = trace(spec)
         self._spec, self._c = spec, CRenderer()
