@@ -64,7 +64,7 @@ class Renderer:
         """The correctly rounded quotient of two floats."""
         raise NotImplementedError
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         """An integer, shifted arithmetically."""
         raise NotImplementedError
 
@@ -74,6 +74,14 @@ class Renderer:
 
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         """One of two values, by a condition."""
+        raise NotImplementedError
+
+    def larger(self, left: str, right: str) -> str:
+        """The larger of two integers."""
+        raise NotImplementedError
+
+    def smaller(self, left: str, right: str) -> str:
+        """The smaller of two integers."""
         raise NotImplementedError
 
     def bitcast(self, value: str, to_float: bool) -> str:
@@ -195,6 +203,10 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.to_bfloat16(operands[0]), True
     if target is weyl:
         return renderer.weyl(*operands), False
+    if target is torch.clamp_min:
+        return renderer.larger(*operands), False
+    if target is torch.clamp_max:
+        return renderer.smaller(*operands), False
     if target is block_max:
         return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
@@ -202,7 +214,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     if target is operator.truediv:
         return renderer.divide(*operands), True
     if target is operator.rshift:
-        return renderer.shift_right(operands[0], int(args[1])), False  # type: ignore[arg-type]
+        return renderer.shift_right(*operands), False
     if target in _COMPARISONS:
         return renderer.compare(operands[0], _COMPARISONS[target], operands[1], floats), False
     if target in _INFIX:

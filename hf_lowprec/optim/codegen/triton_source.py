@@ -64,7 +64,7 @@ class TritonRenderer(Renderer):
     def divide(self, left: str, right: str) -> str:
         return f"tl.div_rn({left}, {right})"
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         return f"{value} >> {bits}"
 
     def negate(self, value: str) -> str:
@@ -72,6 +72,12 @@ class TritonRenderer(Renderer):
 
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         return f"tl.where({condition}, {if_true}, {if_false})"
+
+    def larger(self, left: str, right: str) -> str:
+        return f"tl.maximum({left}, {right})"
+
+    def smaller(self, left: str, right: str) -> str:
+        return f"tl.minimum({left}, {right})"
 
     def bitcast(self, value: str, to_float: bool) -> str:
         return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
