@@ -10,7 +10,7 @@ is measured too: FP32 again, from first weights that each differ by a thousandth
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 [--paths 2]
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,kahan --paths 0
     python benchmarks/text_quality.py --steps 1000 --seeds 0,1,2 --ways fp32,split-8bit,sr-8bit --rate-factor 2
-    python benchmarks/text_quality.py --join benchmarks/results/text-quality-*.json
+    python benchmarks/text_quality.py --join benchmarks/results/text-quality-2026-*.json
 """
 
 from __future__ import annotations
