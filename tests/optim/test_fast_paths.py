@@ -9,9 +9,10 @@ from torch import fx, nn
 from benchmarks.fast_paths import EXCEPTIONS, exception, run
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion, RAdam
 from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT
-from hf_lowprec.optim.codegen.inline_ptx import ELEMENTS, fast_path
+from hf_lowprec.optim.codegen.inline_ptx import ADD_LANE, ELEMENTS, fast_path
 from hf_lowprec.optim.codegen.ptx_graph import from_bfloat16, quiet_nans, to_bfloat16, trace_for_ptx
 from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.rounding.random_bits import lane
 
 BF16 = torch.bfloat16
 
@@ -61,6 +62,38 @@ def test_each_element_has_each_operation(path, in_pairs):
         instruction = name.replace(".f32", ".f32x2") if paired else name
         assert sum(line.split()[0] == instruction for line in lines) >= expected
     assert sum(line.startswith(path.instruction) for line in lines) == ELEMENTS
+
+
+def permuted(low: int, high: int, selector: int) -> int:
+    """`prmt.b32`: four of the eight bytes of two registers."""
+    both = (low | high << 32).to_bytes(8, "little")
+    return int.from_bytes(bytes(both[selector >> 4 * k & 7] for k in range(4)), "little")
+
+
+INSTRUCTIONS = {
+    "prmt.b32": permuted,
+    "shr.b32": lambda a, b: a >> b,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "dp2a.lo.u32.u32": lambda a, b, c: ((a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c) & 0xFFFFFFFF,
+}
+"""Of PTX, on unsigned integers of 32 bits."""
+
+
+@pytest.mark.parametrize("role", [1, 2, 4])
+def test_random_bits_are_those_of_the_word(role):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        pattern, word = (torch.randint(-(2**31), 2**31, (2,), generator=generator) for _ in range(2))
+        unsigned = [int(value) & 0xFFFFFFFF for value in (*pattern, *word)]
+        registers = {f"${2 + k}": value for k, value in enumerate(unsigned)}
+        for line in ADD_LANE[role % 3].assembly.splitlines()[2:-1]:
+            name, operands = line.removesuffix(";").split(maxsplit=1)
+            result, *read = operands.split(", ")
+            values = [registers[text] if text in registers else int(text, 0) for text in read]
+            registers[result] = INSTRUCTIONS[name](*values)
+        expected = pattern.int() + lane(word.int(), role)
+        assert [registers["$0"], registers["$1"]] == [int(value) & 0xFFFFFFFF for value in expected]
 
 
 class HardwareNan(fx.Interpreter):

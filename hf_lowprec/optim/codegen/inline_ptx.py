@@ -17,7 +17,7 @@ ELEMENTS = 8
 
 
 class InlinePtx(NamedTuple):
-    """The arguments of `tl.inline_asm_elementwise` that depend on the PTX. All results are FP32.
+    """The arguments of `tl.inline_asm_elementwise` that depend on the PTX.
 
     Attributes:
         inputs: names of the inputs.
@@ -25,6 +25,7 @@ class InlinePtx(NamedTuple):
         assembly: the instructions; `$0` is the first element of the first result, and inputs follow the results.
         constraints: the kinds of these registers.
         elements: the number of elements.
+        dtype: of all results.
     """
 
     inputs: tuple[str, ...]
@@ -32,6 +33,7 @@ class InlinePtx(NamedTuple):
     assembly: str
     constraints: str
     elements: int
+    dtype: str = "float32"
 
 
 FROM_BFLOAT16 = InlinePtx(("bits",), 1, "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xFFFF0000;", "=&f,=f,r", 2)
@@ -45,6 +47,24 @@ TO_BFLOAT16 = InlinePtx(
     2,
 )
 """Two FP32 numbers, rounded to the nearest BF16 numbers. Ties go to even, subnormal numbers are kept, NaN stays NaN."""
+
+
+_MIX_LANES = {1: "", 2: "shr.b32 high, high, 1;\nand.b32 high, high, 0x7FFF7FFF;\n"}
+ADD_LANE = {
+    role: InlinePtx(
+        ("pattern", "word"),
+        1,
+        "{\n.reg .b32 high, low;\nprmt.b32 high, $4, $5, 0x7632;\nprmt.b32 low, $4, $5, 0x5410;\n"
+        f"{mix}xor.b32 low, low, high;\n"
+        "dp2a.lo.u32.u32 $0, low, 0x001, $2;\ndp2a.lo.u32.u32 $1, low, 0x100, $3;\n}",
+        "=&r,=r,r,r,r,r",
+        2,
+        "int32",
+    )
+    for role, mix in _MIX_LANES.items()
+}
+"""Two integers, plus the `lane_bits` of two words, by `role % 3`. The halves of two words share registers; a dot
+product with 0 and 1 adds one of the results."""
 
 
 def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:

@@ -6,6 +6,7 @@
   one of them is NaN.
 - **BF16 is rounded to by a conversion**, where the mode rounds to nearest.
 - **BF16 is converted to FP32 where it is first used**, so that it takes half the registers until then.
+- **Random bits are made for two elements at once**, in the halves of a register, and added from there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_lowprec.optim.codegen.trace import trace
 from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding import quiet_nan, round_nearest, sqrt_rn
 from hf_lowprec.rounding.nearest import nearest_pattern
+from hf_lowprec.rounding.random_bits import lane, lane_bits
 
 
 def from_bfloat16(pattern: Tensor) -> Tensor:
@@ -38,6 +40,11 @@ def to_bfloat16(value: Tensor) -> Tensor:
 def _nearest_by_conversion(value: Tensor, dtype: torch.dtype) -> Tensor:
     """What is recorded of a `round_nearest`."""
     return quiet_nan(to_bfloat16(value)) if dtype == torch.bfloat16 else nearest_pattern(value, dtype)
+
+
+def add_lane(pattern: Tensor, word: Tensor, role: int) -> Tensor:
+    """Add the random bits of a role, which must be mixed from both halves of the word (`role % 3` is not 0)."""
+    return pattern + lane(word, role)
 
 
 def quiet_nans(values: tuple[Tensor, ...], tested: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -66,7 +73,8 @@ _PASSES_NAN: set[Callable] = {
 
 def trace_for_ptx(spec: StepSpec) -> fx.Graph:
     """The graph of `trace`, except that tensors in BF16 are inputs as bit patterns."""
-    return convert_on_use(_join_nan_tests(trace(spec, _nearest_by_conversion)), spec)
+    graph = trace(spec, {round_nearest: _nearest_by_conversion})
+    return convert_on_use(_add_lanes(_join_nan_tests(graph)), spec)
 
 
 def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
@@ -76,6 +84,27 @@ def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
             with graph.inserting_before(next(user for user in graph.nodes if user in node.users)):
                 value = graph.call_function(from_bfloat16, (node,))
             node.replace_all_uses_with(value, lambda user, value=value: user is not value)
+    return graph
+
+
+def _add_lanes(graph: fx.Graph) -> fx.Graph:
+    """Replace `lane` by `add_lane` or, where that does not fit, by its operations; modifies and returns `graph`."""
+    for node in list(graph.nodes):
+        if node.target is not lane:
+            continue
+        word, role = node.args
+        for user in list(node.users):
+            if user.target is operator.add and role % 3 != 0:
+                (pattern,) = (operand for operand in user.args if operand is not node)
+                with graph.inserting_before(user):
+                    total = graph.call_function(add_lane, (pattern, word, role))
+                user.replace_all_uses_with(total)
+                graph.erase_node(user)
+        if node.users:
+            with graph.inserting_before(node):
+                bits = lane_bits(fx.Proxy(word, fx.proxy.GraphAppendingTracer(graph)), role)
+            node.replace_all_uses_with(bits.node)
+        graph.erase_node(node)
     return graph
 
 

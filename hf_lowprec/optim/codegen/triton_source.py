@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT, FastPath
-from hf_lowprec.optim.codegen.inline_ptx import FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
+from hf_lowprec.optim.codegen.inline_ptx import ADD_LANE, FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
 from hf_lowprec.optim.codegen.ptx_graph import convert_on_use, trace_for_ptx
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
@@ -112,6 +112,9 @@ class PtxRenderer(TritonRenderer):
     def to_bfloat16(self, value: str) -> str:
         return self._call("inline_to_bfloat16", TO_BFLOAT16, [value]) + "[0]"
 
+    def add_lane(self, pattern: str, word: str, role: int) -> str:
+        return self._call(f"inline_add_lane_{role % 3}", ADD_LANE[role % 3], [pattern, word]) + "[0]"
+
     def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
         name = f"inline_quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
         return self._call(name, quiet_nans(len(values), tested), values)
@@ -150,7 +153,7 @@ def {name}({inputs}, PTX: tl.constexpr):
 
 def _inline(ptx: InlinePtx) -> str:
     """The expression that runs some PTX on the tensors that are called as its inputs, and returns a tuple."""
-    dtypes = "tl.float32, " * ptx.outputs
+    dtypes = f"tl.{ptx.dtype}, " * ptx.outputs
     operands = f'"{ptx.constraints}", [{", ".join(ptx.inputs)}], ({dtypes}), is_pure=True, pack={ptx.elements}'
     return f'tl.inline_asm_elementwise("""\n{ptx.assembly}\n""", {operands})'
 
