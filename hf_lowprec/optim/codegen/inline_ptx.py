@@ -67,14 +67,16 @@ ADD_LANE = {
 product with 0 and 1 adds one of the results."""
 
 
-def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
+def fast_path(path: FastPath, in_pairs: bool, bounded: str | None = None) -> InlinePtx:
     """The operations of a fast path, the test of their range, the test that admits zeros, and the exact instruction.
 
     Args:
         path: what to compute.
         in_pairs: whether two elements share an instruction, which rounds each by itself.
+        bounded: the input, if there is one, that is nowhere smaller than another one, called `floor`, which is the same
+            for all elements. At first, only this one is tested.
     """
-    block = _Block(path.inputs)
+    block = _Block(path.inputs if bounded is None else (*path.inputs, "floor"))
 
     def value(name: str, element: int) -> str:
         return block.input(name, element) if name in path.inputs else f"{name}_{element}"
@@ -98,12 +100,16 @@ def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
                 block.add(operation.instruction, in_registers[k], *operands[k])
 
     results = [value(path.result, k) for k in range(ELEMENTS)]
+
+    def smallest(name: str) -> str:
+        compared = [value(name, k) for k in range(ELEMENTS)]
+        return block.smallest(compared if name in path.inputs else [block.magnitude(x) for x in compared])
+
     tests = []
     for name, exponent in path.least.items():
         tests.append(block.register(f"{name}_in_range", "pred"))
-        compared = [value(name, k) for k in range(ELEMENTS)]
-        smallest = block.smallest(compared if name in path.inputs else [block.magnitude(x) for x in compared])
-        block.add("setp.ge.and.f32", tests[-1], smallest, _literal(2.0**exponent), tests[-2] if tests[1:] else "true")
+        tested = block.input("floor", 0) if name == bounded else smallest(name)
+        block.add("setp.ge.and.f32", tests[-1], tested, _literal(2.0**exponent), tests[-2] if tests[1:] else "true")
     for k, result in enumerate(results):
         block.add("mov.f32", block.output(0, k), result)
     block.add(f"@{tests[-1]} bra", "done")
@@ -117,6 +123,8 @@ def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
         block.add("selp.f32", increment, _literal(1.0), _literal(0.0), is_zero)
         admitted.append(block.register(f"admitted_{k}"))
         block.add("add.rn.f32", admitted[-1], block.magnitude(block.output(0, k)), increment)
+    if bounded is not None:
+        block.add("setp.ge.f32", tests[-2], smallest(bounded), _literal(2.0 ** path.least[bounded]))
     bound = _literal(2.0 ** path.least[path.result])
     block.add("setp.ge.and.f32", tests[-1], block.smallest(admitted), bound, tests[-2] if tests[1:] else "true")
     block.add(f"@{tests[-1]} bra", "done")

@@ -6,6 +6,7 @@
   one of them is NaN.
 - **BF16 is rounded to by a conversion**, where the mode rounds to nearest.
 - **BF16 is converted to FP32 where it is first used**, so that it takes half the registers until then.
+- **A denominator that is a root plus ε is not tested**: it is enough that ε is not too small.
 - **Random bits are made for two elements at once**, in the halves of a register, and added from there.
 """
 
@@ -47,6 +48,11 @@ def add_lane(pattern: Tensor, word: Tensor, role: int) -> Tensor:
     return pattern + lane(word, role)
 
 
+def divide_above(numerator: Tensor, denominator: Tensor, floor: Tensor) -> Tensor:
+    """A quotient whose denominators are all NaN or at least `floor`, which is a scalar."""
+    return numerator / denominator
+
+
 def quiet_nans(values: tuple[Tensor, ...], tested: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Replace NaN by the one without a payload, see `quiet_nan`.
 
@@ -74,7 +80,7 @@ _PASSES_NAN: set[Callable] = {
 def trace_for_ptx(spec: StepSpec) -> fx.Graph:
     """The graph of `trace`, except that tensors in BF16 are inputs as bit patterns."""
     graph = trace(spec, {round_nearest: _nearest_by_conversion})
-    return convert_on_use(_add_lanes(_join_nan_tests(graph)), spec)
+    return convert_on_use(_add_lanes(_bound_denominators(_join_nan_tests(graph))), spec)
 
 
 def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
@@ -85,6 +91,30 @@ def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
                 value = graph.call_function(from_bfloat16, (node,))
             node.replace_all_uses_with(value, lambda user, value=value: user is not value)
     return graph
+
+
+def _bound_denominators(graph: fx.Graph) -> fx.Graph:
+    """Make divisions by `√x · c + ε`, with scalars c and ε, a `divide_above`; modifies and returns `graph`."""
+    for node in list(graph.nodes):
+        if node.target is operator.truediv and (scalars := _root_plus(node.args[1])) is not None:
+            factor, epsilon = scalars
+            with graph.inserting_before(node):
+                # A root is not negative, but the factor could be.
+                is_bound = graph.call_function(operator.ge, (factor, 0.0))
+                floor = graph.call_function(torch.where, (is_bound, epsilon, 0.0))
+                quotient = graph.call_function(divide_above, (*node.args, floor))
+            node.replace_all_uses_with(quotient)
+            graph.erase_node(node)
+    return graph
+
+
+def _root_plus(value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The scalars c and ε if `value` is `√x · c + ε`."""
+    if value.target is not operator.add or value.args[0].target is not operator.mul:
+        return None
+    (root, factor), epsilon = value.args[0].args, value.args[1]
+    are_scalars = all(scalar.op == "placeholder" and scalar.name.startswith("scalar_") for scalar in (factor, epsilon))
+    return (factor, epsilon) if root.target is sqrt_rn and are_scalars else None
 
 
 def _add_lanes(graph: fx.Graph) -> fx.Graph:

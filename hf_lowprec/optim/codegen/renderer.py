@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
-from hf_lowprec.optim.codegen.ptx_graph import add_lane, from_bfloat16, quiet_nans, to_bfloat16
+from hf_lowprec.optim.codegen.ptx_graph import add_lane, divide_above, from_bfloat16, quiet_nans, to_bfloat16
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
@@ -62,6 +62,10 @@ class Renderer:
 
     def divide(self, left: str, right: str) -> str:
         """The correctly rounded quotient of two floats."""
+        raise NotImplementedError
+
+    def divide_above(self, left: str, right: str, floor: str) -> str:
+        """The quotient of two floats, the second of which is at least `floor`. See `ptx_graph.divide_above`."""
         raise NotImplementedError
 
     def shift_right(self, value: str, bits: int) -> str:
@@ -205,6 +209,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
         return renderer.negate(operands[0]), True
+    if target is divide_above:
+        return renderer.divide_above(*operands), True
     if target is operator.truediv:
         return renderer.divide(*operands), True
     if target is operator.rshift:

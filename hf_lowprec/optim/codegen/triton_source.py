@@ -103,6 +103,9 @@ class PtxRenderer(TritonRenderer):
     def divide(self, left: str, right: str) -> str:
         return self._fast_path("inline_divide", DIVISION, "tl.div_rn(a, b)", [left, right])
 
+    def divide_above(self, left: str, right: str, floor: str) -> str:
+        return self._fast_path("inline_divide_above", DIVISION, "tl.div_rn(a, b)", [left, right, floor], bounded="b")
+
     def sqrt_rn(self, value: str) -> str:
         return self._fast_path("inline_sqrt_rn", ROOT, "tl.sqrt_rn(v)", [value])
 
@@ -123,11 +126,17 @@ class PtxRenderer(TritonRenderer):
         self.functions[name] = _FUNCTION.format(name=name, inputs=", ".join(ptx.inputs), ptx=_inline(ptx))
         return f"{name}({', '.join(operands)})"
 
-    def _fast_path(self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str]) -> str:
-        single, paired = (_inline(fast_path(path, in_pairs)) for in_pairs in (False, True))
-        inputs = ", ".join(path.inputs)
+    def _fast_path(
+        self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str], bounded: str | None = None
+    ) -> str:
+        single, paired = (fast_path(path, in_pairs, bounded) for in_pairs in (False, True))
         self.functions[name] = _FAST_PATH.format(
-            name=name, inputs=inputs, last=path.inputs[-1], of_scalars=of_scalars, single=single, paired=paired
+            name=name,
+            inputs=", ".join(single.inputs),
+            last=path.inputs[-1],
+            of_scalars=of_scalars,
+            single=_inline(single),
+            paired=_inline(paired),
         )
         return f"{name}({', '.join(operands)}, PTX)"
 
@@ -237,6 +246,26 @@ def _render_formula(
 _STEP = """
 
 @triton.jit
+def step_chunk(
+    {chunk_inputs},
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+):
+{lanes}
+    for offset in range(0, CHUNK, BLOCK):
+        index = first_index + offset + lanes
+{loads}
+        if PTX:
+            {outputs} = fused_step_ptx(
+                {arguments}, PTX
+            )
+        else:
+            {outputs} = fused_step(
+                {arguments}, PTX
+            )
+{stores}
+
+
+@triton.jit
 def step(
     chunks, segments, pointers, scalars, counts, enabled,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr = 0
@@ -253,21 +282,11 @@ def step(
     chunk = tl.program_id(0).to(tl.int64)
 {chunk}
 {inputs_of_chunk}
-    if tl.load(enabled) == 0:
-        return
-{lanes}
-    for offset in range(0, CHUNK, BLOCK):
-        index = first_index + offset + lanes
-{loads}
-        if PTX:
-            {outputs} = fused_step_ptx(
-                {arguments}, PTX
-            )
-        else:
-            {outputs} = fused_step(
-                {arguments}, PTX
-            )
-{stores}
+    if tl.load(enabled) != 0:
+        step_chunk(
+            {chunk_inputs},
+            CHUNK, BLOCK, {ptx}
+        )
 
 
 @triton.jit
@@ -300,9 +319,7 @@ def step_ragged(chunks, segments, pointers, scalars, counts, enabled, BLOCK: tl.
     chunk = tl.program_id(0).to(tl.int64)
 {ragged_chunk}
 {inputs_of_chunk}
-    if tl.load(enabled) == 0:
-        return
-    count = (end - start).to(tl.int32)
+    count = tl.where(tl.load(enabled) != 0, end - start, 0).to(tl.int32)
 {lanes}
     index = first_index + lanes
 {ragged_loads}
@@ -337,6 +354,8 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
         formulas += _render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
     return formulas + _STEP.format(
         arguments=arguments(inputs, 16),
+        chunk_inputs=arguments(["first_index", *(f"{name}_address" for name in tensors), *scalars, *keys], 12),
+        ptx="PTX" if inline else "0",
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         n_pointers=len(tensors),
         n_scalars=len(scalars),
