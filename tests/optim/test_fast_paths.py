@@ -1,5 +1,9 @@
 """Division, root and NaN in kernels for NVIDIA GPUs, without one: the same operations in C, and the graph in torch."""
 
+import math
+import random
+import struct
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -7,12 +11,14 @@ import torch
 from torch import fx, nn
 
 from benchmarks.fast_paths import EXCEPTIONS, exception, run
-from hf_lowprec.optim import SGD, AdamW, Adan, Lion, RAdam
+from hf_lowprec.optim import SGD, AdamW, Adan, Lion, RAdam, StableAdamW
 from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT
 from hf_lowprec.optim.codegen.inline_ptx import ADD_LANE, ELEMENTS, fast_path
-from hf_lowprec.optim.codegen.ptx_graph import from_bfloat16, quiet_nans, to_bfloat16, trace_for_ptx
+from hf_lowprec.optim.codegen.ptx_graph import divide_above, from_bfloat16, quiet_nans, to_bfloat16, trace_for_ptx
 from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.rounding import sqrt_rn
 from hf_lowprec.rounding.random_bits import lane
+from tests.support.optim.ptx_emulation import divide, emulate, root
 
 BF16 = torch.bfloat16
 
@@ -64,36 +70,87 @@ def test_each_element_has_each_operation(path, in_pairs):
     assert sum(line.startswith(path.instruction) for line in lines) == ELEMENTS
 
 
-def permuted(low: int, high: int, selector: int) -> int:
-    """`prmt.b32`: four of the eight bytes of two registers."""
-    both = (low | high << 32).to_bytes(8, "little")
-    return int.from_bytes(bytes(both[selector >> 4 * k & 7] for k in range(4)), "little")
-
-
-INSTRUCTIONS = {
-    "prmt.b32": permuted,
-    "shr.b32": lambda a, b: a >> b,
-    "and.b32": lambda a, b: a & b,
-    "xor.b32": lambda a, b: a ^ b,
-    "dp2a.lo.u32.u32": lambda a, b, c: ((a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c) & 0xFFFFFFFF,
-}
-"""Of PTX, on unsigned integers of 32 bits."""
-
-
 @pytest.mark.parametrize("role", [1, 2, 4])
 def test_random_bits_are_those_of_the_word(role):
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         pattern, word = (torch.randint(-(2**31), 2**31, (2,), generator=generator) for _ in range(2))
-        unsigned = [int(value) & 0xFFFFFFFF for value in (*pattern, *word)]
-        registers = {f"${2 + k}": value for k, value in enumerate(unsigned)}
-        for line in ADD_LANE[role % 3].assembly.splitlines()[2:-1]:
-            name, operands = line.removesuffix(";").split(maxsplit=1)
-            result, *read = operands.split(", ")
-            values = [registers[text] if text in registers else int(text, 0) for text in read]
-            registers[result] = INSTRUCTIONS[name](*values)
+        inputs = [[int(value) & 0xFFFFFFFF for value in values] for values in (pattern, word)]
         expected = pattern.int() + lane(word.int(), role)
-        assert [registers["$0"], registers["$1"]] == [int(value) & 0xFFFFFFFF for value in expected]
+        assert emulate(ADD_LANE[role % 3], inputs) == [int(value) & 0xFFFFFFFF for value in expected]
+
+
+def assert_same(computed: list[float], expected: list[float]) -> None:
+    """Numbers are equal, signs of zeros included, and NaN is where NaN is."""
+    assert [struct.pack("<d", x) for x in computed] == [struct.pack("<d", x) for x in expected]
+
+
+SPECIAL = [0.0, -0.0, 1.0, 3e-45, -(2.0**-130), 2.0**-45, 2.0**-41, 2.0**-39, 2.0**127, math.inf, -math.inf, math.nan]
+
+
+def threads(lowest: float) -> Iterator[tuple[list[float], list[float]]]:
+    """The elements of some threads: any numbers, and denominators of which none is smaller than `lowest`."""
+    generator = random.Random(0)
+
+    def numbers(share: float) -> list[float]:
+        usual = [math.ldexp(generator.uniform(-2, 2), generator.randint(-30, 20)) for _ in range(ELEMENTS)]
+        chosen = [generator.choice(SPECIAL) if generator.random() < share else x for x in usual]
+        return [struct.unpack("<f", struct.pack("<f", x))[0] for x in chosen]
+
+    for share in [0.0, 0.05, 0.3] * 60:
+        yield numbers(share), [x if math.isnan(x) or x >= lowest else lowest for x in map(abs, numbers(share))]
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("bounded", [None, "b"])
+@pytest.mark.parametrize("floor", [2.0**-27, 2.0**-40, 2.0**-41, 2.0**-60, 0.0])
+def test_instructions_give_the_quotient(in_pairs, bounded, floor):
+    ptx = fast_path(DIVISION, in_pairs, bounded)
+    for a, b in threads(floor):
+        floors = [] if bounded is None else [[floor] * ELEMENTS]
+        assert_same(emulate(ptx, [a, b, *floors]), [divide(x, y) for x, y in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_instructions_give_the_root(in_pairs):
+    ptx = fast_path(ROOT, in_pairs)
+    for v, other in threads(-math.inf):
+        for values in (v, other):
+            assert_same(emulate(ptx, [values]), [root(x) for x in values])
+
+
+def spec_of(cls, **options):
+    """What is rendered for a BF16 parameter."""
+    param = nn.Parameter(torch.zeros(1, dtype=BF16))
+    param.grad = torch.zeros_like(param)
+    with cls([param], backend="eager", **options).plan_step() as plan:
+        return plan.fused_groups[0].spec
+
+
+SCALARS = [0.7, 1e-8, 2.0**-40, 1e-30, 0.0, -0.0, -0.7, 3e38, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("cls", [AdamW, RAdam, Adan, StableAdamW])
+def test_denominators_are_not_below_their_floor(cls):
+    """With every factor and every epsilon: where a floor is in the range, so are the denominators."""
+    graph = trace_for_ptx(spec_of(cls))
+    (division,) = (node for node in graph.nodes if node.target is divide_above)
+    factor, epsilon = torch.cartesian_prod(torch.tensor(SCALARS), torch.tensor(SCALARS)).unbind(1)
+    roots = torch.tensor([0.0, -0.0, 1e-20, 1.0, 3e38, math.inf, math.nan])[:, None]
+
+    def value(node):
+        if not isinstance(node, fx.Node):
+            return torch.tensor(node)
+        if node.op == "placeholder":
+            return epsilon if "eps" in node.name else factor
+        return roots if node.target is sqrt_rn else node.target(*map(value, node.args))
+
+    denominators, floor = map(value, division.args[1:])
+    least = 2.0 ** DIVISION.least["b"]
+    in_range = floor >= least
+    assert (denominators.isnan() | (denominators >= floor))[:, in_range].all()
+    usual = (factor > 0) & (epsilon >= least)
+    assert in_range[usual].all()
 
 
 class HardwareNan(fx.Interpreter):
@@ -130,10 +187,7 @@ CASES = {
 
 @pytest.mark.parametrize(("cls", "options", "stages", "tested"), CASES.values(), ids=CASES)
 def test_nan_is_tested_once_and_every_bit_is_the_same(cls, options, stages, tested):
-    param = nn.Parameter(torch.zeros(1, dtype=BF16))
-    param.grad = torch.zeros_like(param)
-    with cls([param], backend="eager", **options).plan_step() as plan:
-        spec = plan.fused_groups[0].spec
+    spec = spec_of(cls, **options)
     graph = trace_for_ptx(spec)
     groups = [node for node in graph.nodes if node.target is quiet_nans]
     assert len(groups) == stages

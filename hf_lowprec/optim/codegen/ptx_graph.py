@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -94,27 +95,40 @@ def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
 
 
 def _bound_denominators(graph: fx.Graph) -> fx.Graph:
-    """Make divisions by `√x · c + ε`, with scalars c and ε, a `divide_above`; modifies and returns `graph`."""
+    """Make divisions by `√x + ε` or `√x · c + ε`, with scalars c and ε, a `divide_above`; modifies `graph`."""
     for node in list(graph.nodes):
         if node.target is operator.truediv and (scalars := _root_plus(node.args[1])) is not None:
-            factor, epsilon = scalars
+            factor, floor = scalars
             with graph.inserting_before(node):
-                # A root is not negative, but the factor could be.
-                is_bound = graph.call_function(operator.ge, (factor, 0.0))
-                floor = graph.call_function(torch.where, (is_bound, epsilon, 0.0))
+                if factor is not None:  # a root is not negative, but the factor could be
+                    floor = graph.call_function(
+                        torch.where, (graph.call_function(operator.ge, (factor, 0.0)), floor, 0.0)
+                    )
                 quotient = graph.call_function(divide_above, (*node.args, floor))
             node.replace_all_uses_with(quotient)
             graph.erase_node(node)
     return graph
 
 
-def _root_plus(value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The scalars c and ε if `value` is `√x · c + ε`."""
-    if value.target is not operator.add or value.args[0].target is not operator.mul:
-        return None
-    (root, factor), epsilon = value.args[0].args, value.args[1]
-    are_scalars = all(scalar.op == "placeholder" and scalar.name.startswith("scalar_") for scalar in (factor, epsilon))
-    return (factor, epsilon) if root.target is sqrt_rn and are_scalars else None
+def _root_plus(value: Any) -> tuple[fx.Node | None, fx.Node] | None:
+    """The scalars c (None if there is none) and ε if `value` is `√x · c + ε` or `√x + ε`."""
+    match _operands(value, operator.add):
+        case (root, epsilon) if _is_scalar(epsilon) and _operands(root, sqrt_rn):
+            return None, epsilon
+        case (product, epsilon) if _is_scalar(epsilon):
+            match _operands(product, operator.mul):
+                case (root, factor) if _is_scalar(factor) and _operands(root, sqrt_rn):
+                    return factor, epsilon
+    return None
+
+
+def _operands(value: Any, target: Callable) -> tuple[Any, ...]:
+    """The operands of `value` if it is a result of `target`."""
+    return value.args if isinstance(value, fx.Node) and value.target is target else ()
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "placeholder" and value.name.startswith("scalar_")
 
 
 def _add_lanes(graph: fx.Graph) -> fx.Graph:
