@@ -48,6 +48,7 @@ class Outcome:
         validation_loss: the same.
         training: (step, mean loss since the entry before).
         norms: how far their weights moved.
+        state_dtypes: those of the optimizer's states, by name, without step counts.
         seconds: of training.
     """
 
@@ -55,6 +56,7 @@ class Outcome:
     validation_loss: tuple[float, ...]
     training: list[tuple[int, float]]
     norms: NormMoves
+    state_dtypes: dict[str, list[str]]
     seconds: float
 
 
@@ -77,13 +79,18 @@ def fine_tune(
         settings: the settings that all variants share.
         folder: the Trainer's; nothing is written.
         bfloat16_norms: for a variant of ours: `model.to(torch.bfloat16)` and our optimizer without our cast.
+
+    Raises:
+        ValueError: `bfloat16_norms` for a variant with `optim_args`, which only an optimizer chosen by name takes.
     """
+    if bfloat16_norms and variant.optim_args:
+        raise ValueError(f"bfloat16_norms=True ignores optim_args={variant.optim_args!r}; use a variant without them")
     by_name = not bfloat16_norms  # else the same optimizer, handed over as a class: nothing of ours sees the model
     if not (variant.is_ours and by_name):
         cast_whole_model(model, variant.dtype)
     trainer = Trainer(
         model=model,
-        args=_arguments(settings, variant.optim if by_name else "adamw_torch", folder),
+        args=_arguments(settings, variant.optim if by_name else "adamw_torch", variant.optim_args, folder),
         train_dataset=train,
         eval_dataset=validation,
         data_collator=default_data_collator,
@@ -103,14 +110,16 @@ def fine_tune(
         validation_loss=tuple(score["eval_loss"] for score in scores),
         training=[(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry],
         norms=norm_moves(before, norm_weights(model)),
+        state_dtypes=_state_dtypes(trainer.optimizer),
         seconds=seconds,
     )
 
 
-def _arguments(settings: Settings, optim: str, folder: Path) -> TrainingArguments:
+def _arguments(settings: Settings, optim: str, optim_args: str | None, folder: Path) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         optim=optim,
+        optim_args=optim_args,
         max_steps=settings.steps,
         per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=64,
@@ -129,6 +138,15 @@ def _arguments(settings: Settings, optim: str, folder: Path) -> TrainingArgument
 
 def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def _state_dtypes(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {}
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                found.setdefault(name, set()).add(str(value.dtype).removeprefix("torch."))
+    return {name: sorted(dtypes) for name, dtypes in sorted(found.items())}
 
 
 def norm_weights(model: nn.Module) -> Tensor:

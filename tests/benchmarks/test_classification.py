@@ -35,7 +35,7 @@ def tokenizer(texts):
 
 def outcome(accuracy: float, loss: float, training: list[float]) -> Outcome:
     steps = list(enumerate(training, start=1))
-    return Outcome((0.1, accuracy), (2.0, loss), steps, STILL, 1.0)
+    return Outcome((0.1, accuracy), (2.0, loss), steps, STILL, {}, 1.0)
 
 
 def test_differences_are_paired_by_seed():
@@ -154,9 +154,12 @@ def test_everything_runs_once(tmp_path, capsys):
     assert weights.stat().st_mtime_ns == stamp
     assert json_text(made) == json_text(found["pretraining"])
     # Other variants, with the same encoder.
-    chosen = ["--ways", "fp32,split-8bit", "--norm-steps", "0"]
+    chosen = ["--ways", "fp32,split,split-8bit", "--norm-steps", "0"]
     found = json.loads(main([*sizes, *small, *folders, *chosen]).read_text())
     assert weights.stat().st_mtime_ns == stamp
-    assert set(found["ways"]) == set(found["runs"][0]) - {"seed"} == {"fp32", "split-8bit"}
-    assert "state_dtype=int8" in found["ways"]["split-8bit"]["what"]
+    assert set(found["ways"]) == set(found["runs"][0]) - {"seed"} == {"fp32", "split", "split-8bit"}
+    (run,) = found["runs"]
+    assert run["fp32"]["state_dtypes"] == {"exp_avg": ["float32"], "exp_avg_sq": ["float32"]}
+    assert run["split"]["state_dtypes"]["exp_avg_sq"] == ["bfloat16", "float32"]  # norms are FP32, and so are theirs
+    assert "int8" in run["split-8bit"]["state_dtypes"]["exp_avg_sq"]
     assert "| BF16 split, 8-bit states |" in capsys.readouterr().out
