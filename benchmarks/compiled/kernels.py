@@ -55,6 +55,7 @@ class Kernel:
         threads: per program; None for Triton's default number of warps.
         fp_fusion: whether multiply-adds may be contracted.
         lookups: loads, each needing the one before, that precede those of elements.
+        max_registers: per thread, on NVIDIA GPUs; None: the compiler is free to choose.
         expected_accesses: how many accesses to global memory of each width in bits an iteration needs; None: not known.
     """
 
@@ -72,6 +73,7 @@ class Kernel:
     threads: int | None = None
     fp_fusion: bool = True
     lookups: int = 0
+    max_registers: int | None = None
     expected_accesses: Counter[int] | None = None
 
 
@@ -118,7 +120,8 @@ def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: objec
 def step_kernel(name: str, spec: StepSpec) -> Kernel:
     """The kernel that steps whole chunks of `spec`."""
     constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
-    return _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
+    kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
+    return replace(kernel, max_registers=triton_backend.max_registers(spec))
 
 
 def ragged_kernel(name: str, spec: StepSpec) -> Kernel:

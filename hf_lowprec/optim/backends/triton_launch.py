@@ -36,6 +36,10 @@ TAIL = BLOCK // 4
 registers."""
 INLINED_PTX = (80, 100)
 """Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
+MAX_REGISTERS = {8: 64, 12: 72}
+"""Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
+for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
+"""
 WARPS = 4
 """Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
@@ -110,6 +114,8 @@ class _ChunkTables(NamedTuple):
 
     def of_entries(self, entries: range) -> Chunks:
         """The chunks of some consecutive entries."""
+        if entries == range(len(self.whole_bounds) - 1):
+            return Chunks(self.whole, self.ragged)
         whole, ragged = (
             slice(bounds[entries.start], bounds[entries.stop]) for bounds in (self.whole_bounds, self.ragged_bounds)
         )
@@ -159,6 +165,8 @@ class TritonStep(BackendStep):
                 self.ragged_kernel[(len(ragged),)](ragged, *arguments, BLOCK=BLOCK, **options)
             if len(whole) > 0:
                 constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "PTX": _ptx(group.device)}
+                if constants["PTX"]:
+                    constants["maxnreg"] = max_registers(group.spec)
                 self.step_kernel[(len(whole),)](whole, *arguments, **constants, **options)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
@@ -310,6 +318,14 @@ def _ptx(device: torch.device) -> int:
 def inlined_ptx(capability: int) -> int:
     """The constant `PTX` of the rendered kernels for NVIDIA GPUs of a compute capability (90 is 9.0)."""
     return max(least for least in (0, *INLINED_PTX) if least <= capability)
+
+
+def max_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
+    if spec.per_block_tensors:  # without inlined PTX
+        return None
+    read = sum(dtype.itemsize for dtype in spec.tensors.values())
+    return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
 def _warps(device: torch.device) -> int:
