@@ -20,7 +20,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 BLOCK, CHUNK = 128, 256
 """Of the tests, so that a tensor of a few hundred elements has several chunks; a warp's threads have one element."""
-LENGTHS = [*range(20), *range(BLOCK - 9, BLOCK + 10), *range(CHUNK - 9, CHUNK + 10), 2 * CHUNK, 2 * CHUNK + 1, 777]
+LENGTHS = [length + k for length in (0, 8, 16, BLOCK, CHUNK) for k in (-8, -1, 0, 1, 7) if length + k >= 0]
+LENGTHS += [BLOCK + 8, 2 * CHUNK, 2 * CHUNK + 1, 777]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,7 @@ def test_misaligned_tensors_of_every_offset(places, launches):
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic", "split24"])
-def test_chunks_of_every_length(rounding):
+def test_chunks_of_every_kind_of_length(rounding):
     assert_bits_of_eager(LENGTHS, rounding=rounding)
 
 

@@ -159,15 +159,14 @@ class TritonStep(BackendStep):
         whole, ragged = self._step_chunks().of_entries(entries)
         enabled = self._always if group.enabled is None else group.enabled.to(torch.int32)
         arguments = (self._segments, tables.pointers, group.all_scalars(tables.scalars), tables.counts, enabled)
-        options = _options(group.device)
+        constants, options = {"BLOCK": BLOCK, "PTX": _ptx(group.device)}, _options(group.device)
         with _on(group.device):
             if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
-                self.ragged_kernel[(len(ragged),)](ragged, *arguments, BLOCK=BLOCK, **options)
+                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **constants, **options)
             if len(whole) > 0:
-                constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "PTX": _ptx(group.device)}
                 if constants["PTX"]:
-                    constants["maxnreg"] = max_registers(group.spec)
-                self.step_kernel[(len(whole),)](whole, *arguments, **constants, **options)
+                    options["maxnreg"] = max_registers(group.spec)
+                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **constants, **options)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])

@@ -311,7 +311,10 @@ def store_ragged(address, lanes, count, stored):
 
 
 @triton.jit
-def step_ragged(chunks, segments, pointers, scalars, counts, enabled, BLOCK: tl.constexpr):
+def step_ragged(
+    chunks, segments, pointers, scalars, counts, enabled,
+    BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+):
     # The same step of the other chunks: of at most BLOCK elements, wherever they begin.
     #
     # chunks: the entry_index and the segment of each chunk, its first element, and the one after its last.
@@ -323,9 +326,14 @@ def step_ragged(chunks, segments, pointers, scalars, counts, enabled, BLOCK: tl.
 {lanes}
     index = first_index + lanes
 {ragged_loads}
-    {outputs} = fused_step(
-        {ragged_arguments}, 0
-    )
+    if {ptx}:
+        {outputs} = fused_step_ptx(
+            {ragged_arguments}, PTX
+        )
+    else:
+        {outputs} = fused_step(
+            {ragged_arguments}, 0
+        )
 {ragged_stores}
 """
 
@@ -366,8 +374,8 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
         stores=indent(8, [f"tl.store({name}_ptr, {value})" for name, value in stored.items()]),
         together=_TOGETHER,
         ragged_chunk=indent(4, _load_ragged_chunk(columns)),
-        ragged_loads=indent(4, _load_ragged(spec)),
-        ragged_arguments=arguments(inputs, 8),
+        ragged_loads=indent(4, _load_ragged(spec, inline)),
+        ragged_arguments=arguments(inputs, 12),
         ragged_stores=indent(4, _store_ragged(spec, stored)),
     )
 
@@ -382,17 +390,21 @@ def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
     return _load_row("chunks", "chunk", RAGGED_COLUMNS) + _load_row("segments", "segment", columns, known)
 
 
-def _load_ragged(spec: StepSpec) -> list[str]:
-    """Statements that load the elements of a ragged chunk, FP32 or int32."""
+def _load_ragged(spec: StepSpec, inline: bool) -> list[str]:
+    """Statements that load the elements of a ragged chunk, FP32 or int32; with inline PTX, BF16 as it is stored."""
     lines = []
     for name, dtype in spec.tensors.items():
         storage = f"tl.{_STORAGE[dtype]}"
         if name in spec.per_block_tensors:
             pointer = f"{name}_address.to(tl.pointer_type({storage})) + blocks"
-            lines.append(f"{name} = tl.load({pointer}, mask=blocks * {BLOCK} < count, other=0)")
+            lines.append(f"{name}_stored = tl.load({pointer}, mask=blocks * {BLOCK} < count, other=0)")
         else:
-            lines.append(f"{name} = load_ragged({name}_address, lanes, count, {storage})")
-    return lines + [f"{name} = {_LOAD[dtype].format(name)}" for name, dtype in spec.tensors.items()]
+            lines.append(f"{name}_stored = load_ragged({name}_address, lanes, count, {storage})")
+    for name, dtype in spec.tensors.items():
+        value = _LOAD[dtype].format(f"{name}_stored")
+        as_stored = inline and dtype == torch.bfloat16
+        lines.append(f"{name} = {f'{name}_stored if PTX else {value}' if as_stored else value}")
+    return lines
 
 
 def _store_ragged(spec: StepSpec, stored: Mapping[str, str]) -> list[str]:
