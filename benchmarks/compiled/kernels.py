@@ -125,11 +125,15 @@ def step_kernel(name: str, spec: StepSpec) -> Kernel:
 
 
 def ragged_kernel(name: str, spec: StepSpec) -> Kernel:
-    """The kernel that steps ragged chunks of `spec`: one block each, so it has no loop."""
+    """The kernel that steps ragged chunks of `spec`: one block each, so it has no loop.
+
+    Its narrow accesses cannot be told from those to tables, so only the widest are expected.
+    """
     constants = {"BLOCK": triton_backend.BLOCK}
     function = triton_backend.kernels(spec).step_ragged
     kernel = _rendered(f"{name}, ragged", spec, function, STEP_TABLES, constants, spec.tensors)
-    return replace(kernel, iterations=0, lookups=RAGGED_LOOKUPS)
+    expected = Counter({WIDEST_BITS: (kernel.expected_accesses or Counter())[WIDEST_BITS]})
+    return replace(kernel, iterations=0, lookups=RAGGED_LOOKUPS, expected_accesses=expected)
 
 
 def tensor_sum_kernel(name: str, spec: StepSpec) -> Kernel | None:

@@ -1,5 +1,6 @@
 """Division, root and NaN in kernels for NVIDIA GPUs, without one: the same operations in C, and the graph in torch."""
 
+import itertools
 import math
 import random
 import struct
@@ -92,13 +93,16 @@ def threads(lowest: float) -> Iterator[tuple[list[float], list[float]]]:
     """The elements of some threads: any numbers, and denominators of which none is smaller than `lowest`."""
     generator = random.Random(0)
 
-    def numbers(share: float) -> list[float]:
-        usual = [math.ldexp(generator.uniform(-2, 2), generator.randint(-30, 20)) for _ in range(ELEMENTS)]
+    def numbers(share: float, exponents: tuple[int, int]) -> list[float]:
+        usual = [math.ldexp(generator.uniform(-2, 2), generator.randint(*exponents)) for _ in range(ELEMENTS)]
         chosen = [generator.choice(SPECIAL) if generator.random() < share else x for x in usual]
         return [struct.unpack("<f", struct.pack("<f", x))[0] for x in chosen]
 
-    for share in [0.0, 0.05, 0.3] * 60:
-        yield numbers(share), [x if math.isnan(x) or x >= lowest else lowest for x in map(abs, numbers(share))]
+    usual = ((-30, 20), (-30, 20))
+    inexact = ((-112, -98), (-60, -45))  # remainders of these quotients are not multiples of 2^-149
+    for share, exponents in itertools.product([0.0, 0.05, 0.3] * 30, [usual, inexact]):
+        a, b = (numbers(share, range_) for range_ in exponents)
+        yield a, [x if math.isnan(x) or x >= lowest else lowest for x in map(abs, b)]
 
 
 @pytest.mark.parametrize("in_pairs", [False, True])

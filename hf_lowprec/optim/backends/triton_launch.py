@@ -199,7 +199,8 @@ class TritonStep(BackendStep):
         ragged_bounds = _bounds(chunks.ragged[:, 0], len(group.entries))
         if len(chunks.ragged) == 0:  # all chunks are whole
             return _ChunkTables(now, self._chunks, chunks.ragged, whole_bounds, ragged_bounds)
-        return _ChunkTables(now, *_upload(group.device, *chunks), whole_bounds, ragged_bounds)
+        whole, ragged = _upload(group.device, *chunks)
+        return _ChunkTables(now, whole, ragged, whole_bounds, ragged_bounds)
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -146,7 +146,8 @@ def _add_lanes(graph: fx.Graph) -> fx.Graph:
                 graph.erase_node(user)
         if node.users:
             with graph.inserting_before(node):
-                bits = lane_bits(fx.Proxy(word, fx.proxy.GraphAppendingTracer(graph)), role)
+                recorded = cast(Tensor, fx.Proxy(word, fx.proxy.GraphAppendingTracer(graph)))
+                bits = cast(fx.Proxy, lane_bits(recorded, role))
             node.replace_all_uses_with(bits.node)
         graph.erase_node(node)
     return graph
