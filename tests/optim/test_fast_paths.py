@@ -99,7 +99,7 @@ def threads(lowest: float) -> Iterator[tuple[list[float], list[float]]]:
         return [struct.unpack("<f", struct.pack("<f", x))[0] for x in chosen]
 
     usual = ((-30, 20), (-30, 20))
-    inexact = ((-112, -98), (-60, -45))  # remainders of these quotients are not multiples of 2^-149
+    inexact = ((-124, -118), (-72, -66))  # remainders of these quotients are less than the smallest number
     for share, exponents in itertools.product([0.0, 0.05, 0.3] * 30, [usual, inexact]):
         a, b = (numbers(share, range_) for range_ in exponents)
         yield a, [x if math.isnan(x) or x >= lowest else lowest for x in map(abs, b)]
