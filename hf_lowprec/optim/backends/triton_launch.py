@@ -36,7 +36,7 @@ TAIL = BLOCK // 4
 registers."""
 INLINED_PTX = (80, 100)
 """Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
-MAX_REGISTERS = {8: 64, 12: 72}
+MAX_REGISTERS = {8: 64, 10: 72}
 """Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
 for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
 """
@@ -322,9 +322,12 @@ def inlined_ptx(capability: int) -> int:
 
 def max_registers(spec: StepSpec) -> int | None:
     """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
-    if spec.per_block_tensors:  # without inlined PTX
+    dtypes = spec.tensors.values()
+    if spec.per_block_tensors or torch.float16 in dtypes:  # without inlined PTX; FP16 is FP32 from the beginning
         return None
-    read = sum(dtype.itemsize for dtype in spec.tensors.values())
+    read = sum(dtype.itemsize for dtype in dtypes)
+    if ("decoupled", False) in spec.options:  # the weight is also a part of the gradient, in a register of its own
+        read += spec.param_dtype.itemsize
     return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
