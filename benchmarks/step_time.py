@@ -7,19 +7,23 @@ processes, and the range of their ratios. Nothing is timed before the native ste
 bit for bit.
 
     python benchmarks/step_time.py [--processes 7] [--rounds 25] [--threads 2] [--output …json]
-                                   [--algorithms | --states-in-8-bits]
+                                   [--algorithms | --states-in-8-bits | --instruction-sets] [--cpu-time]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
+import os
 import platform
+import shlex
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from itertools import product
@@ -32,6 +36,7 @@ from tqdm import tqdm
 
 from hf_lowprec import AdamW, __version__
 from hf_lowprec.optim import ALGORITHMS
+from hf_lowprec.optim.backends import native
 from hf_lowprec.optim.backends.c_compiler import require_compiler
 
 LR, DECAY = 1e-3, 0.01
@@ -62,6 +67,19 @@ def smollm2_135m() -> Shapes:
 
 
 SETS: dict[str, Shapes] = {"64 × (512×1024)": [(512, 1024)] * 64, "SmolLM2-135M": smollm2_135m()}
+IN_CACHE, IN_MEMORY = "1 × (512×1024)", "16 × (512×1024)"
+CACHE_AND_MEMORY: dict[str, Shapes] = {IN_CACHE: [(512, 1024)], IN_MEMORY: [(512, 1024)] * 16}
+"""The first set stays in a cache of 16 MiB, in FP32 too; the second is four times as large as one of 32 MiB."""
+STEPS_IN_CACHE = 20
+"""Steps of an optimizer in each of its turns, so that its tensors are in the cache, and not those of the others."""
+INSTRUCTION_SETS = {
+    "": "",
+    ", 256-bit vectors": "-mprefer-vector-width=256",
+    ", without AVX-512": "-mno-avx512f",
+    ", x86-64-v4": "-march=x86-64-v4",
+    ", x86-64-v3": "-march=x86-64-v3",
+}
+"""Further flags for the compiler, which take precedence over those of `c_compiler.py`, by what rows are called."""
 
 
 def parameters(shapes: Shapes, dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -122,9 +140,44 @@ def states_in_8_bits(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
     return found
 
 
-def check_parity() -> None:
+def instruction_sets(shapes: Shapes) -> dict[str, torch.optim.Optimizer]:
+    """The baseline, and our modes in code for several instruction sets."""
+    params = parameters(shapes, torch.float32)
+    found: dict[str, torch.optim.Optimizer] = {
+        BASELINE: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, fused=True)
+    }
+    compiler = shlex.join(require_compiler())
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, flags) in enumerate(INSTRUCTION_SETS.items()):
+            script = Path(folder, f"compiler-{number}")
+            script.write_text(f'#!/bin/sh\nexec {compiler} "$@" {flags}\n')
+            script.chmod(0o700)
+            with _environment(CC=str(script), HF_LOWPREC_CACHE=f"{folder}/cache"):
+                native._load.cache_clear()  # of what was compiled with the flags before
+                check_parity([torch.bfloat16])
+                for mode in MODES:
+                    params = parameters(shapes, torch.bfloat16)
+                    optimizer = AdamW(params, lr=LR, weight_decay=DECAY, rounding=mode, backend="native")
+                    optimizer.step()  # looks for the compiled code
+                    found[f"hf_lowprec AdamW, {mode}{name}"] = optimizer
+    return found
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables, and in the end what they were."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check_parity(state_dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.int8)) -> None:
     """Exit if the compiled step does not give the bits of the eager one: the speed of a wrong step means nothing."""
-    for mode, dtype in product((*MODES, "nearest"), (torch.bfloat16, torch.int8)):
+    for mode, dtype in product((*MODES, "nearest"), state_dtypes):
         results = []
         for backend in ("eager", "native"):
             torch.manual_seed(0)
@@ -139,18 +192,21 @@ def check_parity() -> None:
             )
 
 
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+def _timed(action: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    for _ in range(times):
+        action()
+    return (clock() - start) / times
 
 
-def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[Row]:
-    """Time the optimizers in interleaved rounds, of which the first two warm up."""
+def measure(
+    optimizers: dict[str, torch.optim.Optimizer], rounds: int, clock: Callable[[], float], steps: int = 1
+) -> list[Row]:
+    """Time the optimizers in interleaved rounds of some steps each. The first two rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds + 2):
         for name, optimizer in optimizers.items():
-            times[name].append(_timed(optimizer.step))
+            times[name].append(_timed(optimizer.step, steps, clock))
     medians = {name: statistics.median(series[2:]) for name, series in times.items()}
     return [
         {
@@ -164,13 +220,14 @@ def measure(optimizers: dict[str, torch.optim.Optimizer], rounds: int) -> list[R
     ]
 
 
-def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates) -> Process:
+def run(threads: int, rounds: int, sets: dict[str, Shapes], build: Candidates, cpu_time: bool) -> Process:
     """Run the whole comparison in this process; returns rows by set of shapes."""
     torch.set_num_threads(threads)
+    clock = (lambda: time.process_time() / threads) if cpu_time else time.perf_counter
     check_parity()
     rows = {}
     for name, shapes in sets.items():
-        rows[name] = measure(build(shapes), rounds)
+        rows[name] = measure(build(shapes), rounds, clock, STEPS_IN_CACHE if name == IN_CACHE else 1)
         gc.collect()
     return rows
 
@@ -209,25 +266,33 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=25, help="in each process")
     rows = parser.add_mutually_exclusive_group()
-    rows.add_argument("--algorithms", action="store_true", help="every algorithm of ours, on the first set of shapes")
-    rows.add_argument("--states-in-8-bits", action="store_true", help="and in BF16, on the first set of shapes")
+    for name, build, text in (
+        ("--algorithms", algorithms, "every algorithm of ours, on the first set of shapes"),
+        ("--states-in-8-bits", states_in_8_bits, "and in BF16, on the first set of shapes"),
+        ("--instruction-sets", instruction_sets, "of x86-64, in a cache and in memory"),
+    ):
+        rows.add_argument(name, dest="build", action="store_const", const=build, default=candidates, help=text)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="per thread, for a machine that others use meanwhile")
     parser.add_argument("--output", type=Path, default=Path(f"benchmarks/results/step-time-cpu-{date.today()}.json"))
     options = parser.parse_args()
     require_compiler()
+    if options.cpu_time:
+        os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that wait take no time
 
-    build = algorithms if options.algorithms else states_in_8_bits if options.states_in_8_bits else candidates
-    sets = SETS if build is candidates else dict(list(SETS.items())[:1])
+    first_set = dict(list(SETS.items())[:1])
+    sets = {candidates: SETS, instruction_sets: CACHE_AND_MEMORY}.get(options.build, first_set)
     processes: list[Process] = []
     for _ in tqdm(range(options.processes), unit="process"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            processes.append(fresh.submit(run, options.threads, options.rounds, sets, build).result())
+            arguments = (options.threads, options.rounds, sets, options.build, options.cpu_time)
+            processes.append(fresh.submit(run, *arguments).result())
 
     for name, shapes in sets.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
         title = f"{name}: {len(shapes)} tensors, {count / 1e6:.1f} M parameters"
         print(table(title, [rows[name] for rows in processes]))
-        if options.states_in_8_bits:
+        if options.build is states_in_8_bits:
             print(table_of_8_bits([rows[name] for rows in processes]))
     result = {
         "machine": f"{platform.machine()}, {options.threads} threads",

@@ -156,6 +156,8 @@ def main(backend: str) -> None:
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
         for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing
             check(name, algorithm, *arguments, max_grad_norm=1e6)
+    if backend == "native":
+        check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)
     if dist.get_rank() == 0:
         print(f"{len(cases)} shardings agree", flush=True)
     leave()

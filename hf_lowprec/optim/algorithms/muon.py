@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.hidden_matrices import check_matrix, split_group
+from hf_lowprec.optim.newton_schulz import batch_keeps_bits, newton_schulz
 from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.optim.validation import check_one_of, check_range
 from hf_lowprec.rounding import State
@@ -49,8 +50,8 @@ class Muon(TwoMoments):
 
     Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 7 with `split24`, 6 with the other
     modes. A step orthogonalizes one matrix at a time, or several small ones. For a moment it takes 2 bytes per element
-    of the largest matrix and up to 151 MB of FP32 values, or 8 bytes per element if that is more (`hf-lowprec estimate`
-    prints it); matrix products may take scratch memory of their own.
+    of the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more
+    (`hf-lowprec estimate` prints it); matrix products may take scratch memory of their own.
 
     Args:
         params: parameters or groups. A group may set `use_muon` to True or False.
@@ -164,7 +165,7 @@ class Muon(TwoMoments):
 
     @staticmethod
     def momentum_matrix(
-        weight: Tensor, grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, nesterov: bool, **options: bool
+        grad: Tensor, state: SimpleNamespace, scalars: SimpleNamespace, nesterov: bool, **options: bool
     ) -> Tensor:
         """The matrix that is orthogonalized: `μ·m' + (1-μ)·g` with Nesterov momentum, else `m'`."""
         momentum = _momentum(grad, state, scalars)
@@ -172,16 +173,12 @@ class Muon(TwoMoments):
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """Newton–Schulz iteration: bring all singular values of `matrix` (BF16, or a stack) close to 1."""
-        a, b, c = group["ns_coefficients"]
-        tall = matrix.shape[-2] > matrix.shape[-1]
-        x = matrix.mT if tall else matrix  # the Gram matrix x·xᵀ is smaller for wide matrices
-        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["ns_eps"])
-        add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
-        for _ in range(group["ns_steps"]):
-            gram = x @ x.mT
-            gram = add_product(gram, gram, gram, beta=b, alpha=c)  # drops the first before x is computed: less memory
-            x = add_product(x, gram, x, beta=a)
-        return x.mT if tall else x
+        return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["ns_eps"])
+
+    def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
+        """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
+        rows, columns = shape
+        return batch_keeps_bits(count, rows, columns, device)
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a matrix of `shape`, by `adjust_lr_fn`."""

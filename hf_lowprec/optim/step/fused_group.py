@@ -20,6 +20,7 @@ from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarForm
 from hf_lowprec.optim.step.segments import Segments
 from hf_lowprec.rounding import step_keys
 from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 CHUNK = 1 << 22
 """Elements that torch's own operations compute at once; bounds the FP32 temporaries at a few dozen bytes each."""
@@ -207,10 +208,20 @@ class FusedGroup:
                 whole blocks.
         """
         values = {name: self._load(name, tensor, part) for name, tensor in self.entries[entry].tensors.items()}
+        return Elements(values.pop("param"), values.pop("grad"), values, self._scalars_of(entry))
+
+    def elements_without_weight(self, entry: int, part: slice) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The same without the weight, and the states that hold its low bits: gradient, states and scalars."""
+        tensors = self.entries[entry].tensors
+        names = [name for name in tensors if name != "param" and name not in LOW_BITS_STATES]
+        values = {name: self._load(name, tensors[name], part) for name in names}
+        return values.pop("grad"), values, self._scalars_of(entry)
+
+    def _scalars_of(self, entry: int) -> dict[str, Tensor]:
         # Tensors, not numbers: torch divides a number by a tensor with two roundings.
         scalars = dict(zip(self.spec.scalars, self.scalars[entry].unbind(), strict=True))
         if self.clip_factor is not None:
             scalars[CLIP] = self.clip_factor
         if self.per_param_scalars is not None:
             scalars |= zip(self.spec.per_param_scalars, self.per_param_scalars[entry].unbind(), strict=True)
-        return Elements(values.pop("param"), values.pop("grad"), values, scalars)
+        return scalars

@@ -104,12 +104,31 @@ def evaluate(
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> Any:
-    """The value of one of the algorithm's elementwise formulas: `update`, `tensor_mean` or `momentum_matrix`.
+    """The value of one of the algorithm's elementwise formulas, `update` or `tensor_mean`.
 
     All of them see the weight as the rounding mode loads it, and the gradient after clipping and, with `maximize`,
     after its change of sign. Arguments are those of `fused_step`.
     """
     return _evaluate_loaded(formula, spec, _load_weight(spec, weight, state), grad, load_states(spec, state), scalars)
+
+
+def momentum_matrix(
+    formula: Callable[..., Tensor],
+    spec: StepSpec,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> Tensor:
+    """The value of an algorithm's formula `momentum_matrix`, which sees what `update` sees except for the weight."""
+    grad, state = _load_gradient(spec, grad, scalars), load_states(spec, state)
+    return formula(grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))
+
+
+def _load_gradient(spec: StepSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
+    """The gradient that the formulas see: after clipping and, with `maximize`, after its change of sign."""
+    if spec.clipped:
+        grad = grad * scalars[CLIP]
+    return -grad if spec.maximize else grad
 
 
 def _load_weight(spec: StepSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -134,11 +153,9 @@ def _evaluate_loaded(
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
 ) -> Any:
-    if spec.clipped:
-        grad = grad * scalars[CLIP]
     return formula(
         weight,
-        -grad if spec.maximize else grad,
+        _load_gradient(spec, grad, scalars),
         SimpleNamespace(**state),
         SimpleNamespace(**scalars),
         **dict(spec.options),

@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, Formula, ParamGroup
-from hf_lowprec.optim.sharding import full_tensor, shard_like, sum_over_shards
+from hf_lowprec.optim.sharding import full_tensor, is_sharded, shard_like, sum_over_shards
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import CHUNK, FusedGroup, LrScales
-from hf_lowprec.optim.step.fused_step import evaluate
+from hf_lowprec.optim.step.fused_step import momentum_matrix
+from hf_lowprec.optim.step.param_entry import ParamEntry
 
+_BATCH = 1 << 18
+"""Elements of small matrices that are orthogonalized together: four or more. Batches of larger ones save no time."""
+_CPU_CHUNK = 1 << 17
+"""Elements of which a CPU computes the momentum matrix at once: the FP32 values of more do not fit into its caches."""
 _SLOT_ALIGNMENT = 128
 """Elements; 256 bytes, as torch's allocators align memory."""
 
@@ -28,13 +33,17 @@ class MatrixAlgorithm(Protocol):
     """An algorithm whose `update` takes `state.orthogonalized` and multiplies it by `scalars.lr_scale`.
 
     Attributes:
-        momentum_matrix: the elementwise formula of the matrix that is orthogonalized; takes the arguments of `update`.
+        momentum_matrix: the elementwise formula of the matrix that is orthogonalized; takes the arguments of `update`
+            except for the weight.
     """
 
     momentum_matrix: Formula
 
     def orthogonalize(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """The orthogonalized `matrix`, which is BF16 and has the shape of the full parameter; of the same shape."""
+
+    def batch_keeps_bits(self, count: int, shape: torch.Size, device: torch.device) -> bool:
+        """Return whether `count` matrices of `shape` are orthogonalized to the same bits as a stack and one by one."""
 
     def lr_scale(self, group: ParamGroup, shape: torch.Size) -> float:
         """The factor of the learning rate for a parameter of `shape`."""
@@ -70,7 +79,10 @@ def parts_to_step(optimizer: Algorithm, backend_step: BackendStep) -> Iterator[r
     backend_step.release_tables()  # they may hold no addresses of these slots yet
     for part in parts:
         for k in part:
-            _orthogonalize_into(slots[k], algorithm, fused_group, k)
+            _compute_momentum_matrix(slots[k], algorithm, fused_group, k)
+        for batch in _batches(fused_group, part):
+            _orthogonalize([slots[k] for k in batch], algorithm, [fused_group.entries[k] for k in batch])
+        for k in part:
             fused_group.entries[k].orthogonalized = slots[k]
         yield part
         for k in part:
@@ -121,10 +133,41 @@ def _lr_scales(algorithm: MatrixAlgorithm, fused_group: FusedGroup) -> Tensor:
     return fused_group.lr_scales.column
 
 
-def _orthogonalize_into(slot: Tensor, algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> None:
-    """Write this rank's part of the orthogonalized matrix of entry number `k` into `slot`."""
-    entry = fused_group.entries[k]
-    for start in range(0, slot.numel(), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        slot.view(-1)[chunk] = evaluate(algorithm.momentum_matrix, fused_group.spec, *fused_group.elements(k, chunk))
-    slot.copy_(shard_like(algorithm.orthogonalize(entry.group, full_tensor(slot, entry.param)), entry.param))
+def _compute_momentum_matrix(slot: Tensor, algorithm: MatrixAlgorithm, fused_group: FusedGroup, k: int) -> None:
+    """Write this rank's part of what is orthogonalized for entry number `k` into `slot`."""
+    size = min(CHUNK, _CPU_CHUNK) if slot.device.type == "cpu" else CHUNK
+    for start in range(0, slot.numel(), size):
+        chunk = slice(start, start + size)
+        elements = fused_group.elements_without_weight(k, chunk)
+        slot.view(-1)[chunk] = momentum_matrix(algorithm.momentum_matrix, fused_group.spec, *elements)
+
+
+def _batches(fused_group: FusedGroup, part: range) -> list[list[int]]:
+    """The entries of a part in batches: small matrices of the same shape and parameter group, or single entries.
+
+    They are the same on all ranks, which gather their matrices in this order.
+    """
+    batches: list[list[int]] = []
+    last: dict[tuple[int, torch.Size], list[int]] = {}
+    for k in part:
+        entry = fused_group.entries[k]
+        key, size = (id(entry.group), entry.param.shape), entry.param.numel()
+        batch = last.get(key)
+        alone = entry.param.ndim > 2 or not 0 < 4 * size <= _BATCH
+        if batch is None or alone or (len(batch) + 1) * size > _BATCH:
+            last[key] = batch = []
+            batches.append(batch)
+        batch.append(k)
+    return batches
+
+
+def _orthogonalize(slots: list[Tensor], algorithm: MatrixAlgorithm, entries: list[ParamEntry]) -> None:
+    """Replace this rank's parts of the matrices of a batch, in `slots`, by those of the orthogonalized matrices."""
+    group, shape, count = entries[0].group, entries[0].param.shape, len(entries)
+    fulls = [full_tensor(slot, entry.param) for slot, entry in zip(slots, entries, strict=True)]
+    if count > 1 and algorithm.batch_keeps_bits(count, shape, slots[0].device):
+        results: Iterable[Tensor] = algorithm.orthogonalize(group, torch.stack(fulls))
+    else:
+        results = (algorithm.orthogonalize(group, full) for full in fulls)
+    for slot, entry, result in zip(slots, entries, results, strict=True):
+        slot.copy_(shard_like(result, entry.param) if is_sharded(entry.param) else result)

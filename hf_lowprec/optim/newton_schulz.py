@@ -1,0 +1,145 @@
+"""The Newton–Schulz iteration, which brings the singular values of matrices close to 1, in BF16.
+
+Each iteration is three matrix products. On a CPU, large symmetric ones are computed by half. Small matrices are
+multiplied in batches, where that leaves their bits as they are: what a matrix gets must not depend on the others.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_SMALL = 1 << 16
+"""Elements of a matrix up to which a CPU needs less time for a stack at once than for one matrix after the other."""
+_PANEL = 256
+"""Rows of a symmetric product that are computed together, at least; fewer take longer than they save."""
+_PANELS = 8
+"""Panels of a large product: more would save little, and leave less to do in parallel."""
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Apply `a·X + b·X³ + c·X⁵` to a matrix divided by its norm, several times.
+
+    Args:
+        matrix: BF16, of shape (rows, columns) or (matrices, rows, columns). It is not changed.
+        coefficients: `a`, `b` and `c`.
+        steps: how often.
+        eps: lower bound of the norm by which a matrix is divided.
+
+    Returns:
+        BF16 tensor of the same shape.
+    """
+    on_cpu = matrix.device.type == "cpu"
+    if on_cpu and matrix.ndim == 3 and matrix.shape[1:].numel() > _SMALL:
+        found = torch.empty_like(matrix)
+        for single, result in zip(matrix, found, strict=True):
+            result.copy_(newton_schulz(single, coefficients, steps, eps))
+        return found
+    a, b, c = coefficients
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix  # the Gram matrix x·xᵀ is smaller for wide matrices
+    x = x / _norms(x).clamp(min=eps)
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    by_half = on_cpu and x.ndim == 2 and x.shape[0] >= 2 * _PANEL
+    for _ in range(steps):
+        gram = _gram_by_half(x) if by_half else x @ x.mT
+        # This drops the first Gram matrix before x is computed: less memory.
+        gram = _add_square_by_half(gram, b, c) if by_half else add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, gram, x, beta=a)
+    return x.mT if tall else x
+
+
+def _norms(x: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix, with two dimensions of size 1 in its place."""
+    if x.ndim == 3 and len(x) > 0 and x.device.type == "cpu":
+        # Threads share the sum of a single matrix otherwise than the sums of a stack.
+        return torch.stack([_norms(single) for single in x])
+    return x.norm(dim=(-2, -1), keepdim=True)
+
+
+def _gram_by_half(x: Tensor) -> Tensor:
+    """`x·xᵀ` of a large matrix."""
+    gram = x.new_empty(len(x), len(x))
+    for start, end in _panels(len(x)):
+        torch.mm(x[start:end], x[start:].mT, out=gram[start:end, start:])
+        gram[end:, start:end] = gram[start:end, end:].mT
+    return gram
+
+
+def _add_square_by_half(gram: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta·gram + alpha·gram·gram` of a large symmetric matrix."""
+    found = torch.empty_like(gram)
+    for start, end in _panels(len(gram)):
+        panel, factor = found[start:end, start:], gram[start:].mT  # its columns, in memory without gaps
+        torch.addmm(gram[start:end, start:], gram[start:end], factor, beta=beta, alpha=alpha, out=panel)
+        found[end:, start:end] = panel[:, end - start :].mT
+    return found
+
+
+def _panels(rows: int) -> list[tuple[int, int]]:
+    """The first row of each panel, and the one after its last."""
+    size = max(_PANEL, -(-rows // _PANELS))
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def batch_keeps_bits(count: int, rows: int, columns: int, device: torch.device) -> bool:
+    """Return whether `count` matrices of this shape get the same bits as a stack as they do one by one.
+
+    On a CPU, this is tried once. Elsewhere, libraries choose kernels by the size of the batch, and to ask would be to
+    wait for the device: the answer is no.
+    """
+    if device.type != "cpu":
+        return False
+    shape = min(rows, columns), max(rows, columns)
+    layouts = (False, True) if rows > columns else (False,)  # only the first iteration is on transposed matrices
+    settings = torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+    return all(_products_keep_bits(count, *shape, transposed, settings) for transposed in layouts)
+
+
+@functools.cache
+def _products_keep_bits(count: int, rows: int, columns: int, transposed: bool, settings: tuple[int, bool]) -> bool:
+    """Compare the three products of an iteration; all else is computed element by element, or for each matrix.
+
+    Args:
+        count: how many matrices.
+        rows: of each.
+        columns: of each, no fewer.
+        transposed: whether they lie in memory column by column.
+        settings: what the choice of kernels depends on: the number of threads, and whether oneDNN is used.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        values = torch.randn(count, *shape, generator=generator, device="cpu", dtype=torch.float32)
+        return values.to(torch.bfloat16)
+
+    # Terms that cancel leave nothing but rounding errors, so another order of the sum gives other bits.
+    left, right = _cancelling(normal(rows, columns)), normal(rows, columns)
+    right[..., columns // 2 : columns // 2 * 2] = right[..., : columns // 2]
+    factor = _cancelling(normal(rows, rows))
+    square, wide = normal(rows, rows), normal(rows, columns)
+    for each in (square, wide):
+        each[:, rows // 2 : rows // 2 * 2] = each[:, : rows // 2]
+    if transposed:
+        left, right = left.mT.contiguous().mT, right.mT.contiguous().mT
+
+    def products(index: int | slice) -> list[Tensor]:
+        add_product = torch.baddbmm if isinstance(index, slice) else torch.addmm
+        zeros = torch.zeros_like(square[index]), torch.zeros_like(wide[index])
+        return [
+            left[index] @ right[index].mT,
+            add_product(zeros[0], factor[index], square[index], alpha=0.5),
+            add_product(zeros[1], factor[index], wide[index]),
+        ]
+
+    one_by_one = map(torch.stack, zip(*map(products, range(count)), strict=True))
+    return all(map(torch.equal, one_by_one, products(slice(None))))
+
+
+def _cancelling(x: Tensor) -> Tensor:
+    """`x` with the negative of the first half of its columns as second half."""
+    half = x.shape[-1] // 2
+    x[..., half : 2 * half] = -x[..., :half]
+    return x
