@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from step_time import DECAY, LR, check_parity
+from cpu_step.optimizers import DECAY, LR, check_parity
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.step.state_allocation import PAGE

@@ -31,6 +31,8 @@ SHARE_OF_TESTS = 0.45
 """Of the time, at most; the benchmark has the rest."""
 PACKING = 10.0
 """Seconds that are kept for the end."""
+GRACE = 15.0
+"""Seconds that an interrupted command has until it is killed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Outcome:
 def run(command: Sequence[str], log: Path, seconds: float) -> Outcome:
     """Run `command` for at most `seconds`, showing its output and writing it to `log`.
 
-    When its time is over, it is interrupted as by Ctrl-C, so that pytest writes its record; 15 seconds later it is
+    When its time is over, it is interrupted as by Ctrl-C, so that pytest writes its record; `GRACE` seconds later it is
     killed, with all the processes that it has started.
     """
     started = time.monotonic()
@@ -68,7 +70,7 @@ def run(command: Sequence[str], log: Path, seconds: float) -> Outcome:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGINT)
             try:
-                process.wait(timeout=15)
+                process.wait(timeout=GRACE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

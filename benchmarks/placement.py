@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from step_time import BASELINE, DECAY, LR, SETS, Shapes, check_parity, parameters
+from cpu_step.optimizers import BASELINE, DECAY, LR, SETS, Shapes, check_parity, parameters
 
 from hf_lowprec import AdamW
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradient_kinds import RANDOM
+
 from gpu.targets import compared, targets
 from gpu.training import AUTOCAST
 
@@ -57,6 +59,8 @@ def render(result: Result) -> str:
     parts.append(_lines([["target", "aim", "measured", ""]], [list(target) for target in targets(result)], left=2))
     parts += [_step(result[key], result.get("launches") or {}) for key in ("step_1b", "step_8b") if result.get(key)]
     parts += [_training(table) for table in result.get("training") or []]
+    if result.get("gradients"):
+        parts.append(_gradients(result["gradients"]))
     if result.get("tuning"):
         parts.append(_tuning(result["tuning"]))
     return "\n\n".join(parts) + "\n"
@@ -142,6 +146,24 @@ def _training(table: dict[str, Any]) -> str:
     )
     notes = "Medians from step to step without waiting in between; no gradient checkpointing, sdpa attention."
     return "\n\n".join([title, _table(columns, table["rows"]), notes])
+
+
+def _gradients(rows: list[Row]) -> str:
+    kinds: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        kinds.setdefault(row["gradients"], {})[row["optimizer"]] = row
+    random = kinds.pop(RANDOM)
+    lines = []
+    for kind, by_optimizer in kinds.items():
+        ratios = [compared(by_optimizer.get(name), base, "device_ms") for name, base in random.items()]
+        share = next(iter(by_optimizer.values()))["share"]
+        lines.append([kind, f"{share:.0%}", *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    title = "## Other gradients than random ones"
+    notes = (
+        "Device time of a step relative to the same optimizer on random gradients. Share: of the elements that are "
+        "zero or subnormal, or in misaligned tensors. Bytes are those of 16-bit gradients, for FP32 twice as many."
+    )
+    return "\n\n".join([title, _lines([["gradients", "share", *random]], lines, left=1), notes])
 
 
 def _tuning(tuning: list[Row]) -> str:

@@ -24,7 +24,7 @@ def targets(result: dict[str, Any]) -> list[Target]:
     found = _parity(result)
     table = result.get("step_1b") or {}
     rows = {row["optimizer"]: row for row in table.get("rows", [])}
-    if result.get("only_tuning"):
+    if result.get("only"):
         return found
     return found + _step(rows, result.get("launches") or {}) + _training(result.get("training") or [])
 

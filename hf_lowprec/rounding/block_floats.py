@@ -93,26 +93,24 @@ def encode(value: Tensor, bits: Tensor, nonnegative: bool) -> tuple[Tensor, Tens
     pattern = torch.where(value != value, _NAN, value.view(torch.int32))
     magnitude = pattern if nonnegative else pattern & _MAGNITUDE
     scale = (block_max(magnitude) + (_STEP - 1)) >> _MANTISSA_BITS  # the largest element may be rounded up
-    scale = torch.where(scale > window.smallest_scale, scale, window.smallest_scale)
+    scale = torch.clamp_min(scale, window.smallest_scale)
     base = window.base(scale)
     offset = magnitude - base
-    is_coarse = offset < 0
-    # Codes of 2 mantissa bits are twice as far apart, so offsets are halved there.
-    offset = torch.where(is_coarse, offset >> 1, offset)
-    noise = (bits << (_SHIFT - 16)) + (1 << (_SHIFT - 17))
+    # Codes of 2 mantissa bits are twice as far apart, so negative offsets are halved.
+    place = torch.clamp_min(offset, offset >> 1) + ((window.first_fine << _SHIFT) + (1 << (_SHIFT - 17)))
+    noise = bits << (_SHIFT - 16)
     if nonnegative:
-        noise = noise + _skew(bits, is_coarse)
-    code = ((offset + noise) >> _SHIFT) + window.first_fine
-    code = torch.where(code > 1, code, 1)
-    if nonnegative:
-        return torch.where(magnitude == 0, 0, code), scale
-    smallest = (base - ((window.coarse << _MANTISSA_BITS) - 2 * _STEP)).view(torch.float32)
-    uniform = ((bits << 7) | 0x3F800000).view(torch.float32) - (1 - 2.0**-17)
+        code = (place + noise + _skew(bits, offset)) >> _SHIFT
+        return torch.clamp_min(code, torch.clamp_max(magnitude, 1)), scale
+    code = torch.clamp_min((place + noise) >> _SHIFT, 1)
+    # (bits + 1/2) · 2⁻²³, and a number with which it is uniform between zero and the smallest code.
+    uniform = (bits | 0x3F800000).view(torch.float32) - (1 - 2.0**-24)
+    smallest = (base - ((window.coarse << _MANTISSA_BITS) - 2 * _STEP)).view(torch.float32) * 2.0**7
     code = torch.where(uniform * smallest >= magnitude.view(torch.float32), 0, code)
     return code | ((pattern >> 24) & 0x80), scale
 
 
-def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
+def _skew(bits: Tensor, offset: Tensor) -> Tensor:
     """The skew of the random numbers with which second moments are rounded.
 
     Rounding scatters a moment, step for step, by a relative variance q, and moments that average over 1/(1-β2) steps by
@@ -125,7 +123,7 @@ def _skew(bits: Tensor, is_coarse: Tensor) -> Tensor:
     """
     product = (bits * (65536 - bits)) >> 12
     product = product + (product >> 3)
-    return torch.where(is_coarse, product >> 4, product >> 5)
+    return product >> (5 + (offset >> 31))
 
 
 def intended_bias(variance: Tensor, value: Tensor) -> Tensor:
@@ -167,9 +165,10 @@ def decode(code: Tensor, scale: Tensor, nonnegative: bool) -> Tensor:
     """
     window = _NONNEGATIVE if nonnegative else _SIGNED
     number = code & (0xFF if nonnegative else 0x7F)
-    offset = (number - window.first_fine) << _SHIFT
-    offset = torch.where(offset < 0, offset << 1, offset)
-    pattern = torch.where(number == 0, 0, offset + window.base(scale))
+    zero = window.base(scale) - (window.first_fine << (_SHIFT + 1))  # the pattern that code 0 would have
+    # Codes of 2 mantissa bits are twice as far apart, so they count twice.
+    pattern = ((number + torch.clamp_max(number, window.first_fine)) << _SHIFT) + zero
+    pattern = torch.where(number == 0, 0, pattern)
     if not nonnegative:
         pattern = pattern | ((code << 24) & _SIGN)
     return pattern.view(torch.float32)

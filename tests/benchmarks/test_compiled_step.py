@@ -18,9 +18,9 @@ CEILINGS = {
     ("AdamW stochastic bfloat16", "sm_90"): (52.0, 62),
     ("AdamW stochastic bfloat16", "sm_100"): (47.3, 63),
     ("AdamW stochastic bfloat16", "gfx942"): (67.9, 66),
-    ("AdamW split bfloat16, 8-bit states", "sm_90"): (130.4, 96),
-    ("AdamW split bfloat16, 8-bit states", "sm_100"): (126.2, 100),
-    ("AdamW split bfloat16, 8-bit states", "gfx942"): (129.7, 131),
+    ("AdamW split bfloat16, 8-bit states", "sm_90"): (121.4, 96),
+    ("AdamW split bfloat16, 8-bit states", "sm_100"): (116.7, 105),
+    ("AdamW split bfloat16, 8-bit states", "gfx942"): (122.0, 133),
     ("AdamW kahan bfloat16, ragged", "sm_90"): (94.4, 80),
     ("AdamW kahan bfloat16, ragged", "sm_100"): (89.3, 78),
     ("AdamW kahan bfloat16, ragged", "gfx942"): (163.3, 76),
@@ -59,6 +59,8 @@ def test_kernels_stay_within_their_ceilings(tmp_path):
         if any(count > limit for count, limit in zip(counted[key], most, strict=True))
     }
     assert not above
+    for target in targets:  # FP64 begins above a thread's 64 elements; one by one would be more than 2 for each
+        assert rows["StableAdamW kahan bfloat16, tensor_sum", target]["by_pipe"]["fp64"] < 0.5
 
 
 KERNEL = "AdamW kahan bfloat16"

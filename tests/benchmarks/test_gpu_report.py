@@ -1,5 +1,6 @@
 """The report of a GPU machine, as far as it goes without a GPU."""
 
+import subprocess
 import sys
 import time
 import zipfile
@@ -45,7 +46,7 @@ def test_failures_are_named(tmp_path):
     (tmp_path / "test_both.py").write_text(tests)
     record = tmp_path / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
-    done = gpu_report.run([*command, f"--junitxml={record}"], tmp_path / "tests.log", 60)
+    done = gpu_report.run([*command, f"--junitxml={record}"], tmp_path / "tests.log", 300)
     assert done.status == 1
     assert "1 failed, 1 passed" in (tmp_path / "tests.log").read_text()
     counts, failed = gpu_report.test_results(record)
@@ -57,27 +58,59 @@ def test_failures_are_named(tmp_path):
     assert "stopped, since its time was over, 3 s" in text
 
 
-def test_a_command_that_takes_too_long_is_stopped_with_its_children(tmp_path):
+def test_a_command_that_takes_too_long_is_stopped(tmp_path):
+    done = gpu_report.run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", 1)
+    assert done.status is None
+    assert done.seconds < 300
+
+
+@pytest.fixture
+def time_is_over_with(monkeypatch):
+    """A function that ends the time of the next command when a file exists, however slow the machine is."""
+
+    def set_up(file: Path) -> None:
+        class Process(subprocess.Popen):
+            asked = False
+
+            def wait(self, timeout=None):
+                if self.asked:
+                    return super().wait(timeout)
+                self.asked = True
+                end = time.monotonic() + timeout
+                while not file.exists() and self.poll() is None and time.monotonic() < end:
+                    time.sleep(0.05)
+                assert file.exists(), (self.returncode, timeout)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+
+        monkeypatch.setattr(subprocess, "Popen", Process)
+
+    return set_up
+
+
+def test_children_are_stopped_as_well(tmp_path, time_is_over_with, monkeypatch):
     # It ignores the interrupt, and so does its child, which writes to a file as long as it lives.
     child = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     child += f"while True: open({str(tmp_path / 'alive')!r}, 'a').write('.'); time.sleep(0.05)\n"
     (tmp_path / "child.py").write_text(child)
     code = "import signal, subprocess, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     code += f"subprocess.run([sys.executable, {str(tmp_path / 'child.py')!r}])\n"
-    done = gpu_report.run([sys.executable, "-c", code], tmp_path / "log", 3)
+    time_is_over_with(tmp_path / "alive")
+    monkeypatch.setattr(gpu_report, "GRACE", 1.0)
+    done = gpu_report.run([sys.executable, "-c", code], tmp_path / "log", 300)
     assert done.status is None
     length = (tmp_path / "alive").stat().st_size
-    assert length > 0
     time.sleep(0.5)
     assert (tmp_path / "alive").stat().st_size == length
 
 
-def test_an_interrupted_pytest_writes_its_record(tmp_path):
-    tests = "import time\ndef test_quick(): pass\ndef test_slow(): time.sleep(60)\n"
-    (tmp_path / "test_both.py").write_text(tests)
+def test_an_interrupted_pytest_writes_its_record(tmp_path, time_is_over_with, monkeypatch):
+    slow = f"open({str(tmp_path / 'slow test')!r}, 'w').close(); time.sleep(600)"
+    (tmp_path / "test_both.py").write_text(f"import time\ndef test_quick(): pass\ndef test_slow(): {slow}\n")
     record = tmp_path / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
-    done = gpu_report.run([*command, f"--junitxml={record}"], tmp_path / "tests.log", 6)
+    time_is_over_with(tmp_path / "slow test")
+    monkeypatch.setattr(gpu_report, "GRACE", 300.0)
+    done = gpu_report.run([*command, f"--junitxml={record}"], tmp_path / "tests.log", 300)
     assert done.status is None
     counts, _ = gpu_report.test_results(record)
     assert counts["passed"] == 1

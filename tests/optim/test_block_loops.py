@@ -1,6 +1,7 @@
 """The loops into which a step with states in 8 bits is divided."""
 
 import operator
+import re
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import fx
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion
 from hf_lowprec.optim.codegen.block_loops import BlockLoop, block_loops
+from hf_lowprec.optim.codegen.c_block_loops import render_block_loops
 from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.block_floats import block_max
 
@@ -18,13 +21,17 @@ ALGORITHMS = pytest.mark.parametrize(
 BF16_MODES = pytest.mark.parametrize("rounding", list(MODES))
 
 
-def loops_of(cls, rounding: str, options: dict) -> list[BlockLoop]:
+def spec_of(cls, rounding: str, options: dict) -> StepSpec:
     param = torch.nn.Parameter(torch.zeros(2, 32, dtype=torch.bfloat16))
     param.grad = torch.zeros_like(param)
     optimizer = cls([param], lr=1e-3, rounding=rounding, state_dtype=torch.int8, backend="eager", **options)
     with optimizer.plan_step() as plan:
         (group,) = plan.fused_groups
-    spec = group.spec
+    return group.spec
+
+
+def loops_of(cls, rounding: str, options: dict) -> list[BlockLoop]:
+    spec = spec_of(cls, rounding, options)
     return block_loops(trace(spec), spec.tensors.keys() - set(spec.scales.values()))
 
 
@@ -69,3 +76,15 @@ def test_an_input_that_only_a_later_loop_needs_is_loaded_in_the_first():
     assert first.kept == second.restored == [previous]
     assert second.operations[0] is negative
     assert (first.outputs, second.outputs) == ([0], [1])
+
+
+@ALGORITHMS
+@BF16_MODES
+def test_all_numbers_in_the_loops_in_c_have_32_bits(cls, options, rounding):
+    """Compilers choose the width of vectors by the narrowest numbers, so bytes are converted in loops of their own."""
+    _, *loops = render_block_loops(spec_of(cls, rounding, options)).split("#pragma GCC ivdep")
+    assert len(loops) == 2
+    for loop in loops:
+        body = loop[: loop.index("\n            }\n")]
+        assert "odd element" in body
+        assert not re.search(r"byte_pair|int8_t|int16_t", body)

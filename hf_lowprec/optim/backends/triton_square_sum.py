@@ -69,11 +69,9 @@ def _chunk_sum(address, remaining, scale, DTYPE: tl.constexpr, CHUNK: tl.constex
             values = tl.load(pointers + lanes, mask=lanes < count - offset, other=0)
             high, low = _add_squares(high, low, _upcast(values, SUM) * scale)
     if tl.float32 == SUM:
-        for level in tl.static_range(3):  # a thread's eight lanes
-            high, low = _add_pairs(high, low, BLOCK >> (level + 1))
-        low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
-        high = high.to(tl.float64) + low.to(tl.float64)
-    return tl.sum(high)
+        return sum_of_pairs(high, low, BLOCK)
+    else:  # for Triton, what follows a `return` is compiled as well
+        return tl.sum(high)
 
 
 @triton.jit
@@ -96,11 +94,26 @@ def _add_squares(high, low, values):
 
 
 @triton.jit
-def _add_pairs(high, low, COUNT: tl.constexpr):
+def two_sum(first, second):
+    """The FP32 sum of two numbers and its exact rounding error (Knuth). Rendered kernels call this, too."""
+    total = first + second
+    negated = first - total  # minus the second, as far as it is in the total
+    return total, (first - (total + negated)) + (second + negated)
+
+
+@triton.jit
+def sum_of_pairs(high, low, COUNT: tl.constexpr):
+    """Sum COUNT pairs, FP32 sums and sums of their errors, of which each thread has eight neighbors; FP64 scalar."""
+    for level in tl.static_range(3):
+        high, low = _add_neighbors(high, low, COUNT >> (level + 1))
+    low = tl.where(high < float("inf"), low, 0.0)  # the error of an infinite sum is NaN
+    return tl.sum(high.to(tl.float64) + low.to(tl.float64))
+
+
+@triton.jit
+def _add_neighbors(high, low, COUNT: tl.constexpr):
     """Add each two neighboring pairs of 2·COUNT."""
     high, other_high = tl.split(tl.reshape(high, (COUNT, 2)))
     low, other_low = tl.split(tl.reshape(low, (COUNT, 2)))
-    total = high + other_high
-    negated = high - total
-    error = (high - (total + negated)) + (other_high + negated)
+    total, error = two_sum(high, other_high)
     return total, low + other_low + error

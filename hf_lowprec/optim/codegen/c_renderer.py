@@ -39,6 +39,11 @@ STORE = {
     torch.uint8: "(uint8_t){0}",
 }
 
+# The same for the two elements of a pair of 16 bits each: the even one is in its lower half, the odd one in its upper.
+LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
+LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
+STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
+
 
 class CRenderer(Renderer):
     """Renders floats as `float` and integers as `uint32_t`, whose overflow is defined."""
@@ -55,7 +60,7 @@ class CRenderer(Renderer):
     def divide(self, left: str, right: str) -> str:
         return f"{left} / {right}"
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         return f"(uint32_t)((int32_t){value} >> {bits})"
 
     def negate(self, value: str) -> str:
@@ -63,6 +68,12 @@ class CRenderer(Renderer):
 
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         return f"{condition} ? {if_true} : {if_false}"
+
+    def larger(self, left: str, right: str) -> str:
+        return f"(int32_t){left} > (int32_t){right} ? {left} : {right}"
+
+    def smaller(self, left: str, right: str) -> str:
+        return f"(int32_t){left} < (int32_t){right} ? {left} : {right}"
 
     def bitcast(self, value: str, to_float: bool) -> str:
         return f"{'as_float' if to_float else 'as_bits'}({value})"

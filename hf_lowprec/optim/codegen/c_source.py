@@ -10,7 +10,17 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import torch
 
 from hf_lowprec.optim.codegen.c_block_loops import render_block_loops
-from hf_lowprec.optim.codegen.c_renderer import LOAD, STORAGE, STORE, WEYL_INCREMENT, CRenderer, value_type
+from hf_lowprec.optim.codegen.c_renderer import (
+    LOAD,
+    LOAD_EVEN,
+    LOAD_ODD,
+    STORAGE,
+    STORE,
+    STORE_PAIR,
+    WEYL_INCREMENT,
+    CRenderer,
+    value_type,
+)
 from hf_lowprec.optim.codegen.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
 from hf_lowprec.optim.step.kernel_spec import StepSpec
@@ -25,11 +35,6 @@ _CHUNKS_AT_ONCE = 4
 thread does not keep the others waiting for long."""
 _PARTIAL_SUMS = 16
 """Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
-
-# `LOAD` and `STORE` for the two elements of a pair: the even one is in its lower half, the odd one in its upper half.
-_LOAD_EVEN = {torch.bfloat16: "as_float({0} << 16)", torch.int16: "(uint32_t)((int32_t)({0} << 16) >> 16)"}
-_LOAD_ODD = {torch.bfloat16: "as_float({0} & 0xffff0000u)", torch.int16: "(uint32_t)((int32_t){0} >> 16)"}
-_STORE_PAIR = {torch.bfloat16: "as_bits({0}) >> 16 | as_bits({1})", torch.int16: "({0} & 0xffffu) | {1} << 16"}
 
 
 def render(spec: StepSpec) -> str:
@@ -49,8 +54,9 @@ _HEADER = """\
 #include <stdint.h>
 #include <string.h>
 
-/* Two adjacent elements of 16 bits, loaded or stored together: half as many memory accesses and no shuffles. */
+/* Two adjacent elements of 16 or 8 bits, loaded or stored together: half as many memory accesses and no shuffles. */
 typedef uint32_t pair __attribute__((aligned(2), may_alias));
+typedef uint16_t byte_pair __attribute__((aligned(1), may_alias));
 
 static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
 static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
@@ -178,13 +184,13 @@ def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
         return [f"{name} += {increment};" for name in weyls]
 
     pairs = ""
-    if set(tensors.values()) <= _STORE_PAIR.keys():
+    if set(tensors.values()) <= STORE_PAIR.keys():
         pair_stores = [
-            f"((pair *){name}_ptr)[i] = {_STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
+            f"((pair *){name}_ptr)[i] = {STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
             for name, dtype in output_tensors.items()
         ]
-        evens = [_LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
-        odds = [_LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        evens = [LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        odds = [LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
         pairs = _PAIRS.format(
             outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
             loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),

@@ -68,7 +68,7 @@ class Renderer:
         """The quotient of two floats, the second of which is at least `floor`. See `ptx_graph.divide_above`."""
         raise NotImplementedError
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         """An integer, shifted arithmetically."""
         raise NotImplementedError
 
@@ -78,6 +78,14 @@ class Renderer:
 
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         """One of two values, by a condition."""
+        raise NotImplementedError
+
+    def larger(self, left: str, right: str) -> str:
+        """The larger of two integers."""
+        raise NotImplementedError
+
+    def smaller(self, left: str, right: str) -> str:
+        """The smaller of two integers."""
         raise NotImplementedError
 
     def bitcast(self, value: str, to_float: bool) -> str:
@@ -205,6 +213,10 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.to_bfloat16(operands[0]), True
     if target is weyl:
         return renderer.weyl(*operands), False
+    if target is torch.clamp_min:
+        return renderer.larger(*operands), False
+    if target is torch.clamp_max:
+        return renderer.smaller(*operands), False
     if target is block_max:
         return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
@@ -214,7 +226,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     if target is operator.truediv:
         return renderer.divide(*operands), True
     if target is operator.rshift:
-        return renderer.shift_right(operands[0], int(args[1])), False  # type: ignore[arg-type]
+        return renderer.shift_right(*operands), False
     if target in _COMPARISONS:
         return renderer.compare(operands[0], _COMPARISONS[target], operands[1], floats), False
     if target in _INFIX:

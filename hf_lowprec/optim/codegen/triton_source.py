@@ -65,7 +65,7 @@ class TritonRenderer(Renderer):
     def divide(self, left: str, right: str) -> str:
         return f"tl.div_rn({left}, {right})"
 
-    def shift_right(self, value: str, bits: int) -> str:
+    def shift_right(self, value: str, bits: str) -> str:
         return f"{value} >> {bits}"
 
     def negate(self, value: str) -> str:
@@ -73,6 +73,12 @@ class TritonRenderer(Renderer):
 
     def select(self, condition: str, if_true: str, if_false: str) -> str:
         return f"tl.where({condition}, {if_true}, {if_false})"
+
+    def larger(self, left: str, right: str) -> str:
+        return f"tl.maximum({left}, {right})"
+
+    def smaller(self, left: str, right: str) -> str:
+        return f"tl.minimum({left}, {right})"
 
     def bitcast(self, value: str, to_float: bool) -> str:
         return f"{value}.to(tl.{'float32' if to_float else 'int32'}, bitcast=True)"
@@ -421,20 +427,27 @@ def _store_ragged(spec: StepSpec, stored: Mapping[str, str]) -> list[str]:
 
 _TENSOR_SUM = """
 
+from hf_lowprec.optim.backends.triton_square_sum import sum_of_pairs, two_sum
+
+
 @triton.jit
 def sum_aligned_chunk(
     {chunk_inputs},
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
 {lanes}
-    total = tl.zeros(lanes.shape, tl.float64)
+    # Pairs of FP32 numbers, as in `square_sum`, since many GPUs have few units for FP64.
+    high = tl.zeros(lanes.shape, tl.float32)
+    low = tl.zeros(lanes.shape, tl.float32)
     for offset in range(0, CHUNK, BLOCK):
 {aligned_loads}
         if PTX:
-            total += tensor_mean_term_ptx({inputs}, PTX).to(tl.float64)
+            term = tensor_mean_term_ptx({inputs}, PTX)
         else:
-            total += tensor_mean_term({inputs}, PTX).to(tl.float64)
-    return tl.sum(total)
+            term = tensor_mean_term({inputs}, PTX)
+        high, error = two_sum(high, term)
+        low += error
+    return sum_of_pairs(high, low, BLOCK)
 
 
 @triton.jit
