@@ -1,11 +1,11 @@
 """Compile the Triton kernels without a GPU and report registers, spills, width of memory accesses and instructions.
 
-Compiles the kernels `step` and `tensor_sum` of every spec, the gradient norm, the mean of `reduction/` and the AdamW of
-other installed packages ahead of time for the given targets. Instructions are counted per element on the path that is
-executed if every input is ordinary, apart from the slow paths of division and square root; see
-`compiled/control_flow.py`. Exits with status 1 if one of our kernels spills registers, accesses full chunks with less
-than 128 bits (64 for the codes of states in 8 bits, since a thread has eight elements), or contracts, flushes or
-approximates floating-point operations of a step, which the arithmetic forbids.
+Compiles the kernels `step`, `step_ragged` and `tensor_sum` of every spec, the gradient norm, the mean of `reduction/`
+and the AdamW of other installed packages ahead of time for the given targets. Instructions are counted per element on
+the path that is executed if every input is ordinary, apart from the slow paths of division and square root; see
+`compiled/control_flow.py`. Exits with status 1 if one of our kernels spills registers, accesses elements that are all
+there and aligned with less than 128 bits (64 for the codes of states in 8 bits, since a thread has eight elements), or
+contracts, flushes or approximates floating-point operations of a step, which the arithmetic forbids.
 
     python benchmarks/compiled_step.py [--targets sm_90 gfx942] [--kernels "AdamW kahan bfloat16" …] [--main]
     python benchmarks/compiled_step.py --main --triton FOLDER … --output FILE.json
@@ -33,7 +33,15 @@ from typing import Any
 import triton
 from compiled import amdgcn, sass
 from compiled.compiler import TARGETS, CompiledKernel, compile_for
-from compiled.kernels import Kernel, handwritten_kernels, peer_kernels, specs, step_kernel, tensor_sum_kernel
+from compiled.kernels import (
+    Kernel,
+    handwritten_kernels,
+    peer_kernels,
+    ragged_kernel,
+    specs,
+    step_kernel,
+    tensor_sum_kernel,
+)
 from compiled.tables import tables
 
 MAIN = [
@@ -49,6 +57,7 @@ MAIN = [
     "AdamW kahan float32",
     "SGD kahan bfloat16",
     "StableAdamW kahan bfloat16",
+    "AdamW kahan bfloat16, ragged",
     "StableAdamW kahan bfloat16, tensor_sum",
 ]
 """The kernels of the table in docs/performance.md, with the handwritten ones and those of other packages."""
@@ -56,8 +65,9 @@ MAIN = [
 
 def kernels() -> dict[str, Kernel]:
     """All kernels, by name."""
-    found: list[Kernel | None] = [step_kernel(name, spec) for name, spec in specs().items()]
-    found += [tensor_sum_kernel(name, spec) for name, spec in specs().items()]
+    found: list[Kernel | None] = []
+    for make in (step_kernel, ragged_kernel, tensor_sum_kernel):
+        found += [make(name, spec) for name, spec in specs().items()]
     found += handwritten_kernels() + peer_kernels()
     return {kernel.name: kernel for kernel in found if kernel is not None}
 

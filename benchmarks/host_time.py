@@ -93,13 +93,12 @@ def measured_step(case: Case, tensors: int) -> Callable[[], float]:
         triton_square_sum.square_sum = _NoLaunch()
         model().backward()
         with optimizer.plan_step() as plan:
-            steps = plan.backend_steps
-        for step in steps:
-            step.step_kernel = _NoLaunch()
-        if case.clipped:  # a step that clips has a kernel of its own
+            steps = [*plan.backend_steps]
+        if case.clipped:  # a step that clips has kernels of its own
             with optimizer._plan_with_gradients(1.0) as plan:
-                for step in plan.backend_steps:
-                    step.step_kernel = _NoLaunch()
+                steps += plan.backend_steps
+        for step in steps:
+            step.step_kernel = step.ragged_kernel = _NoLaunch()
     return take_step
 
 

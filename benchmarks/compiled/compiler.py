@@ -67,10 +67,13 @@ def compile_for(kernel: Kernel, target: str) -> CompiledKernel:
     warps = DEFAULT_WARPS if kernel.threads is None else kernel.threads // warp_size
     constants = constants_for(kernel, target)
     arguments = {**kernel.arguments, **dict.fromkeys(constants, CONSTANT)}
+    options = {"num_warps": warps, "enable_fp_fusion": kernel.fp_fusion}
+    if kernel.max_registers is not None and not on_amd:
+        options["maxnreg"] = kernel.max_registers
     compiled = triton.compile(
         ASTSource(kernel.function, arguments, constants, _alignments(kernel)),
         target=GPUTarget("hip", target, 64) if on_amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
-        options={"num_warps": warps, "enable_fp_fusion": kernel.fp_fusion},
+        options=options,
     )
     name = compiled.metadata.name
     if on_amd:

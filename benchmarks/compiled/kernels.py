@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -28,8 +28,11 @@ ELEMENTS_PER_THREAD = 8
 WIDEST_BITS = 128
 """A thread needs one access for its elements of a tensor, or several of these."""
 TABLES = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "scalars": "*fp32"}
+STEP_TABLES = TABLES | {"counts": "*i64", "enabled": "*i32"}
 LOOKUPS = 3
 """Loads that depend on each other before our step's first element: a chunk, its segment, its parameter's pointers."""
+RAGGED_LOOKUPS = 2
+"""The table of ragged chunks also names the parameter."""
 ONE_LAUNCH, LAUNCH_PER_TENSOR = "1 per kind of parameter", "1 per tensor"
 
 
@@ -52,6 +55,7 @@ class Kernel:
         threads: per program; None for Triton's default number of warps.
         fp_fusion: whether multiply-adds may be contracted.
         lookups: loads, each needing the one before, that precede those of elements.
+        max_registers: per thread, on NVIDIA GPUs; None: the compiler is free to choose.
         expected_accesses: how many accesses to global memory of each width in bits an iteration needs; None: not known.
     """
 
@@ -69,6 +73,7 @@ class Kernel:
     threads: int | None = None
     fp_fusion: bool = True
     lookups: int = 0
+    max_registers: int | None = None
     expected_accesses: Counter[int] | None = None
 
 
@@ -113,47 +118,55 @@ def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: objec
 
 
 def step_kernel(name: str, spec: StepSpec) -> Kernel:
-    """The kernel that steps `spec`."""
-    accessed = [*spec.tensors, *spec.output_tensors]
-    arguments = TABLES | {"counts": "*i64", "enabled": "*i32"}
-    written = _stored_bytes(spec, spec.output_tensors)
-    return _rendered(name, spec, 0, arguments, accessed, _stored_bytes(spec, spec.tensors), written)
+    """The kernel that steps whole chunks of `spec`."""
+    constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
+    kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
+    return replace(kernel, max_registers=triton_backend.max_registers(spec))
+
+
+def ragged_kernel(name: str, spec: StepSpec) -> Kernel:
+    """The kernel that steps ragged chunks of `spec`: one block each, so it has no loop.
+
+    Its narrow accesses cannot be told from those to tables, so only the widest are expected.
+    """
+    constants = {"BLOCK": triton_backend.BLOCK}
+    function = triton_backend.kernels(spec).step_ragged
+    kernel = _rendered(f"{name}, ragged", spec, function, STEP_TABLES, constants, spec.tensors)
+    expected = Counter({WIDEST_BITS: (kernel.expected_accesses or Counter())[WIDEST_BITS]})
+    return replace(kernel, iterations=0, lookups=RAGGED_LOOKUPS, expected_accesses=expected)
 
 
 def tensor_sum_kernel(name: str, spec: StepSpec) -> Kernel | None:
     """The kernel that sums the `tensor_mean` formula of `spec`, if its algorithm has one."""
-    if spec.tensor_mean is None:
+    function = triton_backend.kernels(spec).tensor_sum
+    if function is None:
         return None
+    names = ("CHUNK", "BLOCK", "TAIL")
+    constants = {constant: getattr(triton_backend, constant) for constant in names}
     used = used_inputs(trace_tensor_mean(spec), spec.tensors)
-    arguments = TABLES | {"sums": "*fp64"}
-    return _rendered(f"{name}, tensor_sum", spec, 1, arguments, used, _stored_bytes(spec, used), 0)
+    return _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
 
 
 def _rendered(
-    name: str,
-    spec: StepSpec,
-    number: int,
-    arguments: dict[str, str],
-    accessed: Iterable[str],
-    read_bytes: float,
-    written_bytes: float,
+    name: str, spec: StepSpec, function: Any, tables: dict[str, str], constants: dict[str, Any], read: Iterable[str]
 ) -> Kernel:
-    constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK, "TAIL": triton_backend.TAIL}
+    """A kernel that reads some tensors and, if its tables are those of a step, writes all output tensors."""
+    written = spec.output_tensors if tables == STEP_TABLES else ()
     return Kernel(
         name=name,
-        function=triton_backend.kernels(spec)[number],
-        arguments=arguments | dict.fromkeys(constants, CONSTANT),
+        function=function,
+        arguments=tables | dict.fromkeys(constants, CONSTANT),
         constants=constants,
-        aligned=frozenset(arguments),
+        aligned=frozenset(tables),
         threads=32 * triton_backend.WARPS,
         fp_fusion=False,
         block=triton_backend.BLOCK,
         iterations=triton_backend.CHUNK // triton_backend.BLOCK,
-        read_bytes=read_bytes,
-        written_bytes=written_bytes,
+        read_bytes=_stored_bytes(spec, read),
+        written_bytes=_stored_bytes(spec, written),
         lookups=LOOKUPS,
         launches=ONE_LAUNCH,
-        expected_accesses=_expected_accesses(spec, accessed),
+        expected_accesses=_expected_accesses(spec, [*read, *written]),
     )
 
 

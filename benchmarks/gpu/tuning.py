@@ -26,6 +26,8 @@ MODE = "kahan"
 def constants(block: int, warps: int, chunk: int) -> Iterator[None]:
     """Let kernels be launched with these; optimizers made before keep tables of the old chunks."""
     new = {"BLOCK": block, "CHUNK": chunk * block, "TAIL": block // 4, "WARPS": warps}
+    if block // warps != launch.BLOCK // launch.WARPS:  # a thread has other registers for another number of elements
+        new["MAX_REGISTERS"] = {}
     old = {name: getattr(launch, name) for name in new}
     try:
         for name, value in new.items():

@@ -18,7 +18,7 @@ import hashlib
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 
 def _int32(pattern: int) -> int:
@@ -69,6 +69,13 @@ def random_word(index: Tensor, key0: Tensor | int, key1: Tensor | int) -> Tensor
 
 def lane(word: Tensor, role: int) -> Tensor:
     """The 16 bits of `word` that belong to `role`, as int32 in [0, 65536)."""
+    if has_torch_function_unary(word):
+        return handle_torch_function(lane, (word,), word, role)
+    return lane_bits(word, role)
+
+
+def lane_bits(word: Tensor, role: int) -> Tensor:
+    """The operations of `lane`, which a trace records as one operation."""
     # The low bits of a product are badly mixed, so a role gets them only combined with high bits.
     high = (word >> 16) & 0xFFFF
     if role % 3 == 0:

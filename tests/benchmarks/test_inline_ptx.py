@@ -47,3 +47,32 @@ def test_fast_paths_assemble_for_every_gpu_and_are_those_of_the_exact_instructio
         assert stack == "0"
         assert in_pairs == str(capability == "100")  # for 12.0, the assembler splits the pairs
         assert (own_division if operands == "ab" else own_root) == "True"
+
+
+OTHERS = """
+import tempfile
+from pathlib import Path
+from hf_lowprec.optim.backends.triton_launch import inlined_ptx
+from tests.support.optim.fast_path_kernels import fast_path_kernels
+from tests.support.optim.machine_code import compiled_opcodes
+with tempfile.TemporaryDirectory() as folder:
+    kernels = fast_path_kernels(Path(folder))
+    above = dict.fromkeys(["a", "b", "floor", "inlined", "exact"], "*fp32")
+    sums = dict.fromkeys(["pattern", "word", "sums"], "*i32")
+    for capability in (80, 86, 89, 90, 100, 120):
+        for kernel, signature in ((kernels.divide_above, above), (kernels.random_sums, sums)):
+            compiled = compiled_opcodes(kernel, signature, {"BLOCK": 1024, "PTX": inlined_ptx(capability)}, capability)
+            print(capability, kernel.fn.__name__, compiled.stack, sum("IDP" in name for name in compiled.opcodes),
+                  sum("PRMT" in name for name in compiled.opcodes))
+"""
+
+
+def test_bounded_divisions_and_random_bits_assemble_for_every_gpu():
+    """The bits of eight elements: four pairs with two permutations each, for two roles, and a dot product per sum."""
+    rows = run(OTHERS)
+    assert len(rows) == 12
+    for _, kernel, stack, dot_products, permutations in rows:
+        assert stack == "0"
+        if kernel == "random_sums":
+            assert int(dot_products) == 16
+            assert 8 <= int(permutations) <= 16  # both roles may share them

@@ -42,8 +42,8 @@ def launches(monkeypatch) -> Counter:
             return self.kernel[grid]
 
     def kernels(spec):
-        step, tensor_sum = real(spec)
-        return Counting(step), tensor_sum
+        step, step_ragged, tensor_sum = real(spec)
+        return triton_backend.Kernels(Counting(step), Counting(step_ragged), tensor_sum)
 
     monkeypatch.setattr(triton_backend, "kernels", kernels)
     return counted
@@ -97,24 +97,23 @@ def test_offsets_have_64_bits(start):
         fused_group.compute_scalars(optimizer.scalars)
         tensors = list(fused_group.entries[0].tensors.values())
         data = [tensor.clone() for tensor in tensors]
-        chunks = torch.tensor([[0, start], [0, start + triton_backend.CHUNK]], device=DEVICE)
+        end = start + param.numel()
+        whole = torch.tensor([[0, start]], device=DEVICE)
+        ragged = torch.tensor([[0, 0, start + triton_backend.CHUNK, end]], device=DEVICE)
         segments = fused_group.segments.table.clone()
-        segments[0, 1:3] = torch.tensor([start + param.numel(), 5])  # the end, and what global indices are ahead
+        segments[0, 1:3] = torch.tensor([end, 5])  # the end, and what global indices are ahead
         addresses = [[tensor.data_ptr() - start * tensor.element_size() for tensor in tensors]]
-        triton_backend.kernels(fused_group.spec)[0][(2,)](
-            *(chunks, segments.to(DEVICE), torch.tensor(addresses, device=DEVICE)),
-            *(
-                fused_group.scalars.to(DEVICE),
-                fused_group.counts.to(DEVICE),
-                torch.ones((), dtype=torch.int32, device=DEVICE),
-            ),
-            **{
-                "CHUNK": triton_backend.CHUNK,
-                "BLOCK": triton_backend.BLOCK,
-                "TAIL": triton_backend.TAIL,
-                "enable_fp_fusion": False,
-            },
-        )
+        kernels = triton_backend.kernels(fused_group.spec)
+        constants = {"BLOCK": triton_backend.BLOCK, "enable_fp_fusion": False}
+        tables = [
+            segments.to(DEVICE),
+            torch.tensor(addresses, device=DEVICE),
+            fused_group.scalars.to(DEVICE),
+            fused_group.counts.to(DEVICE),
+            torch.ones((), dtype=torch.int32, device=DEVICE),
+        ]
+        kernels.step[(1,)](whole, *tables, CHUNK=triton_backend.CHUNK, **constants)
+        kernels.step_ragged[(1,)](ragged, *tables, **constants)
         index = ((torch.arange(param.numel()) + start + 5) & 0xFFFFFFFF).to(torch.int32)
         weight, grad, *states = (tensor.cpu().float() for tensor in data)
         named = dict(zip(list(fused_group.spec.tensors)[2:], states, strict=True))
@@ -214,7 +213,7 @@ def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
 
 
 def test_static_tables_are_sent_once(monkeypatch):
-    """Chunks and segments go to the device with the first step; pointers, scalars and counts with every step."""
+    """Segments and chunks go to the device with the first step; pointers, scalars and counts with every step."""
     sent = []
     upload = triton_backend._upload
     monkeypatch.setattr(triton_backend, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
@@ -224,4 +223,5 @@ def test_static_tables_are_sent_once(monkeypatch):
         optimizer.step()
         for param in params:
             param.grad = torch.ones_like(param)
-    assert sent == [3] * (1 + 3)
+    static, alignment, every_step = 3, 2, 3
+    assert sent == [static, every_step, alignment, every_step, every_step]

@@ -1,8 +1,8 @@
-"""The `triton` backend: one kernel launch for all parameters of a spec, whatever their number.
+"""The `triton` backend: at most two kernel launches for all parameters of a spec, whatever their number.
 
 A model has hundreds of tensors, and launching a kernel for each would take the host longer than the device needs to
-step a billion parameters. Instead, a table of pointers and a table of chunks are sent to the device, and one program
-per chunk looks up its tensors.
+step a billion parameters. Instead, a table of pointers and tables of chunks are sent to the device, and one program
+per chunk looks up its tensors. Whole aligned chunks are a launch, and ragged ones are another (`triton_chunks.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_lowprec.optim.backends.triton_chunks import Chunks, alignment, divide
 from hf_lowprec.optim.codegen.triton_source import render
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -27,13 +28,18 @@ from hf_lowprec.optim.step.segments import sum_by_entry
 from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
-"""Elements per program and iteration: eight per thread, 128 bits of BF16."""
+"""Elements per program and iteration: eight per thread, 128 bits of BF16. A ragged chunk has no more."""
 CHUNK = 8 * BLOCK
 """Elements per program: enough to amortize reading the tables."""
 TAIL = BLOCK // 4
-"""Elements per iteration where accesses are masked and narrow; few, so that this path needs no extra registers."""
+"""Elements per iteration of a `tensor_sum` whose accesses are masked and narrow; few, so that it needs no extra
+registers."""
 INLINED_PTX = (80, 100)
 """Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
+MAX_REGISTERS = {8: 64, 10: 72}
+"""Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
+for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
+"""
 WARPS = 4
 """Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
@@ -89,11 +95,39 @@ class _StepTables(NamedTuple):
     counts: Tensor
 
 
-class TritonStep(BackendStep):
-    """Steps a fused group with one kernel launch, without synchronizing with the device.
+class _ChunkTables(NamedTuple):
+    """The chunks of a fused group on the device; see `triton_chunks.Chunks`.
 
     Attributes:
-        step_kernel: the Triton function that steps a chunk.
+        alignment: of the addresses for which they were made.
+        whole: the table of whole chunks.
+        ragged: that of ragged chunks.
+        whole_bounds: the first whole chunk of each entry, as a position in the table, and at last the end of all.
+        ragged_bounds: the same of ragged chunks.
+    """
+
+    alignment: Tensor
+    whole: Tensor
+    ragged: Tensor
+    whole_bounds: list[int]
+    ragged_bounds: list[int]
+
+    def of_entries(self, entries: range) -> Chunks:
+        """The chunks of some consecutive entries."""
+        if entries == range(len(self.whole_bounds) - 1):
+            return Chunks(self.whole, self.ragged)
+        whole, ragged = (
+            slice(bounds[entries.start], bounds[entries.stop]) for bounds in (self.whole_bounds, self.ragged_bounds)
+        )
+        return Chunks(self.whole[whole], self.ragged[ragged])
+
+
+class TritonStep(BackendStep):
+    """Steps a fused group with one or two kernel launches, without synchronizing with the device.
+
+    Attributes:
+        step_kernel: the Triton function that steps a whole chunk.
+        ragged_kernel: the one that steps a ragged chunk.
 
     Raises:
         TritonError: Triton is not installed, or does not run on the group's device.
@@ -104,33 +138,69 @@ class TritonStep(BackendStep):
     def __init__(self, fused_group: FusedGroup) -> None:
         check_available(fused_group.device)
         super().__init__(fused_group)
-        self.step_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
+        self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
         self._host_chunks = fused_group.segments.chunks(CHUNK)
         always = torch.ones((), dtype=torch.int32, device="cpu")
         static = (self._host_chunks, fused_group.segments.table, always)
         self._chunks, self._segments, self._always = _upload(fused_group.device, *static)
         self._tables: _StepTables | None = None
+        self._last_chunks: _ChunkTables | None = None
+        self._captured_chunks: list[_ChunkTables] = []
         self._sent_pointers: _SentPointers | None = None
         self._pinned_reserve: list[Tensor] = []
         self._captured_pointers: list[Tensor] = []
         self._has_run = False
 
     def run(self, entries: range) -> None:
-        """Step some consecutive entries in place: one launch, without synchronizing with the device."""
-        chunks = self._chunks[self._chunk_bounds[entries.start] : self._chunk_bounds[entries.stop]]
-        if len(chunks) == 0:
+        """Step some consecutive entries in place: at most two launches, without synchronizing with the device."""
+        if len(self._chunks) == 0:
             return
         group, tables = self.fused_group, self._step_tables()
+        whole, ragged = self._step_chunks().of_entries(entries)
         enabled = self._always if group.enabled is None else group.enabled.to(torch.int32)
-        scalars = group.all_scalars(tables.scalars)
+        arguments = (self._segments, tables.pointers, group.all_scalars(tables.scalars), tables.counts, enabled)
+        constants, options = {"BLOCK": BLOCK, "PTX": _ptx(group.device)}, _options(group.device)
         with _on(group.device):
-            self.step_kernel[(len(chunks),)](
-                *(chunks, self._segments, tables.pointers, scalars, tables.counts, enabled),
-                **_constants(group.device),
-            )
+            if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
+                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **constants, **options)
+            if len(whole) > 0:
+                if constants["PTX"]:
+                    options["maxnreg"] = max_registers(group.spec)
+                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **constants, **options)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])
+
+    def _step_chunks(self) -> _ChunkTables:
+        """The chunks for this step's addresses; divided again, and sent to the device, if their alignment has changed.
+
+        Gradients may be new tensors in every step, but hardly ever with another alignment.
+        """
+        tables = self._known_chunks()
+        if tables is None:
+            tables = self._divided()
+        self._last_chunks = tables
+        if is_capturing() and not any(tables is captured for captured in self._captured_chunks):
+            self._captured_chunks.append(tables)  # every replay reads them
+        return tables
+
+    def _known_chunks(self) -> _ChunkTables | None:
+        """The last chunks or captured ones, if they are for addresses with the alignment of this step's."""
+        now = alignment(self.fused_group.pointers())
+        known = [tables for tables in (self._last_chunks, *self._captured_chunks) if tables is not None]
+        return next((tables for tables in known if torch.equal(tables.alignment, now)), None)
+
+    def _divided(self) -> _ChunkTables:
+        """The chunks for this step's addresses, on the device."""
+        group = self.fused_group
+        now = alignment(group.pointers())
+        chunks = divide(group.spec, group.segments, now, CHUNK, BLOCK)
+        whole_bounds = _bounds(group.segments.entry_index[chunks.whole[:, 0]], len(group.entries))
+        ragged_bounds = _bounds(chunks.ragged[:, 0], len(group.entries))
+        if len(chunks.ragged) == 0:  # all chunks are whole
+            return _ChunkTables(now, self._chunks, chunks.ragged, whole_bounds, ragged_bounds)
+        whole, ragged = _upload(group.device, *chunks)
+        return _ChunkTables(now, whole, ragged, whole_bounds, ragged_bounds)
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""
@@ -162,13 +232,10 @@ class TritonStep(BackendStep):
             with _on(group.device):
                 self._tensor_sum_kernel[(len(self._chunks),)](
                     *(self._chunks, self._segments, tables.pointers, group.all_scalars(tables.scalars), sums),
-                    **_constants(group.device),
+                    **{"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(group.device)},
+                    **_options(group.device),
                 )
         return sum_by_entry(sums, self._chunks_per_entry)
-
-    @cached_property
-    def _chunk_bounds(self) -> list[int]:
-        return self.fused_group.segments.chunk_bounds(self._host_chunks, len(self.fused_group.entries))
 
     @cached_property
     def _chunks_per_entry(self) -> Tensor:
@@ -177,8 +244,8 @@ class TritonStep(BackendStep):
 
     @property
     def is_loaded(self) -> bool:
-        """True if the kernel is loaded, or there is nothing to run."""
-        return self._has_run or len(self._chunks) == 0
+        """True if kernels and chunks for this step's addresses are loaded, or there is nothing to run."""
+        return len(self._chunks) == 0 or (self._has_run and self._known_chunks() is not None)
 
     def release_tables(self) -> None:
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
@@ -230,10 +297,14 @@ _RESERVE = 4
 """The number of pinned tables that a step keeps ready: each capture that needs pointers uses one."""
 
 
-def _constants(device: torch.device) -> dict[str, Any]:
-    """The constants and options with which the rendered kernels are compiled."""
-    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(device)}
-    return {**constants, "num_warps": _warps(device), "enable_fp_fusion": False}
+def _bounds(entry_of_row: Tensor, entries: int) -> list[int]:
+    """The first row of each entry in a table that is in the order of the entries, and at last the end of all."""
+    return [0, *torch.bincount(entry_of_row, minlength=entries).cumsum(0).tolist()]
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    """The options with which the rendered kernels are compiled."""
+    return {"num_warps": _warps(device), "enable_fp_fusion": False}
 
 
 def _ptx(device: torch.device) -> int:
@@ -247,6 +318,17 @@ def _ptx(device: torch.device) -> int:
 def inlined_ptx(capability: int) -> int:
     """The constant `PTX` of the rendered kernels for NVIDIA GPUs of a compute capability (90 is 9.0)."""
     return max(least for least in (0, *INLINED_PTX) if least <= capability)
+
+
+def max_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
+    dtypes = spec.tensors.values()
+    if spec.per_block_tensors or torch.float16 in dtypes:  # without inlined PTX; FP16 is FP32 from the beginning
+        return None
+    read = sum(dtype.itemsize for dtype in dtypes)
+    if ("decoupled", False) in spec.options:  # the weight is also a part of the gradient, in a register of its own
+        read += spec.param_dtype.itemsize
+    return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
 def _warps(device: torch.device) -> int:
@@ -278,9 +360,23 @@ def _upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
     ]
 
 
+class Kernels(NamedTuple):
+    """The Triton functions of a spec.
+
+    Attributes:
+        step: steps whole chunks.
+        step_ragged: steps ragged chunks.
+        tensor_sum: sums the `tensor_mean` formula; None if the spec has none.
+    """
+
+    step: Any
+    step_ragged: Any
+    tensor_sum: Any
+
+
 @functools.cache
-def kernels(spec: StepSpec) -> tuple[Any, Any]:
-    """The Triton functions that step `spec` and sum its `tensor_mean` formula (None if it has none)."""
+def kernels(spec: StepSpec) -> Kernels:
+    """The Triton functions of `spec`, rendered once."""
     source = render(spec)
     description = " ".join([spec.update.__qualname__, spec.rounding, *map(dtype_name, spec.tensors.values())])
     name = f"<hf_lowprec {description} {hash(spec) & 0xFFFFFFFF:08x}>"
@@ -288,4 +384,4 @@ def kernels(spec: StepSpec) -> tuple[Any, Any]:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
     exec(compile(source, name, "exec"), namespace)
-    return namespace["step"], namespace.get("tensor_sum")
+    return Kernels(namespace["step"], namespace["step_ragged"], namespace.get("tensor_sum"))

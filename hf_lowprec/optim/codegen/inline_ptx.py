@@ -17,7 +17,7 @@ ELEMENTS = 8
 
 
 class InlinePtx(NamedTuple):
-    """The arguments of `tl.inline_asm_elementwise` that depend on the PTX. All results are FP32.
+    """The arguments of `tl.inline_asm_elementwise` that depend on the PTX.
 
     Attributes:
         inputs: names of the inputs.
@@ -25,6 +25,7 @@ class InlinePtx(NamedTuple):
         assembly: the instructions; `$0` is the first element of the first result, and inputs follow the results.
         constraints: the kinds of these registers.
         elements: the number of elements.
+        dtype: of all results.
     """
 
     inputs: tuple[str, ...]
@@ -32,6 +33,7 @@ class InlinePtx(NamedTuple):
     assembly: str
     constraints: str
     elements: int
+    dtype: str = "float32"
 
 
 FROM_BFLOAT16 = InlinePtx(("bits",), 1, "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xFFFF0000;", "=&f,=f,r", 2)
@@ -47,14 +49,34 @@ TO_BFLOAT16 = InlinePtx(
 """Two FP32 numbers, rounded to the nearest BF16 numbers. Ties go to even, subnormal numbers are kept, NaN stays NaN."""
 
 
-def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
+_MIX_LANES = {1: "", 2: "shr.b32 high, high, 1;\nand.b32 high, high, 0x7FFF7FFF;\n"}
+ADD_LANE = {
+    role: InlinePtx(
+        ("pattern", "word"),
+        1,
+        "{\n.reg .b32 high, low;\nprmt.b32 high, $4, $5, 0x7632;\nprmt.b32 low, $4, $5, 0x5410;\n"
+        f"{mix}xor.b32 low, low, high;\n"
+        "dp2a.lo.u32.u32 $0, low, 0x001, $2;\ndp2a.lo.u32.u32 $1, low, 0x100, $3;\n}",
+        "=&r,=r,r,r,r,r",
+        2,
+        "int32",
+    )
+    for role, mix in _MIX_LANES.items()
+}
+"""Two integers, plus the `lane_bits` of two words, by `role % 3`. The halves of two words share registers; a dot
+product with 0 and 1 adds one of the results."""
+
+
+def fast_path(path: FastPath, in_pairs: bool, bounded: str | None = None) -> InlinePtx:
     """The operations of a fast path, the test of their range, the test that admits zeros, and the exact instruction.
 
     Args:
         path: what to compute.
         in_pairs: whether two elements share an instruction, which rounds each by itself.
+        bounded: the input, if there is one, that is nowhere smaller than another one, called `floor`, which is the same
+            for all elements. At first, only this one is tested.
     """
-    block = _Block(path.inputs)
+    block = _Block(path.inputs if bounded is None else (*path.inputs, "floor"))
 
     def value(name: str, element: int) -> str:
         return block.input(name, element) if name in path.inputs else f"{name}_{element}"
@@ -78,12 +100,16 @@ def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
                 block.add(operation.instruction, in_registers[k], *operands[k])
 
     results = [value(path.result, k) for k in range(ELEMENTS)]
+
+    def smallest(name: str) -> str:
+        compared = [value(name, k) for k in range(ELEMENTS)]
+        return block.smallest(compared if name in path.inputs else [block.magnitude(x) for x in compared])
+
     tests = []
     for name, exponent in path.least.items():
         tests.append(block.register(f"{name}_in_range", "pred"))
-        compared = [value(name, k) for k in range(ELEMENTS)]
-        smallest = block.smallest(compared if name in path.inputs else [block.magnitude(x) for x in compared])
-        block.add("setp.ge.and.f32", tests[-1], smallest, _literal(2.0**exponent), tests[-2] if tests[1:] else "true")
+        tested = block.input("floor", 0) if name == bounded else smallest(name)
+        block.add("setp.ge.and.f32", tests[-1], tested, _literal(2.0**exponent), tests[-2] if tests[1:] else "true")
     for k, result in enumerate(results):
         block.add("mov.f32", block.output(0, k), result)
     block.add(f"@{tests[-1]} bra", "done")
@@ -97,6 +123,8 @@ def fast_path(path: FastPath, in_pairs: bool) -> InlinePtx:
         block.add("selp.f32", increment, _literal(1.0), _literal(0.0), is_zero)
         admitted.append(block.register(f"admitted_{k}"))
         block.add("add.rn.f32", admitted[-1], block.magnitude(block.output(0, k)), increment)
+    if bounded is not None:
+        block.add("setp.ge.f32", tests[-2], smallest(bounded), _literal(2.0 ** path.least[bounded]))
     bound = _literal(2.0 ** path.least[path.result])
     block.add("setp.ge.and.f32", tests[-1], block.smallest(admitted), bound, tests[-2] if tests[1:] else "true")
     block.add(f"@{tests[-1]} bra", "done")

@@ -6,12 +6,15 @@
   one of them is NaN.
 - **BF16 is rounded to by a conversion**, where the mode rounds to nearest.
 - **BF16 is converted to FP32 where it is first used**, so that it takes half the registers until then.
+- **A denominator that is a root plus ε is not tested**: it is enough that ε is not too small.
+- **Random bits are made for two elements at once**, in the halves of a register, and added from there.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -19,8 +22,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_lowprec.optim.codegen.trace import trace
 from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.rounding import quiet_nan, sqrt_rn
+from hf_lowprec.rounding import quiet_nan, round_nearest, sqrt_rn
 from hf_lowprec.rounding.nearest import nearest_pattern
+from hf_lowprec.rounding.random_bits import lane, lane_bits
 
 
 def from_bfloat16(pattern: Tensor) -> Tensor:
@@ -38,6 +42,16 @@ def to_bfloat16(value: Tensor) -> Tensor:
 def _nearest_by_conversion(value: Tensor, dtype: torch.dtype) -> Tensor:
     """What is recorded of a `round_nearest`."""
     return quiet_nan(to_bfloat16(value)) if dtype == torch.bfloat16 else nearest_pattern(value, dtype)
+
+
+def add_lane(pattern: Tensor, word: Tensor, role: int) -> Tensor:
+    """Add the random bits of a role, which must be mixed from both halves of the word (`role % 3` is not 0)."""
+    return pattern + lane(word, role)
+
+
+def divide_above(numerator: Tensor, denominator: Tensor, floor: Tensor) -> Tensor:
+    """A quotient whose denominators are all NaN or at least `floor`, which is a scalar."""
+    return numerator / denominator
 
 
 def quiet_nans(values: tuple[Tensor, ...], tested: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -66,7 +80,8 @@ _PASSES_NAN: set[Callable] = {
 
 def trace_for_ptx(spec: StepSpec) -> fx.Graph:
     """The graph of `trace`, except that tensors in BF16 are inputs as bit patterns."""
-    return convert_on_use(_join_nan_tests(trace(spec, _nearest_by_conversion)), spec)
+    graph = trace(spec, {round_nearest: _nearest_by_conversion})
+    return convert_on_use(_add_lanes(_bound_denominators(_join_nan_tests(graph))), spec)
 
 
 def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
@@ -76,6 +91,65 @@ def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
             with graph.inserting_before(next(user for user in graph.nodes if user in node.users)):
                 value = graph.call_function(from_bfloat16, (node,))
             node.replace_all_uses_with(value, lambda user, value=value: user is not value)
+    return graph
+
+
+def _bound_denominators(graph: fx.Graph) -> fx.Graph:
+    """Make divisions by `√x + ε` or `√x · c + ε`, with scalars c and ε, a `divide_above`; modifies `graph`."""
+    for node in list(graph.nodes):
+        if node.target is operator.truediv and (scalars := _root_plus(node.args[1])) is not None:
+            factor, floor = scalars
+            with graph.inserting_before(node):
+                if factor is not None:  # a root is not negative, but the factor could be
+                    floor = graph.call_function(
+                        torch.where, (graph.call_function(operator.ge, (factor, 0.0)), floor, 0.0)
+                    )
+                quotient = graph.call_function(divide_above, (*node.args, floor))
+            node.replace_all_uses_with(quotient)
+            graph.erase_node(node)
+    return graph
+
+
+def _root_plus(value: Any) -> tuple[fx.Node | None, fx.Node] | None:
+    """The scalars c (None if there is none) and ε if `value` is `√x · c + ε` or `√x + ε`."""
+    match _operands(value, operator.add):
+        case (root, epsilon) if _is_scalar(epsilon) and _operands(root, sqrt_rn):
+            return None, epsilon
+        case (product, epsilon) if _is_scalar(epsilon):
+            match _operands(product, operator.mul):
+                case (root, factor) if _is_scalar(factor) and _operands(root, sqrt_rn):
+                    return factor, epsilon
+    return None
+
+
+def _operands(value: Any, target: Callable) -> tuple[Any, ...]:
+    """The operands of `value` if it is a result of `target`."""
+    return value.args if isinstance(value, fx.Node) and value.target is target else ()
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "placeholder" and value.name.startswith("scalar_")
+
+
+def _add_lanes(graph: fx.Graph) -> fx.Graph:
+    """Replace `lane` by `add_lane` or, where that does not fit, by its operations; modifies and returns `graph`."""
+    for node in list(graph.nodes):
+        if node.target is not lane:
+            continue
+        word, role = node.args
+        for user in list(node.users):
+            if user.target is operator.add and role % 3 != 0:
+                (pattern,) = (operand for operand in user.args if operand is not node)
+                with graph.inserting_before(user):
+                    total = graph.call_function(add_lane, (pattern, word, role))
+                user.replace_all_uses_with(total)
+                graph.erase_node(user)
+        if node.users:
+            with graph.inserting_before(node):
+                recorded = cast(Tensor, fx.Proxy(word, fx.proxy.GraphAppendingTracer(graph)))
+                bits = cast(fx.Proxy, lane_bits(recorded, role))
+            node.replace_all_uses_with(bits.node)
+        graph.erase_node(node)
     return graph
 
 

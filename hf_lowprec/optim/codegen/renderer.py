@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
-from hf_lowprec.optim.codegen.ptx_graph import from_bfloat16, quiet_nans, to_bfloat16
+from hf_lowprec.optim.codegen.ptx_graph import add_lane, divide_above, from_bfloat16, quiet_nans, to_bfloat16
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
@@ -64,6 +64,10 @@ class Renderer:
         """The correctly rounded quotient of two floats."""
         raise NotImplementedError
 
+    def divide_above(self, left: str, right: str, floor: str) -> str:
+        """The quotient of two floats, the second of which is at least `floor`. See `ptx_graph.divide_above`."""
+        raise NotImplementedError
+
     def shift_right(self, value: str, bits: str) -> str:
         """An integer, shifted arithmetically."""
         raise NotImplementedError
@@ -102,6 +106,10 @@ class Renderer:
 
     def to_bfloat16(self, value: str) -> str:
         """A float, rounded to the nearest BF16 number; NaN becomes any NaN. See `ptx_graph.to_bfloat16`."""
+        raise NotImplementedError
+
+    def add_lane(self, pattern: str, word: str, role: int) -> str:
+        """An integer, with the random bits of a role added to it. See `ptx_graph.add_lane`."""
         raise NotImplementedError
 
     def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
@@ -188,6 +196,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.quiet_nans([value.name for value in values], tested), True
     if target is operator.getitem:
         return f"{args[0]}[{args[1]}]", True
+    if target is add_lane:
+        return renderer.add_lane(str(args[0]), str(args[1]), cast(int, args[2])), False
 
     floats = any_float(args)
     operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]
@@ -211,6 +221,8 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
         return renderer.block_max(operands[0]), False
     if target is operator.neg and floats:
         return renderer.negate(operands[0]), True
+    if target is divide_above:
+        return renderer.divide_above(*operands), True
     if target is operator.truediv:
         return renderer.divide(*operands), True
     if target is operator.rshift:

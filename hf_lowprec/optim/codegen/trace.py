@@ -6,22 +6,24 @@ Each formula is written once, as torch code. The compiled backends render these 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, fx
 
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import round_nearest, step_keys
 from hf_lowprec.rounding.nearest import nearest_pattern
+from hf_lowprec.rounding.random_bits import lane, lane_bits
 
-RoundNearest = Callable[[Tensor, torch.dtype], Tensor]
+Expansions = Mapping[Callable[..., Tensor], Callable[..., Tensor]]
+EXPANSIONS: Expansions = {round_nearest: nearest_pattern, lane: lane_bits}
+"""Functions that would be recorded as one operation, and others whose operations are recorded in their place."""
 
 
-def trace(spec: StepSpec, nearest: RoundNearest = nearest_pattern) -> fx.Graph:
+def trace(spec: StepSpec, expansions: Expansions = EXPANSIONS) -> fx.Graph:
     """Trace `fused_step` for one element.
 
     Inputs: `spec.tensors`, `scalar_<name>` for `spec.all_scalars`, `index` and `spec.key_names`. Outputs: the new
@@ -29,9 +31,9 @@ def trace(spec: StepSpec, nearest: RoundNearest = nearest_pattern) -> fx.Graph:
 
     Args:
         spec: what to trace.
-        nearest: what is recorded of a `round_nearest`.
+        expansions: whose operations are recorded in place of some functions.
     """
-    recorder = _Recorder(nearest)
+    recorder = _Recorder(expansions)
     element = recorder.element(spec.tensors, spec.all_scalars)
     index = recorder.input("index")
     keys = dict(zip(spec.random_words, recorder.input_pairs(spec.key_names), strict=True))
@@ -84,15 +86,15 @@ class _Element:
 
 
 class _Tracer(fx.proxy.GraphAppendingTracer):
-    """Records operations, and in place of `round_nearest` those of `nearest`."""
+    """Records operations, and in place of some functions those of their `expansions`."""
 
-    def __init__(self, graph: fx.Graph, nearest: RoundNearest) -> None:
+    def __init__(self, graph: fx.Graph, expansions: Expansions) -> None:
         super().__init__(graph)
-        self._nearest = nearest
+        self._expansions = expansions
 
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
-        if target is round_nearest:
-            return self._nearest(*args)
+        if target in self._expansions:
+            return self._expansions[target](*args)
         return super().create_proxy(kind, target, args, *rest, **options)
 
 
@@ -102,9 +104,9 @@ class _Recorder:
     The inputs are `fx.Proxy` objects. They are typed as tensors because the traced functions are written for tensors.
     """
 
-    def __init__(self, nearest: RoundNearest = nearest_pattern) -> None:
+    def __init__(self, expansions: Expansions = EXPANSIONS) -> None:
         self._graph = fx.Graph()
-        self._tracer = _Tracer(self._graph, nearest)
+        self._tracer = _Tracer(self._graph, expansions)
 
     def input(self, name: str) -> Tensor:
         return cast(Tensor, fx.Proxy(self._graph.placeholder(name), self._tracer))

@@ -1,22 +1,23 @@
 """Render a traced step as Triton: a program per chunk around one function that performs the traced operations.
 
 BF16 is loaded and stored as 16-bit integers, so that neither the compiler nor Triton's interpreter rounds it a second
-time. Addresses come from a table, so the compiler knows nothing about their alignment: for a full chunk on 16-byte
-boundaries the kernel promises it, which gives 128-bit accesses. Any other chunk is accessed under a mask.
+time. Addresses come from a table, so the compiler knows nothing about their alignment: the kernel `step` promises it,
+which gives 128-bit accesses, and its chunks are those for which the promise holds. All others are stepped by
+`step_ragged`, under a mask; see backends/triton_chunks.py.
 
-Full chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
+Whole chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
 for NaN in inline PTX. Their bits are the same. Kernels with states in 8 bits have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT, FastPath
-from hf_lowprec.optim.codegen.inline_ptx import FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
+from hf_lowprec.optim.codegen.inline_ptx import ADD_LANE, FROM_BFLOAT16, TO_BFLOAT16, InlinePtx, fast_path, quiet_nans
 from hf_lowprec.optim.codegen.ptx_graph import convert_on_use, trace_for_ptx
 from hf_lowprec.optim.codegen.renderer import Renderer, arguments, description, indent, statements
 from hf_lowprec.optim.codegen.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
@@ -108,6 +109,9 @@ class PtxRenderer(TritonRenderer):
     def divide(self, left: str, right: str) -> str:
         return self._fast_path("inline_divide", DIVISION, "tl.div_rn(a, b)", [left, right])
 
+    def divide_above(self, left: str, right: str, floor: str) -> str:
+        return self._fast_path("inline_divide_above", DIVISION, "tl.div_rn(a, b)", [left, right, floor], bounded="b")
+
     def sqrt_rn(self, value: str) -> str:
         return self._fast_path("inline_sqrt_rn", ROOT, "tl.sqrt_rn(v)", [value])
 
@@ -117,6 +121,9 @@ class PtxRenderer(TritonRenderer):
     def to_bfloat16(self, value: str) -> str:
         return self._call("inline_to_bfloat16", TO_BFLOAT16, [value]) + "[0]"
 
+    def add_lane(self, pattern: str, word: str, role: int) -> str:
+        return self._call(f"inline_add_lane_{role % 3}", ADD_LANE[role % 3], [pattern, word]) + "[0]"
+
     def quiet_nans(self, values: Sequence[str], tested: tuple[int, ...]) -> str:
         name = f"inline_quiet_nans_{len(values)}_by_{'_'.join(map(str, tested))}"
         return self._call(name, quiet_nans(len(values), tested), values)
@@ -125,11 +132,17 @@ class PtxRenderer(TritonRenderer):
         self.functions[name] = _FUNCTION.format(name=name, inputs=", ".join(ptx.inputs), ptx=_inline(ptx))
         return f"{name}({', '.join(operands)})"
 
-    def _fast_path(self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str]) -> str:
-        single, paired = (_inline(fast_path(path, in_pairs)) for in_pairs in (False, True))
-        inputs = ", ".join(path.inputs)
+    def _fast_path(
+        self, name: str, path: FastPath, of_scalars: str, operands: Sequence[str], bounded: str | None = None
+    ) -> str:
+        single, paired = (fast_path(path, in_pairs, bounded) for in_pairs in (False, True))
         self.functions[name] = _FAST_PATH.format(
-            name=name, inputs=inputs, last=path.inputs[-1], of_scalars=of_scalars, single=single, paired=paired
+            name=name,
+            inputs=", ".join(single.inputs),
+            last=path.inputs[-1],
+            of_scalars=of_scalars,
+            single=_inline(single),
+            paired=_inline(paired),
         )
         return f"{name}({', '.join(operands)}, PTX)"
 
@@ -155,16 +168,16 @@ def {name}({inputs}, PTX: tl.constexpr):
 
 def _inline(ptx: InlinePtx) -> str:
     """The expression that runs some PTX on the tensors that are called as its inputs, and returns a tuple."""
-    dtypes = "tl.float32, " * ptx.outputs
+    dtypes = f"tl.{ptx.dtype}, " * ptx.outputs
     operands = f'"{ptx.constraints}", [{", ".join(ptx.inputs)}], ({dtypes}), is_pure=True, pack={ptx.elements}'
     return f'tl.inline_asm_elementwise("""\n{ptx.assembly}\n""", {operands})'
 
 
 def render(spec: StepSpec) -> str:
-    """The Python source of the kernel `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of
-    `tensor_sum`.
+    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if its algorithm has a `tensor_mean`
+    formula, of `tensor_sum`.
 
-    The `triton` backend executes it and launches both kernels.
+    The `triton` backend executes it and launches the kernels.
     """
     ptx = PtxRenderer()
     kernels = _render_step(spec, ptx) + ("" if spec.tensor_mean is None else _render_tensor_sum(spec, ptx))
@@ -180,6 +193,10 @@ import triton
 import triton.language as tl
 """
 
+
+WHOLE_COLUMNS = ("segment", "start")
+RAGGED_COLUMNS = ("entry_index", "segment", "start", "end")
+"""The columns of the tables of whole chunks and of ragged ones; `end` is the element after the last."""
 
 _LANES = ["lanes = tl.arange(0, BLOCK)"]
 _LANES_BY_BLOCK = [
@@ -235,14 +252,14 @@ def _render_formula(
 _STEP = """
 
 @triton.jit
-def step_aligned_chunk(
+def step_chunk(
     {chunk_inputs},
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
 ):
 {lanes}
     for offset in range(0, CHUNK, BLOCK):
         index = first_index + offset + lanes
-{aligned_loads}
+{loads}
         if PTX:
             {outputs} = fused_step_ptx(
                 {arguments}, PTX
@@ -251,52 +268,79 @@ def step_aligned_chunk(
             {outputs} = fused_step(
                 {arguments}, PTX
             )
-{aligned_stores}
-
-
-@triton.jit
-def step_masked_chunk(
-    {chunk_inputs},
-    count, BLOCK: tl.constexpr
-):
-{lanes}
-    for offset in range(0, count, BLOCK):
-        index = first_index + offset + lanes
-{masks}
-{masked_loads}
-        {outputs} = fused_step(
-            {arguments}, 0
-        )
-{masked_stores}
+{stores}
 
 
 @triton.jit
 def step(
     chunks, segments, pointers, scalars, counts, enabled,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr = 0
 ):
-    # One optimizer step of all parameters of a fused group; a program computes one chunk.
+    # One optimizer step of the whole chunks of a fused group; a program computes one chunk.
     #
-    # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
+    # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter. It has CHUNK
+    #     elements, which begin on a 16-byte boundary in all of these tensors.
     # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
     # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
     # enabled: 0 to leave everything as it is.
-    # CHUNK: elements per chunk. BLOCK: elements per iteration; TAIL: the same under a mask.
+    # CHUNK: elements per chunk. BLOCK: elements per iteration.
     # PTX: the compute capability, times 10, for which PTX is inlined; 0 if none is.
-{chunk_bounds}
-    first_index = (start + shift).to(tl.int32)
-{chunk_lookups}
-    remaining = tl.where(tl.load(enabled) != 0, remaining, 0)
-    if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
-        step_aligned_chunk(
+    chunk = tl.program_id(0).to(tl.int64)
+{chunk}
+{inputs_of_chunk}
+    if tl.load(enabled) != 0:
+        step_chunk(
             {chunk_inputs},
             CHUNK, BLOCK, {ptx}
         )
+
+
+@triton.jit
+def load_ragged(address, lanes, count, STORAGE: tl.constexpr):
+    # The elements before `count`: at once as many as a thread has, if they begin on a boundary and are complete.
+    if ((address & 15) == 0) & (count % {together} == 0):
+        pointer = tl.multiple_of(address.to(tl.pointer_type(STORAGE)), 16)
+        stored = tl.load(pointer + lanes, mask=lanes < count // {together} * {together}, other=0)
     else:
-        step_masked_chunk(
-            {chunk_inputs},
-            tl.minimum(remaining, CHUNK).to(tl.int32), TAIL
+        stored = tl.load(address.to(tl.pointer_type(STORAGE)) + lanes, mask=lanes < count, other=0)
+    return stored
+
+
+@triton.jit
+def store_ragged(address, lanes, count, stored):
+    # The counterpart of `load_ragged`.
+    if ((address & 15) == 0) & (count % {together} == 0):
+        pointer = tl.multiple_of(address.to(tl.pointer_type(stored.dtype)), 16)
+        tl.store(pointer + lanes, stored, mask=lanes < count // {together} * {together})
+    else:
+        tl.store(address.to(tl.pointer_type(stored.dtype)) + lanes, stored, mask=lanes < count)
+
+
+@triton.jit
+def step_ragged(
+    chunks, segments, pointers, scalars, counts, enabled,
+    BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+):
+    # The same step of the other chunks: of at most BLOCK elements, wherever they begin.
+    #
+    # chunks: the entry_index and the segment of each chunk, its first element, and the one after its last.
+    # The other tables are those of `step`.
+    chunk = tl.program_id(0).to(tl.int64)
+{ragged_chunk}
+{inputs_of_chunk}
+    count = tl.where(tl.load(enabled) != 0, end - start, 0).to(tl.int32)
+{lanes}
+    index = first_index + lanes
+{ragged_loads}
+    if {ptx}:
+        {outputs} = fused_step_ptx(
+            {ragged_arguments}, PTX
         )
+    else:
+        {outputs} = fused_step(
+            {ragged_arguments}, 0
+        )
+{ragged_stores}
 """
 
 
@@ -304,21 +348,17 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
-    addresses = [f"{name}_address" for name in tensors]
+    columns = segment_columns(spec)
 
-    chunk_lookups = _load_chunk_inputs(spec, scalars)
+    inputs_of_chunk = _load_chunk_inputs(spec, scalars)
+    inputs_of_chunk.append("first_index = (start + shift).to(tl.int32)")
     if keys:
         # Step counts are those before this step, which counts from 1.
         key_inputs = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
         key_inputs += [f"{name}.to(tl.int32)" for name in spec.stream_names]
-        chunk_lookups.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
+        inputs_of_chunk.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
 
-    def stores(masked: bool) -> str:
-        values = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
-        masks = {name: "block_mask" if name in spec.per_block_tensors else "mask" for name in values}
-        ends = {name: f", mask={mask}" if masked else "" for name, mask in masks.items()}
-        return indent(8, [f"tl.store({name}_ptr, {value}{ends[name]})" for name, value in values.items()])
-
+    stored = {name: _STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
     inputs = [*tensors, *scalars, "index", *keys]
     traced, integers = "`fused_step` in step/fused_step.py", integer_inputs(spec)
     formulas = _render_formula("fused_step", traced, inputs, trace(spec), TritonRenderer(), integers)
@@ -328,21 +368,61 @@ def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
         formulas += _render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
     return formulas + _STEP.format(
         arguments=arguments(inputs, 16),
-        chunk_inputs=arguments(["first_index", *addresses, *scalars, *keys], 12),
-        addresses=_aligned(spec, tensors),
+        chunk_inputs=arguments(["first_index", *(f"{name}_address" for name in tensors), *scalars, *keys], 12),
+        ptx="PTX" if inline else "0",
         outputs=", ".join(f"new_{name}" for name in output_tensors),
         n_pointers=len(tensors),
         n_scalars=len(scalars),
-        chunk_bounds=indent(4, _load_chunk_bounds(spec)),
-        chunk_lookups=indent(4, chunk_lookups),
+        chunk=indent(4, [*_load_row("chunks", "chunk", WHOLE_COLUMNS), *_load_row("segments", "segment", columns)]),
+        inputs_of_chunk=indent(4, inputs_of_chunk),
         lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
-        masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
-        ptx="PTX" if inline else "0",
-        aligned_loads=_load_elements(spec, tensors, masked=False),
-        aligned_stores=stores(masked=False),
-        masked_loads=_load_elements(spec, tensors, masked=True),
-        masked_stores=stores(masked=True),
+        loads=_load_elements(spec, tensors, masked=False),
+        stores=indent(8, [f"tl.store({name}_ptr, {value})" for name, value in stored.items()]),
+        together=_TOGETHER,
+        ragged_chunk=indent(4, _load_ragged_chunk(columns)),
+        ragged_loads=indent(4, _load_ragged(spec, inline)),
+        ragged_arguments=arguments(inputs, 12),
+        ragged_stores=indent(4, _store_ragged(spec, stored)),
     )
+
+
+_TOGETHER = 8
+"""Elements of a thread that `step_ragged` loads and stores together: 128 bits of BF16."""
+
+
+def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
+    """Statements that look up a ragged chunk and what its segment says of it."""
+    known = [name for name in columns if name not in RAGGED_COLUMNS]
+    return _load_row("chunks", "chunk", RAGGED_COLUMNS) + _load_row("segments", "segment", columns, known)
+
+
+def _load_ragged(spec: StepSpec, inline: bool) -> list[str]:
+    """Statements that load the elements of a ragged chunk, FP32 or int32; with inline PTX, BF16 as it is stored."""
+    lines = []
+    for name, dtype in spec.tensors.items():
+        storage = f"tl.{_STORAGE[dtype]}"
+        if name in spec.per_block_tensors:
+            pointer = f"{name}_address.to(tl.pointer_type({storage})) + blocks"
+            lines.append(f"{name}_stored = tl.load({pointer}, mask=blocks * {BLOCK} < count, other=0)")
+        else:
+            lines.append(f"{name}_stored = load_ragged({name}_address, lanes, count, {storage})")
+    for name, dtype in spec.tensors.items():
+        value = _LOAD[dtype].format(f"{name}_stored")
+        as_stored = inline and dtype == torch.bfloat16
+        lines.append(f"{name} = {f'{name}_stored if PTX else {value}' if as_stored else value}")
+    return lines
+
+
+def _store_ragged(spec: StepSpec, stored: Mapping[str, str]) -> list[str]:
+    """Statements that store the new values of a ragged chunk: expressions by tensor."""
+    lines = []
+    for name, value in stored.items():
+        if name in spec.per_block_tensors:
+            pointer = f"{name}_address.to(tl.pointer_type(tl.{_STORAGE[spec.tensors[name]]})) + blocks"
+            lines.append(f"tl.store({pointer}, {value}, mask=blocks * {BLOCK} < count)")
+        else:
+            lines.append(f"store_ragged({name}_address, lanes, count, {value})")
+    return lines
 
 
 _TENSOR_SUM = """
@@ -389,9 +469,12 @@ def tensor_sum(
     chunks, segments, pointers, scalars, sums,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, PTX: tl.constexpr = 0
 ):
-    # The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each.
-{chunk_bounds}
-{chunk_lookups}
+    # The FP64 sum of `tensor_mean_term` over each chunk, which has CHUNK elements or ends with its segment. The tables
+    # are those of `step`, with {n_scalars} scalars each. TAIL: elements per iteration under a mask.
+    chunk = tl.program_id(0).to(tl.int64)
+{chunk}
+{inputs_of_chunk}
+    remaining = end - start
     if (remaining >= CHUNK) & ((({addresses}) & 15) == 0):
         tl.store(sums + chunk, sum_aligned_chunk(
             {chunk_inputs},
@@ -409,7 +492,7 @@ def _render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
     graph = trace_tensor_mean(spec)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
     used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
-    addresses = [f"{name}_address" for name in used_tensors]
+    addresses, columns = [f"{name}_address" for name in used_tensors], segment_columns(spec)
     inputs, traced = [*used_tensors, *used_scalars], "the algorithm's `tensor_mean` formula"
     formulas = _render_formula("tensor_mean_term", traced, inputs, graph, TritonRenderer(), spec.integer_tensors)
     for_ptx = convert_on_use(trace_tensor_mean(spec), spec)
@@ -419,8 +502,8 @@ def _render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
         chunk_inputs=arguments([*addresses, *used_scalars], 12),
         addresses=_aligned(spec, used_tensors),
         n_scalars=len(scalars),
-        chunk_bounds=indent(4, _load_chunk_bounds(spec)),
-        chunk_lookups=indent(4, _load_chunk_inputs(spec, scalars)),
+        chunk=indent(4, [*_load_row("chunks", "chunk", WHOLE_COLUMNS), *_load_row("segments", "segment", columns)]),
+        inputs_of_chunk=indent(4, _load_chunk_inputs(spec, scalars)),
         lanes=indent(4, _LANES_BY_BLOCK if spec.per_block_tensors else _LANES),
         masks=indent(8, _MASKS_BY_BLOCK if spec.per_block_tensors else _MASKS),
         aligned_loads=_load_elements(spec, used_tensors, masked=False),
@@ -428,18 +511,12 @@ def _render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
     )
 
 
-def _load_row(table: str, row: str, entries: Sequence[str]) -> list[str]:
-    """Statements that load one row of a table, each entry into a variable of its name."""
-    return [f"{entry} = tl.load({table} + {row} * {len(entries)} + {k})" for k, entry in enumerate(entries)]
-
-
-def _load_chunk_bounds(spec: StepSpec) -> list[str]:
-    """Statements that look up the program's chunk, its segment, and how many elements remain to the segment's end."""
+def _load_row(table: str, row: str, columns: Sequence[str], names: Collection[str] | None = None) -> list[str]:
+    """Statements that load one row of a table, each column into a variable of its name; with `names`, only these."""
     return [
-        "chunk = tl.program_id(0).to(tl.int64)",
-        *_load_row("chunks", "chunk", ["segment", "start"]),
-        *_load_row("segments", "segment", segment_columns(spec)),
-        "remaining = end - start",
+        f"{name} = tl.load({table} + {row} * {len(columns)} + {k})"
+        for k, name in enumerate(columns)
+        if names is None or name in names
     ]
 
 

@@ -19,7 +19,7 @@ def check_not_capturing() -> None:
     if is_capturing():
         raise RuntimeError(
             "a step can be captured in a graph only after one was taken outside it, with the same kind of parameters, "
-            "gradients and settings; take one (on a side stream), then capture"
+            "settings and gradients, their alignment in memory included; take one (on a side stream), then capture"
         )
 
 

@@ -54,11 +54,7 @@ class Segments:
 
     def chunks(self, size: int) -> Tensor:
         """The segments in chunks of at most `size` elements: `(segment, first element)`, int64 of shape (chunks, 2)."""
-        counts = (self.end - self.first + (size - 1)) // size
-        segment = torch.repeat_interleave(torch.arange(len(self.entry_index), device="cpu"), counts)
-        before = torch.cumsum(counts, 0) - counts
-        first = self.first[segment] + (torch.arange(len(segment), device="cpu") - before[segment]) * size
-        return torch.stack([segment, first], dim=1).contiguous()
+        return torch.stack(parts_of_runs(self.first, self.end, size), dim=1)
 
     def of_entries(self, entries: range) -> slice:
         """The positions of the segments of some consecutive entries."""
@@ -73,6 +69,20 @@ class Segments:
     def chunks_per_entry(self, chunks: Tensor, entries: int) -> Tensor:
         """The number of `chunks` of each of the `entries`; int64 of shape (entries) on the CPU."""
         return torch.bincount(self.entry_index[chunks[:, 0]], minlength=entries)
+
+
+def parts_of_runs(first: Tensor, end: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Divide runs of elements into parts of at most `size`; the run of each part, and its first element.
+
+    Args:
+        first: each run's first element; int64 on the CPU.
+        end: the element after its last.
+        size: of the parts.
+    """
+    counts = (end - first + (size - 1)) // size
+    run = torch.repeat_interleave(torch.arange(len(first), device="cpu"), counts)
+    before = torch.cumsum(counts, 0) - counts
+    return run, first[run] + (torch.arange(len(run), device="cpu") - before[run]) * size
 
 
 def sum_by_entry(chunk_sums: Tensor, chunks_per_entry: Tensor) -> Tensor:

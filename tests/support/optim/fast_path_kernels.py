@@ -1,4 +1,4 @@
-"""Kernels that divide and take roots by the fast paths in inline PTX, for comparisons with Triton's own."""
+"""Kernels with the inline PTX of a step: divisions, roots and random bits, for comparisons with Triton's own."""
 
 import importlib.util
 from pathlib import Path
@@ -17,6 +17,23 @@ def divide(a, b, inlined, exact, BLOCK: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def divide_above(a, b, floor, inlined, exact, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    numerator, denominator, least = tl.load(a + index), tl.load(b + index), tl.load(floor)
+    tl.store(inlined + index, {divide_above})
+    tl.store(exact + index, tl.div_rn(numerator, denominator))
+
+
+@triton.jit
+def random_sums(pattern, word, sums, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits, random = tl.load(pattern + index), tl.load(word + index)
+    count = tl.num_programs(0).to(tl.int64) * BLOCK
+    tl.store(sums + index, {lane_1})
+    tl.store(sums + count + index, {lane_2})
+
+
+@triton.jit
 def root(v, inlined, exact, BLOCK: tl.constexpr, PTX: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(v + index)
@@ -26,9 +43,15 @@ def root(v, inlined, exact, BLOCK: tl.constexpr, PTX: tl.constexpr):
 
 
 def fast_path_kernels(folder: Path) -> ModuleType:
-    """A module with the kernels `divide` and `root`, written to `folder`: Triton reads their source."""
+    """A module with these kernels, written to `folder`: Triton reads their source."""
     renderer = PtxRenderer()
-    calls = {"divide": renderer.divide("numerator", "denominator"), "root": renderer.sqrt_rn("value")}
+    calls = {
+        "divide": renderer.divide("numerator", "denominator"),
+        "divide_above": renderer.divide_above("numerator", "denominator", "least"),
+        "root": renderer.sqrt_rn("value"),
+        "lane_1": renderer.add_lane("bits", "random", 1),
+        "lane_2": renderer.add_lane("bits", "random", 2),
+    }
     source = "import triton\nimport triton.language as tl\n" + "".join(renderer.functions.values())
     file = folder / "fast_path_kernels.py"
     file.write_text(source + _KERNELS.format(**calls))

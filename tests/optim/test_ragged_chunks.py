@@ -1,0 +1,327 @@
+"""Ragged chunks of the `triton` backend: ends of tensors, and tensors on other than 16-byte boundaries."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec.optim.backends import triton_launch
+from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, divide
+from hf_lowprec.optim.step import graph_capture
+from tests.support.triton_available import require_triton
+
+require_triton()
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+BLOCK, CHUNK = 128, 256
+"""Of the tests, so that a tensor of a few hundred elements has several chunks; a warp's threads have one element."""
+LENGTHS = [length + k for length in (0, 8, 16, BLOCK, CHUNK) for k in (-8, -1, 0, 1, 7) if length + k >= 0]
+LENGTHS += [BLOCK + 8, 2 * CHUNK, 2 * CHUNK + 1, 777]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    for name, value in {"BLOCK": BLOCK, "CHUNK": CHUNK, "TAIL": BLOCK // 4}.items():
+        monkeypatch.setattr(triton_launch, name, value)
+
+
+class Launch:
+    """A launch of a step kernel: which kernel, and its table of chunks."""
+
+    def __init__(self, ragged: bool, table: torch.Tensor) -> None:
+        self.ragged = ragged
+        self.rows = table.tolist()
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[Launch]:
+    """All launches of step kernels."""
+    found: list[Launch] = []
+    real = triton_launch.kernels
+
+    class Recorded:
+        def __init__(self, kernel, ragged: bool):
+            self.kernel, self.ragged = kernel, ragged
+
+        def __getitem__(self, grid):
+            def launch(table, *arguments, **constants):
+                assert grid == (len(table),)
+                found.append(Launch(self.ragged, table))
+                self.kernel[grid](table, *arguments, **constants)
+
+            return launch
+
+    def kernels(spec):
+        step, ragged, tensor_sum = real(spec)
+        return triton_launch.Kernels(Recorded(step, False), Recorded(ragged, True), tensor_sum)
+
+    monkeypatch.setattr(triton_launch, "kernels", kernels)
+    return found
+
+
+def placed(values: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy on the device, `offset` elements after a boundary."""
+    room = torch.empty(values.numel() + 16, dtype=values.dtype, device=DEVICE)
+    assert room.data_ptr() % BOUNDARY == 0
+    return room[offset : offset + values.numel()].view(values.shape).copy_(values)
+
+
+def train(backend, lengths, steps=2, param_at=0, grad_at=0, states_at=0, dtype=BF16, cls=AdamW, **options):
+    """The tensors of some parameters after a few steps. The offsets, in elements, are numbers or one per parameter."""
+    generator = torch.Generator().manual_seed(1)
+
+    def at(offset, k):
+        return offset[k] if isinstance(offset, list) else offset
+
+    def numbers(shape):
+        return torch.randn(shape, generator=generator)
+
+    shapes = [length if isinstance(length, tuple) else (length,) for length in lengths]
+    params = [nn.Parameter(placed(numbers(shape).to(dtype), at(param_at, k))) for k, shape in enumerate(shapes)]
+    if cls is Muon:
+        options["matrices"] = params
+    optimizer = cls(params, lr=0.1, backend=backend, **options)
+    for step in range(steps):
+        for k, param in enumerate(params):
+            grad = numbers(param.shape) * 10.0 ** -(k % 5)
+            param.grad = placed(grad.to(dtype), at(grad_at, k))
+        optimizer.step()
+        if step == 0:
+            for k, param in enumerate(params):
+                state = optimizer.state[param]
+                for name in state:
+                    if name != "step":
+                        state[name] = placed(state[name], at(states_at, k))
+    return [
+        tensor.detach().cpu().clone()
+        for param in params
+        for tensor in (param, *(value for name, value in optimizer.state[param].items() if name != "step"))
+    ]
+
+
+def assert_bits_of_eager(lengths, **options) -> None:
+    """Steps of both backends give the same bits."""
+    for ours, expected in zip(train("triton", lengths, **options), train("eager", lengths, **options), strict=True):
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+        assert torch.equal(ours.view(integers), expected.view(integers))
+
+
+EVERY_OFFSET = list(range(1, 9))
+PLACES = {
+    "gradient": {"grad_at": EVERY_OFFSET},
+    "weight": {"param_at": EVERY_OFFSET},
+    "weight and gradient": {"param_at": EVERY_OFFSET, "grad_at": EVERY_OFFSET},
+    "all alike": {"param_at": EVERY_OFFSET, "grad_at": EVERY_OFFSET, "states_at": EVERY_OFFSET},
+    "each elsewhere": {"param_at": EVERY_OFFSET, "grad_at": EVERY_OFFSET[::-1], "states_at": 3},
+}
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_misaligned_tensors_of_every_offset(places, launches):
+    lengths = [2 * CHUNK + 3 * k for k in EVERY_OFFSET]
+    assert_bits_of_eager(lengths, **places)
+    # States are moved after the first step. Only tensors that begin alike have whole chunks between head and end.
+    whole = [len(launch.rows) for launch in launches[-2:] if not launch.ragged]
+    assert whole == (
+        [8 + 7] if places is PLACES["all alike"] else [2] if places is not PLACES["each elsewhere"] else []
+    )
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic", "split24"])
+def test_chunks_of_every_kind_of_length(rounding):
+    assert_bits_of_eager(LENGTHS, rounding=rounding)
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16])
+def test_other_dtypes(dtype):
+    assert_bits_of_eager([5, BLOCK + 4, CHUNK + 2, 2 * CHUNK + 9], dtype=dtype, grad_at=[0, 1, 2, 3])
+    assert_bits_of_eager(
+        [CHUNK + 9] * 4, dtype=dtype, param_at=[1, 2, 3, 4], grad_at=[1, 2, 3, 4], states_at=[1, 2, 3, 4]
+    )
+
+
+@pytest.mark.parametrize("rounding", ["split", "stochastic"])
+def test_states_in_8_bits(rounding):
+    shapes = [(1, 32), (5, 32), (3, 160), (CHUNK // 32, 32), (17, 32), (0, 32)]
+    options = {"rounding": rounding, "state_dtype": torch.int8}
+    assert_bits_of_eager(shapes, **options)
+    assert_bits_of_eager(shapes, grad_at=[1, 8, 3, 5, 4, 7], **options)
+    assert_bits_of_eager(shapes, param_at=[2, 0, 8, 1, 7, 0], **options)
+
+
+def test_tensors_without_elements(launches):
+    """As of experts that are elsewhere."""
+    shapes = [(0, 8), (3, 8), (0,), (2, 0, 4), (1,), (CHUNK,), (0, 0)]
+    assert_bits_of_eager(shapes, grad_at=[0, 1, 2, 3, 4, 0, 5])
+    assert all(launch.rows for launch in launches)
+
+
+def test_parts_of_a_group(launches, monkeypatch):
+    """Muon steps some entries of a group at a time: each part has its own chunks of both kinds."""
+    monkeypatch.setattr("hf_lowprec.optim.step.whole_tensor_quantities.CHUNK", 1000)
+    shapes = [(20, 20), (16, 16), (3, 5), (0, 4), (32, 32)]
+    assert_bits_of_eager(shapes, cls=Muon, grad_at=[0, 0, 1, 0, 2], steps=1)
+    entries = [sorted({row[0] for row in launch.rows}) for launch in launches if launch.ragged]
+    assert entries == [[4], [0, 2]]  # the largest matrix comes first
+    assert [len(launch.rows) for launch in launches if not launch.ragged] == [2]
+
+
+# What is in which table.
+
+
+def step_of(lengths, **options):
+    """The backend step of parameters with these lengths."""
+    params = [nn.Parameter(torch.zeros(length, dtype=BF16, device=DEVICE)) for length in lengths]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    with AdamW(params, backend="triton", **options).plan_step() as plan:
+        (step,) = plan.backend_steps
+        return step
+
+
+def check_division(group, pointers) -> None:
+    """Compare the chunks with the definition, element by element."""
+    spec, segments = group.spec, group.segments
+    whole, ragged = divide(spec, segments, pointers, CHUNK, BLOCK)
+    sizes = [dtype.itemsize for dtype in spec.tensors.values()]
+    placed_on = [k for k, name in enumerate(spec.tensors) if name not in spec.per_block_tensors]
+
+    def is_aligned(segment: int, element: int) -> bool:
+        entry = segments.entry_index[segment]
+        return all((int(pointers[entry, k]) + element * sizes[k]) % BOUNDARY == 0 for k in placed_on)
+
+    for segment, start in whole.tolist():
+        assert is_aligned(segment, start)
+    for entry, segment, start, end in ragged.tolist():
+        assert entry == segments.entry_index[segment]
+        assert 0 < end - start <= BLOCK
+    for rows, columns in ((whole, (0, 1)), (ragged, (1, 2))):  # in order, so that entries are slices
+        places = [tuple(row[k] for k in columns) for row in rows.tolist()]
+        assert places == sorted(places)
+    for segment in range(len(segments.first)):
+        first, end = int(segments.first[segment]), int(segments.end[segment])
+        parts = [(start, start + CHUNK, True) for of, start in whole.tolist() if of == segment]
+        parts += [(start, stop, False) for _, of, start, stop in ragged.tolist() if of == segment]
+        parts.sort()
+        assert [first, *(stop for _, stop, _ in parts)] == [*(start for start, _, _ in parts), end]
+        begin = next((k for k in range(first, min(first + 16, end)) if is_aligned(segment, k)), end)
+        begin = first if spec.per_block_tensors and begin > first else begin
+        expected = (end - begin) // CHUNK if is_aligned(segment, begin) and begin < end else 0
+        assert sum(is_whole for *_, is_whole in parts) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rounding": "split24"}, {"state_dtype": FP32}, {"rounding": "split", "state_dtype": torch.int8}]
+)
+def test_every_element_is_in_one_chunk(options):
+    lengths = [32 * k for k in (1, 2, 7, 8, 9, 16, 17, 40)] if options.get("state_dtype") == torch.int8 else LENGTHS
+    shapes = [(length // 32, 32) for length in lengths] if options.get("state_dtype") == torch.int8 else lengths
+    group = step_of(shapes, **options).fused_group
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([dtype.itemsize for dtype in group.spec.tensors.values()])
+    shape = (len(lengths), len(sizes))
+    for limit in (1, 2, 4, 16):  # more or less often alike
+        pointers = torch.randint(0, limit, shape, generator=generator) * sizes
+        pointers[::2] = torch.randint(0, limit, (len(lengths), 1), generator=generator)[::2] * sizes
+        pointers[::3, 1] = 2 * torch.randint(0, limit, (len(lengths),), generator=generator)[::3]
+        check_division(group, pointers + 2**46)
+
+
+def test_segments_inside_of_a_tensor():
+    """As of a tensor that is sharded by columns of odd length: every row is a segment, and all tensors begin alike."""
+    group = step_of([5 * (CHUNK + 77)]).fused_group
+    length = CHUNK + 77
+    starts = torch.arange(0, 5 * length, length)
+    group.segments.table = group.segments.table.repeat(5, 1)
+    group.segments.first, group.segments.end = starts, starts + length
+    group.segments.entry_index = torch.zeros(5, dtype=torch.int64)
+    pointers = torch.zeros(1, len(group.spec.tensors), dtype=torch.int64)
+    check_division(group, pointers)
+    whole, _ = divide(group.spec, group.segments, pointers, CHUNK, BLOCK)
+    assert len(whole) == 5
+
+
+def test_whole_aligned_chunks_and_no_others_go_to_their_kernel(launches):
+    lengths = [CHUNK, 3 * CHUNK, 2 * CHUNK + 1, CHUNK - 1, 2 * CHUNK, 5]
+    train("triton", lengths, steps=1, grad_at=[0, 0, 0, 0, 1, 0])
+    ragged, whole = launches
+    assert (ragged.ragged, whole.ragged) == (True, False)  # ragged chunks are launched first
+    assert [segment for segment, _ in whole.rows] == [0, 1, 1, 1, 2, 2]
+    counts = [sum(end - start for entry, _, start, end in ragged.rows if entry == k) for k in range(6)]
+    assert counts == [0, 0, 1, CHUNK - 1, 2 * CHUNK, 5]
+
+
+def test_one_launch_if_all_chunks_are_of_one_kind(launches):
+    train("triton", [CHUNK, 2 * CHUNK], steps=1)
+    assert [launch.ragged for launch in launches] == [False]
+    launches.clear()
+    train("triton", [1, CHUNK - 1, 3], steps=1)
+    assert [launch.ragged for launch in launches] == [True]
+
+
+def test_chunks_are_divided_again_only_if_the_alignment_has_changed(monkeypatch, launches):
+    divided = []
+    monkeypatch.setattr(triton_launch, "divide", lambda *arguments: divided.append(0) or divide(*arguments))
+    param = nn.Parameter(torch.zeros(2 * CHUNK, dtype=BF16, device=DEVICE))
+    optimizer = AdamW([param], backend="triton")
+    held = []
+    for offset in (0, 0, 1, 1, 1, 0, 0, 8):
+        held.append(param.grad)  # so that no gradient has the memory of the one before
+        param.grad = placed(torch.ones(2 * CHUNK, dtype=BF16), offset)
+        optimizer.step()
+    assert [launch.ragged for launch in launches] == [False, False, True, True, True, False, False, False]
+    assert len(divided) == 3
+    assert len({grad.data_ptr() for grad in held if grad is not None}) == len(held) - 1
+
+
+# CUDA graphs. Without a GPU, the capture is pretended.
+
+
+def test_a_capture_with_gradients_of_another_alignment_is_refused(monkeypatch):
+    step = step_of([CHUNK, 5])
+    group = step.fused_group
+    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
+
+    def addresses(offset):
+        grads = [placed(torch.ones(CHUNK, dtype=BF16), offset), placed(torch.ones(5, dtype=BF16), 0)]
+        group.set_gradients(grads, [grad.data_ptr() for grad in grads])
+
+    addresses(0)
+    assert not step.is_loaded  # nothing has been stepped
+    step.run(range(2))
+    assert step.is_loaded
+    addresses(1)
+    assert not step.is_loaded
+    monkeypatch.setattr(graph_capture, "is_capturing", lambda: True)
+    group.device = torch.device("cuda")
+    with pytest.raises(RuntimeError, match="alignment in memory"):
+        graph_capture.check_capture([step], True)
+
+
+def test_a_graph_keeps_its_chunks():
+    """They are read at every replay, and used again by steps with their alignment."""
+    step = step_of([CHUNK, 5])
+    group = step.fused_group
+    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
+
+    def run(offset, capturing=False):
+        grads = [placed(torch.ones(CHUNK, dtype=BF16), offset), placed(torch.ones(5, dtype=BF16), 0)]
+        group.set_gradients(grads, [grad.data_ptr() for grad in grads])
+        with mock.patch.object(triton_launch, "is_capturing", lambda: capturing):
+            step.run(range(2))
+        step.release_tables()
+        return weakref.ref(step._step_chunks().ragged)
+
+    run(0)
+    kept = run(0, capturing=True)
+    first, second = run(1), run(2)
+    gc.collect()
+    assert kept() is not None
+    assert first() is None
+    assert second() is not None
+    assert run(0)() is kept()
