@@ -4,8 +4,8 @@ A hook on each parameter runs when its gradient is final: after autograd has add
 reduce-scatter of FSDP2, which calls the same hooks. Parameters are collected in a bucket. A full bucket is stepped like
 a model of its own, in at most two launches per spec, and its gradients are freed; `optimizer.step()` steps the rest. A
 step of some parameters has the bits of the ordinary step, because random bits depend on a parameter's number, its step
-count and the element alone. The newest gradient always waits for the next one or for `step()`, so that code which writes to
-the gradients in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
+count and the element alone. The newest gradient always waits for the next one or for `step()`, so that code which
+writes to the gradients in between, as `torch.nn.utils.clip_grad_norm_` does, finds one, and the write is noticed.
 
 DDP runs these hooks before it averages, so its communication hook hands over the means instead: see `take_means` and
 `integrations/release_after_reduction.py`.
