@@ -61,9 +61,12 @@ def run(command: Sequence[str], log: Path, seconds: float) -> Outcome:
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
     with log.open("w", encoding="utf-8") as file:
+        # A shell starts what ends in `&` with interrupts ignored, and children would inherit that.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(
             list(command), cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
+        signal.signal(signal.SIGINT, before)
         status: int | None = None
         try:
             status = process.wait(timeout=max(1.0, seconds))

@@ -1,5 +1,6 @@
 """The report of a GPU machine, as far as it goes without a GPU."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,15 @@ def test_children_are_stopped_as_well(tmp_path, time_is_over_with, monkeypatch):
     assert (tmp_path / "alive").stat().st_size == length
 
 
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def interrupts(request):
+    """What this process does when it is interrupted: shells let programs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_pytest_writes_its_record(tmp_path, time_is_over_with, monkeypatch):
     slow = f"open({str(tmp_path / 'slow test')!r}, 'w').close(); time.sleep(600)"
     (tmp_path / "test_both.py").write_text(f"import time\ndef test_quick(): pass\ndef test_slow(): {slow}\n")
