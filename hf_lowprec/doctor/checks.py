@@ -19,7 +19,7 @@ from hf_lowprec.doctor.tiny_training import STEPS, train, training_arguments
 from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c_compiler import CompilerError
-from hf_lowprec.optim.backends.triton_launch import TritonError
+from hf_lowprec.optim.backends.triton_availability import TritonError
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.reduction import BucketAverager, check_replicas
 from hf_lowprec.rounding import MODES

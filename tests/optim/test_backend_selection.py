@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.backends import triton_launch as triton_backend
+from hf_lowprec.optim.backends import selection, triton_availability, triton_launch
 from hf_lowprec.optim.backends.eager import EagerStep
 
 GPU = torch.cuda.is_available()
@@ -45,14 +44,14 @@ def test_auto_on_a_gpu_without_a_working_triton_warns_and_is_eager(monkeypatch):
     """As on an image without a C compiler, where Triton cannot build its launcher."""
 
     def cannot(fused_group):
-        raise triton_backend.TritonError("no compiler")
+        raise triton_availability.TritonError("no compiler")
 
-    monkeypatch.setattr(triton_backend, "supports_bfloat16", lambda device: True)
-    monkeypatch.setattr(triton_backend, "check_available", lambda device=None: None)
-    monkeypatch.setattr(triton_backend, "TritonStep", cannot)
+    monkeypatch.setattr(triton_availability, "supports_bfloat16", lambda device: True)
+    monkeypatch.setattr(triton_availability, "check_available", lambda device=None: None)
+    monkeypatch.setattr(triton_launch, "TritonStep", cannot)
     monkeypatch.setattr(selection, "_warned", set())
     gpu = torch.device("cuda", 0)
     with pytest.warns(RuntimeWarning, match="'eager' backend on cuda:0, with the same results: no compiler"):
         assert type(selection.build_backend_step("auto", SimpleNamespace(device=gpu))) is EagerStep
-    with pytest.raises(triton_backend.TritonError, match="no compiler"):
+    with pytest.raises(triton_availability.TritonError, match="no compiler"):
         selection.build_backend_step("triton", SimpleNamespace(device=gpu))

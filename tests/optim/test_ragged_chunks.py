@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, Muon
-from hf_lowprec.optim.backends import triton_launch
+from hf_lowprec.optim.backends import triton_launch, triton_tables
 from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, divide
 from hf_lowprec.optim.step import graph_capture
 from tests.support.triton_available import require_triton
@@ -266,7 +266,7 @@ def test_one_launch_if_all_chunks_are_of_one_kind(launches):
 
 def test_chunks_are_divided_again_only_if_the_alignment_has_changed(monkeypatch, launches):
     divided = []
-    monkeypatch.setattr(triton_launch, "divide", lambda *arguments: divided.append(0) or divide(*arguments))
+    monkeypatch.setattr(triton_tables, "divide", lambda *arguments: divided.append(0) or divide(*arguments))
     param = nn.Parameter(torch.zeros(2 * CHUNK, dtype=BF16, device=DEVICE))
     optimizer = AdamW([param], backend="triton")
     held = []
@@ -312,10 +312,11 @@ def test_a_graph_keeps_its_chunks():
     def run(offset, capturing=False):
         grads = [placed(torch.ones(CHUNK, dtype=BF16), offset), placed(torch.ones(5, dtype=BF16), 0)]
         group.set_gradients(grads, [grad.data_ptr() for grad in grads])
-        with mock.patch.object(triton_launch, "is_capturing", lambda: capturing):
+        with mock.patch.object(triton_tables, "is_capturing", lambda: capturing):
             step.run(range(2))
+            chunks = step._step_inputs().chunks
         step.release_tables()
-        return weakref.ref(step._step_chunks().ragged)
+        return weakref.ref(chunks.ragged)
 
     run(0)
     kept = run(0, capturing=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import triton_launch as triton_backend
+from hf_lowprec.optim.backends import triton_tables
 from hf_lowprec.optim.step.fused_step import fused_step
 from tests.support.triton_available import require_triton
 
@@ -196,8 +197,8 @@ def test_a_checkpoint_crosses_from_capturable_to_not_and_back():
 
 def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
     """Uploads are copies, as on a device: what is there must be sent again when an address has changed."""
-    upload = triton_backend._upload
-    monkeypatch.setattr(triton_backend, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
+    upload = triton_tables._upload
+    monkeypatch.setattr(triton_tables, "_upload", lambda device, *tables: [t.clone() for t in upload(device, *tables)])
     moving, still = make([(40,)]), make([(40,)])
     options = {"lr": 0.1, "backend": "triton", "capturable": True, "first_parameter": 0}
     optimizers = [AdamW(params, **options) for params in (moving, still)]
@@ -215,8 +216,8 @@ def test_deferred_pointers_follow_gradients_that_move(monkeypatch):
 def test_static_tables_are_sent_once(monkeypatch):
     """Segments and chunks go to the device with the first step; pointers, scalars and counts with every step."""
     sent = []
-    upload = triton_backend._upload
-    monkeypatch.setattr(triton_backend, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
+    upload = triton_tables._upload
+    monkeypatch.setattr(triton_tables, "_upload", lambda *tables: sent.append(len(tables) - 1) or upload(*tables))
     params = make([(40,), (7,)])
     optimizer = AdamW(params, backend="triton", max_grad_norm=1.0)
     for _ in range(3):

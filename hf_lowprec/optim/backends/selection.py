@@ -8,7 +8,7 @@ from typing import get_args
 
 import torch
 
-from hf_lowprec.optim.backends import eager, native, triton_launch
+from hf_lowprec.optim.backends import eager, native, triton_availability, triton_launch
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
 from hf_lowprec.optim.shared_keywords import Backend
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -27,7 +27,7 @@ def check_backend(backend: str) -> None:
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; valid are {', '.join(map(repr, get_args(Backend)))}")
     if backend == "triton":
-        triton_launch.check_available()
+        triton_availability.check_available()
     if backend == "native":
         require_compiler()
 
@@ -50,7 +50,7 @@ def build_backend_step(backend: str, fused_group: FusedGroup) -> BackendStep:
     if name == "triton":
         try:
             return triton_launch.TritonStep(fused_group)
-        except triton_launch.TritonError as error:
+        except triton_availability.TritonError as error:
             if backend == "triton":
                 raise
             _warn_once(str(fused_group.device), error)
@@ -75,13 +75,13 @@ def expected_backend(backend: str, device: torch.device) -> str:
     check: Callable[[], object]
     if device.type == "cpu":
         name, check = "native", require_compiler
-    elif triton_launch.supports_bfloat16(device):
-        name, check = "triton", triton_launch.check_available
+    elif triton_availability.supports_bfloat16(device):
+        name, check = "triton", triton_availability.check_available
     else:
         return "eager"
     try:
         check()
-    except (CompilerError, triton_launch.TritonError) as error:
+    except (CompilerError, triton_availability.TritonError) as error:
         _warn_once("the CPU" if device.type == "cpu" else str(device), error)
         return "eager"
     return name
