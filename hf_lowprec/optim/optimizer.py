@@ -7,6 +7,7 @@ checkpoints are written here and below, once for all algorithms.
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, TypeVar, cast
@@ -18,13 +19,15 @@ from hf_lowprec.optim import parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release import GradientRelease
+from hf_lowprec.optim.private_torch_apis import without_torch_function
 from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.state_dict import check_and_load
 from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
-from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, replace_bucket_views
+from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
+from hf_lowprec.optim.step.fingerprint import params_of
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
@@ -254,8 +257,11 @@ class LowPrecisionOptimizer(Algorithm):
         for group in self.param_groups:
             group["rounding"] = mode_name(group["rounding"])
 
-    def _plan_with_gradients(self, limit: float | None) -> StepPlan:
-        """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed."""
+    def _plan_with_gradients(self, limit: float | None, norm_only: bool = False) -> StepPlan:
+        """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed.
+
+        For the norm of the gradients (`norm_only`), changes of weights and states do not count.
+        """
         if self.release is not None:
             raise RuntimeError(
                 "gradient_release=True steps parameters during the backward pass, so there is no step of all "
@@ -264,7 +270,7 @@ class LowPrecisionOptimizer(Algorithm):
         if self._plan is None:
             check_not_capturing()
             self.run_first_step_checks()
-        self._plan = self._updated_plan(self._plan, limit is not None)
+        self._plan = self._updated_plan(self._plan, limit is not None, norm_only=norm_only)
         return self._plan
 
     def run_first_step_checks(self) -> None:
@@ -295,15 +301,17 @@ class LowPrecisionOptimizer(Algorithm):
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 
-    def _updated_plan(self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None) -> StepPlan:
+    def _updated_plan(
+        self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
+    ) -> StepPlan:
         """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
         try:
-            if plan is None or not plan.collect_gradients(self, clipped, only):
+            if plan is None or not plan.collect_gradients(self, clipped, only, norm_only):
                 check_not_capturing()
                 earlier, plan = plan, StepPlan(self, clipped, only)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
-                plan.collect_gradients(self, clipped, only)
+                plan.collect_gradients(self, clipped, only, norm_only)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
             check_capture(plan.backend_steps, self.capturable)
@@ -397,18 +405,18 @@ class LowPrecisionOptimizer(Algorithm):
 
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
-        self._clipping.match(self._gradients())
-        if max_norm is not None and not self._clipping.clips:
-            for group in self.param_groups:
-                replace_bucket_views(group["params"])
         grads = self._gradients()
+        self._clipping.match(grads)
+        if max_norm is not None and not self._clipping.clips and has_views(grads):
+            replace_bucket_views(params_of(self))
+            grads = self._gradients()
         self._check_groups()
-        with self._plan_with_gradients(self._clipping.limit(self.max_grad_norm, max_norm)) as plan:
+        with self._plan_with_gradients(self._clipping.limit(self.max_grad_norm, max_norm), norm_only=True) as plan:
             return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
 
     def _gradients(self) -> list[Tensor]:
-        maybe = [param.grad for group in self.param_groups for param in group["params"]]
-        return [grad for grad in maybe if grad is not None]
+        with without_torch_function():
+            return [grad for grad in map(operator.attrgetter("grad"), params_of(self)) if grad is not None]
 
     @_never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, Muon
+from hf_lowprec.optim import AdamW, Muon, gradient_buckets
 from hf_lowprec.optim.backends import triton_launch, triton_tables
-from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, divide
+from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, alignment, divide
 from hf_lowprec.optim.step import graph_capture
 from tests.support.triton_available import require_triton
 
@@ -277,6 +277,45 @@ def test_chunks_are_divided_again_only_if_the_alignment_has_changed(monkeypatch,
     assert [launch.ragged for launch in launches] == [False, False, True, True, True, False, False, False]
     assert len(divided) == 3
     assert len({grad.data_ptr() for grad in held if grad is not None}) == len(held) - 1
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("parts", ["all at once", "parts of matrices", "released buckets"])
+def test_alignment_is_asked_once_per_step(parts, clipped, launches, monkeypatch):
+    """Not once per launch, nor for the norm. A released bucket is a step of its own."""
+    monkeypatch.setattr("hf_lowprec.optim.step.whole_tensor_quantities.CHUNK", CHUNK)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 2 * CHUNK)
+    asked = []
+    monkeypatch.setattr(triton_tables, "alignment", lambda pointers: asked.append(pointers) or alignment(pointers))
+    params = [nn.Parameter(torch.zeros(2, CHUNK // 2, dtype=BF16, device=DEVICE)) for _ in range(3)]
+    options = {"backend": "triton", "max_grad_norm": 1.0 if clipped else None}
+    if parts == "parts of matrices":
+        optimizer = Muon(params, matrices=params, **options)
+    elif parts == "released buckets":
+        optimizer = AdamW(params, gradient_release=True, clip="delayed" if clipped else "exact", **options)
+    else:
+        optimizer = AdamW(params, **options)
+    for _ in range(3):
+        asked.clear()
+        launches.clear()
+        optimizer.zero_grad()
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        assert len(launches) == (1 if parts == "all at once" else 3)
+        assert len(asked) == (3 if parts == "released buckets" else 1)
+
+
+def test_tables_that_are_released_within_a_step_are_made_anew(launches):
+    """As before matrices are stepped, because addresses in them have changed."""
+    step = step_of([CHUNK])
+    group = step.fused_group
+    group.compute_scalars(AdamW([nn.Parameter(torch.zeros(1))]).scalars)
+    for offset in (0, 1):
+        grad = placed(torch.ones(CHUNK, dtype=BF16), offset)
+        group.set_gradients([grad], [grad.data_ptr()])
+        step.run(range(1))
+        step.release_tables()
+    assert [launch.ragged for launch in launches] == [False, True]
 
 
 # CUDA graphs. Without a GPU, the capture is pretended.

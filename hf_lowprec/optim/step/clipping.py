@@ -66,6 +66,12 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def has_views(grads: Sequence[Tensor]) -> bool:
+    """Return whether some gradients are views, as those in DDP's buckets are."""
+    with without_torch_function():
+        return any(map(Tensor._is_view, grads))
+
+
 def replace_bucket_views(params: Iterable[Tensor]) -> None:
     """Replace every gradient that is a view by another view of the same memory, before it is clipped.
 

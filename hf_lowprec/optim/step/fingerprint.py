@@ -73,29 +73,49 @@ class Fingerprint:
         self._contiguous = list(map(Tensor.is_contiguous, stepped))
         self._addresses = list(map(Tensor.data_ptr, self._parts(self._tensors)))
 
-    def gradients(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None) -> GradientParts | None:
+    def gradients(
+        self, optimizer: Algorithm, clipped: bool, only: Set[int] | None, norm_only: bool = False
+    ) -> GradientParts | None:
         """The gradients of the stepped parameters, in their order, if nothing has changed, else None.
 
         These may have changed: parameter groups, parameters, which of them have gradients; types, dtypes, shapes and
-        placements of gradients; dtypes, shapes and contiguity of parameters; states that were replaced; addresses of
-        parameters and states; settings that shape the arithmetic.
+        placements of gradients; settings that shape the arithmetic; and, unless `norm_only`, dtypes, shapes and
+        contiguity of parameters; states that were replaced; addresses of parameters and states.
 
-        The arguments are those of the constructor.
+        Args:
+            optimizer: as the constructor's, like the next two.
+            clipped: see there.
+            only: see there.
+            norm_only: whether only the norm of the gradients is computed, for which weights and states do not matter.
         """
         if self._only != only or self._settings != _settings(optimizer, clipped):
             return None
         if not (
             _are_same(optimizer.param_groups, self._groups)
             and _are_same(params_of(optimizer), self._params)
-            and _are_same(self._current_states(optimizer), self._optimizer_states)
-            and _are_same(list(chain.from_iterable(map(dict.values, self._dictionaries))), self._state_values)
+            and (norm_only or self._has_same_states(optimizer))
         ):
             return None
         with without_torch_function():
-            return self._gradients_if_unchanged()
+            gradients = self._gradients_if_unchanged()
+            return gradients if norm_only or self._weights_and_states_are_unchanged() else None
+
+    def _has_same_states(self, optimizer: Algorithm) -> bool:
+        """Return whether the states are the same objects."""
+        return _are_same(self._current_states(optimizer), self._optimizer_states) and _are_same(
+            list(chain.from_iterable(map(dict.values, self._dictionaries))), self._state_values
+        )
+
+    def _weights_and_states_are_unchanged(self) -> bool:
+        """Return whether parameters have their layout, and parameters and states their memory."""
+        return (
+            list(map(_LAYOUT, self._stepped)) == self._param_layouts
+            and list(map(Tensor.is_contiguous, self._stepped)) == self._contiguous
+            and list(map(Tensor.data_ptr, self._parts(self._tensors))) == self._addresses
+        )
 
     def _gradients_if_unchanged(self) -> GradientParts | None:
-        """The gradients, if none of the tensors has changed."""
+        """The gradients, if they are of the same kinds."""
         grads = list(map(_GRAD, self._stepped))
         if list(map(type, grads)) != self._grad_types or any(
             map(operator.is_not, map(_GRAD, self._without_grad), repeat(None))
@@ -104,12 +124,7 @@ class Fingerprint:
         if self._sharded and not self._are_placed_alike(grads):
             return None
         parts = self._parts(grads)
-        if (
-            list(map(_LAYOUT, parts)) != self._grad_layouts
-            or list(map(_LAYOUT, self._stepped)) != self._param_layouts
-            or list(map(Tensor.is_contiguous, self._stepped)) != self._contiguous
-            or list(map(Tensor.data_ptr, self._parts(self._tensors))) != self._addresses
-        ):
+        if list(map(_LAYOUT, parts)) != self._grad_layouts:
             return None
         try:
             return GradientParts(parts, list(map(Tensor.data_ptr, parts)))

@@ -162,8 +162,16 @@ class StepPlan:
             self.contiguous_copies.append(ContiguousCopy(tensor, dense))
         return dense
 
-    def collect_gradients(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None) -> bool:
-        """Give every entry its gradient for the coming step. The arguments are those of the constructor.
+    def collect_gradients(
+        self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
+    ) -> bool:
+        """Give every entry its gradient for the coming step, or for the norm before it.
+
+        Args:
+            optimizer: as the constructor's, like the next two.
+            clipped: see there.
+            only: see there.
+            norm_only: whether only the norm of the gradients is computed. Weights and states are not looked at.
 
         Returns:
             False if something that the plan was built on has changed, see `fingerprint.py`.
@@ -171,7 +179,7 @@ class StepPlan:
         Raises:
             RuntimeError: the memory of a gradient was freed.
         """
-        gradients = self._fingerprint.gradients(optimizer, clipped, only)
+        gradients = self._fingerprint.gradients(optimizer, clipped, only, norm_only)
         if gradients is None:
             return False
         parts, addresses = gradients
@@ -187,8 +195,9 @@ class StepPlan:
             end = first + len(fused_group.entries)
             fused_group.set_gradients(parts[first:end], addresses[first:end])
             first = end
-        for strided in self.contiguous_copies:
-            strided.copy.copy_(strided.original)
+        if not norm_only:
+            for strided in self.contiguous_copies:
+                strided.copy.copy_(strided.original)
         return True
 
     def copy_back(self) -> None:
