@@ -212,31 +212,36 @@ def add_group(optimizer, params):
     params.append(extra)
 
 
-CHANGES = [
+CHANGES_OF_TENSORS = [
     *(replace_state, replace_state_data, fill_state, forget_state, set_count, raise_count, move_weight, swap_in_place),
-    *(widen_state, change_lr, change_betas, change_seed, change_rounding, change_limit, add_group),
-    *(replace_group, replace_param, transpose_weight),
+    *(widen_state, transpose_weight),
+]
+CHANGES = [
+    *CHANGES_OF_TENSORS,
+    *(change_lr, change_betas, change_seed, change_rounding, change_limit, add_group, replace_group, replace_param),
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_steps_counts(change, any_backend):
-    """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
-
-    def gradients(params, step):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-
+def trained(backend) -> tuple[list[nn.Parameter], AdamW]:
+    """Parameters in two groups, after three steps."""
     params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3)]
     params.append(nn.Parameter(torch.linspace(-1, 1, 36).bfloat16().view(6, 6)))
     groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.2}]
-    optimizer = AdamW(groups, backend=any_backend)
+    optimizer = AdamW(groups, backend=backend)
     for step in range(3):
-        gradients(params, step)
+        give_gradients(params, step)
         optimizer.step()
-    change(optimizer, params)
+    return params, optimizer
 
+
+def give_gradients(params, step) -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+
+
+def handed_everything(optimizer, params) -> tuple[list[nn.Parameter], AdamW]:
+    """Copies of the parameters, and a new optimizer with copies of the states."""
     copies = [nn.Parameter(param.detach().clone().contiguous()) for param in params]
     others = iter(copies)
     anew = [{**group, "params": [next(others) for _ in group["params"]]} for group in optimizer.param_groups]
@@ -246,15 +251,47 @@ def test_a_change_between_steps_counts(change, any_backend):
             other.state[twin] = {name: value.clone() for name, value in optimizer.state[param].items()}
         if param in optimizer.dithered:
             other.dithered.add(twin)
-    for step in range(3, 6):
-        gradients(params, step)
-        gradients(copies, step)
-        optimizer.step()
-        other.step()
+    return copies, other
+
+
+def assert_equal(params, optimizer, copies, other) -> None:
     for param, twin in zip(params, copies, strict=True):
         assert torch.equal(param, twin)
         for name, value in other.state[twin].items():
             assert torch.equal(optimizer.state[param][name], value), name
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_between_steps_counts(change, any_backend):
+    """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
+    params, optimizer = trained(any_backend)
+    change(optimizer, params)
+    copies, other = handed_everything(optimizer, params)
+    for step in range(3, 6):
+        for each, tensors in ((optimizer, params), (other, copies)):
+            give_gradients(tensors, step)
+            each.step()
+    assert_equal(params, optimizer, copies, other)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_TENSORS, ids=lambda change: change.__name__)
+def test_a_change_before_or_after_clipping_counts(change, any_backend):
+    """The norm looks at gradients alone; the step notices what has become of weights and states."""
+    params, optimizer = trained(any_backend)
+    for step, is_after in ((3, True), (4, False), (5, True)):
+        give_gradients(params, step)
+        if is_after:
+            norm = optimizer.clip_grad_norm_(1.0)
+        change(optimizer, params)
+        copies, other = handed_everything(optimizer, params)
+        give_gradients(copies, step)
+        expected = other.clip_grad_norm_(1.0)
+        if not is_after:
+            norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        other.step()
+        assert torch.equal(norm, expected)
+        assert_equal(params, optimizer, copies, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
