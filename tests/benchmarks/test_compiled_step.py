@@ -79,7 +79,7 @@ import functools, sys, triton
 from unittest import mock
 import benchmarks.compiled_step as script
 from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.codegen.triton_source import TritonRenderer
+from hf_lowprec.optim.codegen.triton_renderer import TritonRenderer
 original = triton.compile
 def compile_(*args, fusion, options, **kwargs):
     return original(*args, options={{**options, "enable_fp_fusion": fusion}}, **kwargs)
