@@ -6,6 +6,7 @@ of the optimizer call both, so what is measured is what really happened, whateve
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
@@ -111,7 +112,6 @@ class PrecisionMonitor:
         self._last: StepPrecision | None = None
         self._running: _Measurement | None = None
         self._finished: _Measurement | None = None
-        self._decay_measured_at: int | None = None
         self._begun = False
         self._watch_parameters()
         if self._release is not None:
@@ -178,6 +178,7 @@ class PrecisionMonitor:
         params, names = self._watched.params, self._watched.names
         self._gradients = GradientRecord(names, params, self.model)
         self._decay = torch.zeros(len(params), len(SLOPE_SUMS), dtype=torch.float64)
+        self._decay_measured_at: int | None = None
         self._blocks: dict[Any, ParameterBlock] = {}
 
     # The hooks.
@@ -196,7 +197,9 @@ class PrecisionMonitor:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1:  # a subclass that calls its parent's `step`, which has the hooks as well
+        if self._depth > _methods_of_a_step(type(optimizer)):  # an earlier step has raised and not run its last hooks
+            self._depth = 1
+        if self._depth > 1:
             return
         if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
             # A closure computes the gradients only now.
@@ -234,13 +237,12 @@ class PrecisionMonitor:
         self._finished, self._last = None, None
         if has_closure or _is_capturing():
             return
-        groups = self.optimizer.param_groups
-        if len(self._watched.params) != sum(len(group["params"]) for group in groups):
+        if not self._watched.are_current():
             self._watch_parameters()
         number = self.steps + 1 if self._number is None else self._number
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
-        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
+        rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
         self._running = _Measurement(number, with_decay, rates, self._gradients.look())
         if with_decay:
             self._decay_measured_at = self.steps
@@ -416,6 +418,12 @@ class _Measurement:
         self.stepped: set[int] = set()
         self.results: list[tuple[list[int], Tensor]] = []
         self.enabled: Tensor | None = None
+
+
+def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:
+    """How many methods a step may consist of, each of which runs the hooks: `step` may call that of a parent class."""
+    methods = {inspect.unwrap(vars(base)["step"]) for base in cls.__mro__ if "step" in vars(base)}
+    return len(methods - {torch.optim.Optimizer.step})
 
 
 def _is_capturing() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -45,6 +46,11 @@ class WatchedParameters:
         self.first_compensations: dict[int, Tensor] = {}
         for rows in self.alike(range(len(self.params))):
             self.first_weights |= self._samples(rows, [local_shard(self.params[row]) for row in rows])
+
+    def are_current(self) -> bool:
+        """Return whether the optimizer still has the same parameters in the same order."""
+        current = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return len(current) == len(self.params) and all(map(operator.is_, current, self.params))
 
     def alike(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
         """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""

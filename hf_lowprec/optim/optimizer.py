@@ -301,6 +301,7 @@ class LowPrecisionOptimizer(Algorithm):
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 
+    @torch.no_grad()
     def _updated_plan(
         self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
     ) -> StepPlan:
@@ -403,6 +404,7 @@ class LowPrecisionOptimizer(Algorithm):
             return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
 
+    @torch.no_grad()
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
         grads = self._gradients()

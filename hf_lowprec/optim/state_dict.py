@@ -96,18 +96,14 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
         for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
-            if number not in states:
-                continue
-            if foreign is not None:
-                states[number] = foreign.state(param, saved, states[number], f"parameter {number}")
-            if foreign is not None and not states[number]:
-                del states[number]
-                continue
-            if foreign is not None:
-                states[number] = rounded_to_nearest(optimizer, prepared, param, states[number])
-            else:
-                check_codes(names_saved_in_8_bits(saved, position), states[number], f"parameter {number}")
-            _check_state(optimizer, param, prepared, states[number], f"parameter {number}")
+            state, owner = states.pop(number, None), f"parameter {number}"
+            if state and foreign is not None:
+                state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
+            elif state:
+                check_codes(names_saved_in_8_bits(saved, position), state, owner)
+            if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
+                _check_state(optimizer, param, prepared, state, owner)
+                states[number] = state
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)

@@ -206,6 +206,16 @@ def test_parameters_without_gradients_and_groups_that_change():
     assert len(measured(optimizer, monitor=monitor).by_tensor) == 3
 
 
+@pytest.mark.parametrize("cls", [hf_lowprec.SGD, torch.optim.SGD])
+def test_a_parameter_that_is_replaced(cls):
+    optimizer = cls([weights(), weights()], lr=2.0**-8)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    measured(optimizer, monitor=monitor)
+    optimizer.param_groups[0]["params"][1] = weights(2.0, count=64)
+    ratios = [numbers["update_to_weight"] for numbers in measured(optimizer, monitor=monitor).by_tensor.values()]
+    assert ratios == pytest.approx([2.0**-8, 2.0**-9], rel=0.01)  # the first weight is a spacing below 1 by now
+
+
 def test_fp32_weights_are_measured_only_on_request():
     for dtypes, there in (((torch.bfloat16,), False), ((torch.float32,), True)):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(64))], lr=1e-3)
@@ -235,11 +245,15 @@ def test_a_closed_monitor_is_gone():
     assert gone() is None
 
 
-def test_a_subclass_that_calls_its_parents_step_is_measured_once():
-    class Twice(torch.optim.SGD):
-        def step(self, closure=None):
-            return super().step(closure)
+class Twice(torch.optim.SGD):
+    """Both its own `step` and its parent's run hooks, once an optimizer of each class was built."""
 
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_subclass_that_calls_its_parents_step_is_measured_once():
+    torch.optim.SGD([weights()])
     optimizer = Twice([weights()], lr=2.0**-7 / 10)
     monitor = hf_lowprec.PrecisionMonitor(optimizer)
     assert measured(optimizer, monitor=monitor).by_kind["all"]["lost_updates"] == 1
@@ -253,3 +267,14 @@ def test_an_optimizer_that_chooses_its_learning_rate_is_watched():
     precision = measured(optimizer)
     assert precision.learning_rate is None
     assert precision.by_kind["all"]["changed"] == 1  # its first rate is 0.01, more than a spacing below 1
+
+
+@pytest.mark.parametrize("cls", [hf_lowprec.SGD, torch.optim.SGD, Twice])
+def test_measurements_go_on_after_a_step_that_raised(cls):
+    torch.optim.SGD([weights()])
+    optimizer = cls([weights()], lr=2.0**-8)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, every=1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    step(optimizer)
+    assert monitor.steps == monitor.last.step == 1

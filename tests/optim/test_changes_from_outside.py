@@ -128,6 +128,21 @@ def test_a_conversion_that_leaves_no_state_in_another_dtype_is_not_said():
             each.step()
 
 
+def test_a_parameter_without_gradient_may_be_converted():
+    """It has no compensation before its first step in 16 bits."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = AdamW(params, lr=0.01, backend="eager")
+    for dtype in (torch.float32, torch.bfloat16):
+        for param in params:
+            param.data, param.grad = param.data.to(dtype), None
+            if dtype == torch.float32 or param is params[0]:
+                param.grad = torch.ones_like(param)
+        with warnings.catch_warnings(record=True) as caught:
+            optimizer.step()
+    assert "2 parameters were converted" in str(caught[0].message)
+    assert [optimizer.state[param]["step"] for param in params] == [2, 1]
+
+
 def test_a_compensation_for_an_fp32_parameter_is_refused():
     _, optimizer = stepped()
     uncast = AdamW([nn.Parameter(torch.zeros(8))], lr=0.01)

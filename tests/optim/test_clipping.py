@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import math
 import weakref
 
@@ -619,3 +620,22 @@ def test_a_limit_of_one_step_that_makes_no_sense_is_refused_by_its_name(value):
     params[0].grad = torch.ones(3)
     with pytest.raises(ValueError, match=r"^max_norm="):
         SGD(params, lr=1.0).clip_grad_norm_(value)
+
+
+def tensors_with_a_graph() -> set[int]:
+    return {id(found) for found in gc.get_objects() if type(found) is torch.Tensor and found.grad_fn is not None}
+
+
+@pytest.mark.parametrize("ask", [lambda optimizer: optimizer.clip_grad_norm_(1.0), AdamW.global_grad_norm])
+def test_no_graph_is_recorded(backend, ask):
+    """Neither of a parameter that is not contiguous and stepped as a copy, nor of gradients that have a graph."""
+    param = nn.Parameter(torch.ones(8, 4, device=device(backend), dtype=torch.bfloat16).t())
+    optimizer = AdamW([param], backend=backend)
+    before = tensors_with_a_graph()
+    for _ in range(2):
+        (param.grad,) = torch.autograd.grad(param.square().sum(), param, create_graph=True)
+        assert param.grad.grad_fn is not None
+        assert not ask(optimizer).requires_grad
+        optimizer.step()
+        param.grad = None
+    assert tensors_with_a_graph() <= before

@@ -166,6 +166,18 @@ def test_a_checkpoint_before_the_first_step_and_one_with_idle_parameters_load():
     assert_equal(resumed.state_dict(), fresh.state_dict())
 
 
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.AdamW])
+def test_a_look_at_the_state_of_an_idle_parameter_leaves_a_checkpoint_that_loads(cls):
+    """`optimizer.state` is a `defaultdict`, so the look creates an empty entry."""
+    looked_at, resumed = cls(parameters()), AdamW(parameters())
+    stepped, idle, _ = params_of(looked_at)
+    stepped.grad = torch.ones_like(stepped)
+    looked_at.step()
+    assert not looked_at.state[idle]
+    resumed.load_state_dict(looked_at.state_dict())
+    assert [param.shape for param in resumed.state] == [stepped.shape]
+
+
 def trained(cls=AdamW, shapes=None, **options) -> torch.optim.Optimizer:
     params = parameters() if shapes is None else [torch.nn.Parameter(torch.ones(s, dtype=BF16)) for s in shapes]
     optimizer = cls(params, **options)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
@@ -38,7 +39,7 @@ def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.devic
         kept: what `take_low_bits` has returned on this rank.
         device: where tensors are sent between ranks.
     """
-    params = dict(_named(model))
+    params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
     dtypes = {name: low.dtype for name, low in kept.items()}
     for name, dtype in gather_objects(dtypes, "preparing a model")[0].items():
         param = params[name]
@@ -52,4 +53,4 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, param in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
-        yield name.removeprefix("module."), param
+        yield name, param

@@ -47,10 +47,12 @@ from hf_lowprec.rounding import dtype_name
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"
     r"|optimizer_\d+$|pytorch_model|model.*\.safetensors|adapter_model\.|global_step|latest$|zero_to_fp32"
-    rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|checkpoint-is-incomplete|{re.escape(MANIFEST_NAME)}"
+    r"|(consolidated|tf_model|flax_model)\.|checkpoint-"
+    rf"|{re.escape(TRAINER_STATE_NAME)}$|training_args\.bin$|{re.escape(MANIFEST_NAME)}"
     rf"|{re.escape(PARAMETERS_NAME)}$|{re.escape(METRICS_NAME)}$|config\.json$|\.metadata$"
 )
-"""Files and folders of a checkpoint that an exported folder does not get, or that are written anew."""
+"""Files and folders of a checkpoint, or of the model that training started from, that an exported folder does not get,
+or that are written anew."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT = "default"
 """The adapter that PEFT saves in the folder itself; others have a folder of their own."""
@@ -345,7 +347,7 @@ def _copy_description(description: Path, folder: Path, skipped: Container[str]) 
     """Copy what a model folder has besides weights and configuration, such as the tokenizer, except `skipped`."""
     for path in sorted(description.iterdir()):
         target = folder / path.name
-        if path.name in skipped or _NOT_OF_A_MODEL.match(path.name) or target.exists():
+        if path.name in skipped or _NOT_OF_A_MODEL.match(path.name) or target.exists() or path.samefile(folder):
             continue
         shutil.copytree(path, target) if path.is_dir() else shutil.copyfile(path, target)
 

@@ -17,7 +17,7 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
     """Warn if parameters have changed their dtype, and have states in other dtypes than new states would have.
 
     Args:
-        optimizer: about to take a step; its states exist.
+        optimizer: about to take a step; the states of its parameters with a gradient exist.
         earlier_dtypes: parameter -> its dtype in the last step.
     """
     changed: list[tuple[Tensor, list[str]]] = []
@@ -25,9 +25,9 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
         for param in group["params"]:
             if earlier_dtypes.get(param, param.dtype) == param.dtype:
                 continue
-            state = optimizer.state[param]
-            states = optimizer.stored_states(group, param.dtype)
-            old = [each.name for each in states if state[each.name].dtype != new_state_dtype(each, group, param)]
+            existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
+            states = (each for each in optimizer.stored_states(group, param.dtype) if each.name in existing)
+            old = [each.name for each in states if existing[each.name].dtype != new_state_dtype(each, group, param)]
             if old:
                 changed.append((param, old))
     if changed:

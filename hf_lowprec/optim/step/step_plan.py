@@ -255,7 +255,6 @@ def _is_freed(part: Tensor, address: int) -> bool:
     return address == part.storage_offset() * part.element_size() and part.numel() > 0
 
 
-@torch.no_grad()  # `clip_grad_norm_` makes plans with gradients enabled
 def _initialized_state(
     optimizer: Algorithm, param: Tensor, group: ParamGroup, states: list[StateTensor], number: int
 ) -> dict[str, Any]:

@@ -364,6 +364,23 @@ def test_a_model_folder_replaces_what_the_checkpoint_lacks(checkpoint, tmp_path,
     assert (tmp_path / "out/tokenizer.json").exists()
 
 
+def test_weights_and_checkpoints_of_the_model_folder_are_not_copied(checkpoint, tmp_path):
+    start = tmp_path / "start"
+    llama().save_pretrained(start)
+    shutil.copytree(checkpoint, start / "checkpoint-500")
+    for name in ("consolidated.safetensors", "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack"):
+        (start / name).write_bytes(b"older weights")
+    hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out", model_folder=start)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_folder_inside_the_checkpoint(checkpoint):
+    hf_lowprec.export_checkpoint(checkpoint, checkpoint / "fp32")
+    written = {path.name for path in (checkpoint / "fp32").iterdir()}
+    assert written == {"config.json", "generation_config.json", "model.safetensors"}
+
+
 def test_trainer_is_not_needed_to_know_the_format(tmp_path):
     """A resumed run writes the names again, with those of its own parameters."""
     trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
