@@ -2,6 +2,7 @@
 PYTHON  ?= python3
 WORKERS ?= 2
 ARGS    ?=
+PINS    ?= -c constraints.txt
 
 BIN   := .venv/bin
 STAMP := .venv/.installed
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "make: '$(PYTHON)' has no venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "Installing hf_lowprec and its tools into .venv (torch included, so the first time takes minutes) ..."
 	@$(BIN)/python -c '' 2>/dev/null || "$(PYTHON)" -m venv --clear .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[all]'
 	@touch $@
 	@echo "Ready: $$($(BIN)/python -V), torch $$($(BIN)/python -c 'import torch; print(torch.__version__)')"
 

@@ -96,6 +96,8 @@ class ForeignFormat:
         converted = {name: value for name, value in self.states(dict(state), saved).items() if value is not None}
         if not converted:
             return {}
+        if _is_placeholder(converted.get("compensation"), param):
+            del converted["compensation"]
         if param.dtype == torch.float32 and "compensation" in converted:
             raise ValueError(
                 f"{where} of the state dict has a compensation, but is float32 here; when the weights are loaded, add "
@@ -123,6 +125,13 @@ def conversion_note(formats: Iterable[ForeignFormat | None], algorithm: str) -> 
         "are rounded to this optimizer's state_dtype"
         for library in libraries
     ]
+
+
+def _is_placeholder(compensation: Tensor | None, param: Tensor) -> bool:
+    """Return whether it is the one element that optimi's Triton kernels (0.3) get for a weight without compensation."""
+    if compensation is None or compensation.numel() != 1:
+        return False
+    return compensation.shape != param.shape or compensation.dtype not in (torch.bfloat16, torch.float16)
 
 
 def _check_plain(state: OptimizerState, where: str, library: str) -> None:
@@ -191,7 +200,7 @@ def _optimi_sgd(saved: ParamGroup, algorithm: str) -> ParamGroup:
 
 def _optimi_states(state: OptimizerState, saved: ParamGroup) -> OptimizerState:
     """optimi's compensation has the sign of ours: it adds it to the weight, and subtracts the weight's change."""
-    state = {name: value for name, value in state.items() if name not in ("group", "eps_sq")}
+    state = {name: value for name, value in state.items() if name not in ("group", "eps_sq", "mean_square")}
     state["compensation"] = state.pop("kahan_comp", None)
     if "step" in saved:
         state.setdefault("step", saved["step"])
@@ -214,7 +223,10 @@ def _optimi_sgd_states(state: OptimizerState, saved: ParamGroup) -> OptimizerSta
 
 
 _OPTIMI = frozenset(
-    {*("kahan_sum", "foreach", "gradient_release", "setup", "step", "beta1", "beta2"), *("decouple_lr", "max_lr")}
+    {
+        *("kahan_sum", "foreach", "triton", "gradient_release", "setup"),
+        *("step", "beta1", "beta2", "decouple_lr", "max_lr"),
+    }
 )
 
 FORMATS = (

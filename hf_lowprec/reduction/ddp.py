@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -168,7 +168,7 @@ class BucketAverager:
         received = self.scratch.get(f"received {self._parity}", shard_size * ranks, gradient)
         with explain_lost_rank(self.group):
             work = dist.all_to_all_single(received, padded, group=self.group, async_op=True)
-        return _ChunkInFlight(gradient, padded, received, work, on_complete)
+        return _ChunkInFlight(gradient, padded, received, cast(dist.Work, work), on_complete)
 
     def _average_and_start_all_gather(self, chunk: _ChunkInFlight) -> None:
         """Average the shard that this rank received and send it to all ranks."""

@@ -6,12 +6,11 @@ torch has no public API for these. `tests/reduction/test_private_torch_apis.py` 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 _IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
@@ -54,10 +53,13 @@ def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
     """
     return any(
         type(group._reduce_scatter_comm).__module__.startswith("torch.")
-        and group.mp_policy.reduce_dtype != torch.float32
-        and any(
-            param.requires_grad and param.itemsize == 2 and cast(DTensor, param).device_mesh.size() > 1
-            for param in (fsdp_param.sharded_param for fsdp_param in group.fsdp_params)
-        )
+        and any(map(_sums_in_16_bits, group.fsdp_params))
         for group in module._get_fsdp_state()._fsdp_param_groups
     )
+
+
+def _sums_in_16_bits(fsdp_param: Any) -> bool:
+    """Return whether FSDP2 has 16-bit gradients of a parameter to sum, and no policy to sum them in FP32."""
+    param = fsdp_param.sharded_param
+    trained = param.requires_grad and param.itemsize == 2 and param.device_mesh.size() > 1
+    return trained and fsdp_param.mp_policy.reduce_dtype != torch.float32

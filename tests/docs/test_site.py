@@ -213,6 +213,10 @@ class TestHostedCI:
         assert self.commands("test") == [".ci/run"]
         assert job["strategy"]["matrix"]["python"] == ["3.10", "3.13"]
 
+    def test_it_tests_the_newest_versions(self) -> None:
+        assert self.commands("newest") == ["make pytest PINS="]
+        assert "PINS    ?= -c constraints.txt\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
     def test_it_publishes_the_site_of_make_docs_from_main_alone(self) -> None:
         job = self.WORKFLOW["jobs"]["site"]
         assert self.commands("site") == ["make docs"]

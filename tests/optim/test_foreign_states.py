@@ -6,11 +6,13 @@ import warnings
 import optimi
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Lion, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
+from tests.support.triton_available import require_triton
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the state of .* was converted:RuntimeWarning",
@@ -151,18 +153,44 @@ OPTIMI = [
 ]
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+IMPLEMENTATIONS = ["for-loop", "foreach"]
+if Version(optimi.__version__) >= Version("0.3") and not torch.cuda.is_available():  # in Triton's interpreter
+    IMPLEMENTATIONS.append("triton")
+
+
+@pytest.mark.filterwarnings("ignore:Parameter `foreach` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("theirs", "ours", "options"), OPTIMI)
-def test_optimi_in_fp32_continues_like_fp64(theirs, ours, options, foreach):
+def test_optimi_in_fp32_continues_like_fp64(theirs, ours, options, implementation):
     """As with torch; optimi's moments are divided by the bias correction, which costs one more rounding each."""
-    reference = theirs(params(FP64), lr=LR, foreach=foreach, **options)
-    source = theirs(params(FP32), lr=LR, foreach=foreach, **options)
+    if implementation == "triton":
+        require_triton()
+    reference = theirs(params(FP64), lr=LR, foreach=False, **options)
+    chosen = {"triton": True} if implementation == "triton" else {"foreach": implementation == "foreach"}
+    source = theirs(params(FP32), lr=LR, **chosen, **options)
     gradients(reference, range(BEFORE + AFTER))
     gradients(source, range(BEFORE))
     target = converted(source, ours, FP32, lr=1.0)
     gradients(target, range(BEFORE, BEFORE + AFTER))
     update = LR * (50 if ours is SGD else 5)
     assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "placeholder", "shape"),
+    [(FP32, torch.uint8, SHAPE), (FP32, torch.uint8, (1,)), (FP32, FP32, (1,)), (BF16, BF16, SHAPE)],
+)
+def test_the_placeholder_of_a_compensation_is_not_taken_for_one(dtype, placeholder, shape):
+    """optimi's Triton kernels get one element for a weight without one; loaded again, it has the weight's dtype."""
+    source = optimi.AdamW([nn.Parameter(torch.ones(shape, dtype=dtype))], lr=LR, kahan_sum=False)
+    params_of(source)[0].grad = torch.ones(shape, dtype=dtype)
+    source.step()
+    saved = copy.deepcopy(source.state_dict())
+    saved["state"][0]["kahan_comp"] = torch.zeros(1, dtype=placeholder)
+    target = AdamW([nn.Parameter(torch.ones(shape, dtype=dtype))])
+    target.load_state_dict(saved)
+    assert "compensation" not in target.state[params_of(target)[0]]
+    train(target, 1)
 
 
 @pytest.mark.parametrize(("theirs", "ours", "options"), OPTIMI)

@@ -202,7 +202,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     floats = any_float(args)
     operands = [text(arg, floats) for arg in args if isinstance(arg, fx.Node | int | float)]
     if target == "view":
-        return renderer.bitcast(operands[0], args[1] == torch.float32), args[1] == torch.float32
+        return renderer.bitcast(operands[0], args[1] is torch.float32), args[1] is torch.float32
     if target is sqrt_rn:
         return renderer.sqrt_rn(operands[0]), True
     if target is quiet_nan:
