@@ -14,22 +14,18 @@ to equal the eager one bit for bit.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from cpu_step.processes import in_fresh_processes, write_result
 
-from hf_lowprec import Muon, __version__
+from hf_lowprec import Muon
 from hf_lowprec.estimate.live_memory import LiveMemory
 from hf_lowprec.optim.backends.c_compiler import require_compiler
 
@@ -174,21 +170,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     require_compiler()
 
-    processes = []
-    for _ in tqdm(range(options.processes), unit="process"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            processes.append(fresh.submit(run, options.threads, options.rounds).result())
+    processes = in_fresh_processes(options.processes, run, options.threads, options.rounds)
     print(table(processes))
-    result = {
-        "machine": f"{platform.machine()}, {options.threads} threads",
-        "clock": "CPU time" if options.threads == 1 else "wall time",
-        "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
-        "shapes": SHAPES,
-        "processes": processes,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nwritten to {options.output}")
+    clock = "CPU time" if options.threads == 1 else "wall time"
+    write_result(options.output, options.threads, clock=clock, shapes=SHAPES, processes=processes)
 
 
 if __name__ == "__main__":

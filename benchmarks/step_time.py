@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -41,10 +37,9 @@ from cpu_step.optimizers import (
     kinds_of_gradients,
     states_in_8_bits,
 )
+from cpu_step.processes import in_fresh_processes, write_result
 from cpu_step.tables import Row, table, table_of_8_bits, table_of_gradients
-from tqdm import tqdm
 
-from hf_lowprec import __version__
 from hf_lowprec.optim.backends.c_compiler import require_compiler
 
 Process = dict[str, list[Row]]
@@ -123,11 +118,8 @@ def main() -> None:
     first_set = dict(list(SETS.items())[:1])
     special = {candidates: SETS, instruction_sets: CACHE_AND_MEMORY, kinds_of_gradients: EMBEDDING_AND_EXPERTS}
     sets = special.get(options.build, first_set)
-    processes: list[Process] = []
-    for _ in tqdm(range(options.processes), unit="process"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            arguments = (options.threads, options.rounds, sets, options.build, options.cpu_time)
-            processes.append(fresh.submit(run, *arguments).result())
+    arguments = (options.threads, options.rounds, sets, options.build, options.cpu_time)
+    processes = in_fresh_processes(options.processes, run, *arguments)
 
     for name, shapes in sets.items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
@@ -137,14 +129,7 @@ def main() -> None:
             print(table_of_8_bits([rows[name] for rows in processes]))
         if options.build is kinds_of_gradients:
             print(table_of_gradients([rows[name] for rows in processes]))
-    result = {
-        "machine": f"{platform.machine()}, {options.threads} threads",
-        "versions": {"torch": torch.__version__, "hf_lowprec": __version__, "python": platform.python_version()},
-        "processes": processes,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nwritten to {options.output}")
+    write_result(options.output, options.threads, processes=processes)
 
 
 if __name__ == "__main__":

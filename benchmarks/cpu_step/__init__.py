@@ -1,1 +1,1 @@
-"""The parts of `step_time.py`."""
+"""Parts of the benchmarks of optimizer steps on the CPU."""

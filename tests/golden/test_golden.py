@@ -6,11 +6,10 @@ import pytest
 
 import hf_lowprec
 from tests.golden import casting, checkpoints, recording, steps
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 RECORDED = recording.read()
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 
 
 def assert_recorded(section: str, entry: str, found: Any) -> None:

@@ -1,22 +1,38 @@
-"""Backends to run a test on, and a mesh for distributed tensors."""
+"""Backends to run a test on, a cache for what it compiles, and a mesh for distributed tensors."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import device_of, require_triton
 
 
 @pytest.fixture(params=["eager", "native", "triton"])
-def any_backend(request):
-    """Each backend in turn; new tensors are made where it runs."""
+def backend(request) -> str:
+    """Each backend in turn, if it can run here."""
     if request.param == "triton":
         require_triton()
-        if torch.cuda.is_available():
-            torch.set_default_device("cuda")
-    yield request.param
+    return request.param
+
+
+@pytest.fixture
+def any_backend(backend) -> Iterator[str]:
+    """As `backend`; new tensors are made where it runs."""
+    if device_of(backend) != "cpu":
+        torch.set_default_device(device_of(backend))
+    yield backend
     torch.set_default_device(None)
+
+
+@pytest.fixture(scope="module")
+def private_cache(tmp_path_factory) -> Iterator[None]:
+    """Compile into a folder of this file's own, not into the cache of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_LOWPREC_CACHE", str(tmp_path_factory.mktemp("compiled")))
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from hf_lowprec.optim.backends.c_compiler import FLAGS
 from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
 from tests.support.optim.every_optimizer import NAMES, OPTIONS, build
+from tests.support.same_numbers import same_numbers
 
 pytestmark = [
     pytest.mark.skipif(
@@ -27,20 +28,13 @@ pytestmark = [
         reason=f"{' and '.join(missing_programs())} not found: apt install gcc-aarch64-linux-gnu qemu-user",
     ),
     pytest.mark.slow,
+    pytest.mark.usefixtures("private_cache"),
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 1e-45, -1e-40, 9e-39, 0.0, -0.0, 1e-20]
 SHAPES = [(4, 64), (33, 31), (40, 1024), (7,), (), (0, 32)]
 """The first gets values of every kind; the third has more elements than a chunk."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def private_cache(tmp_path_factory) -> Iterator[None]:
-    """What this file compiles does not come from, or end up in, the cache of whoever runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_LOWPREC_CACHE", str(tmp_path_factory.mktemp("compiled")))
-        yield
 
 
 @contextlib.contextmanager
@@ -91,15 +85,8 @@ def trained(name: str, dtype: torch.dtype, backend: str, **options) -> list[Tens
     return [*params, *(value for param in params for value in optimizer.state[param].values())]
 
 
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    """Bit for bit, but any NaN is as good as another."""
-    for one, other in zip(first, second, strict=True):
-        one, other = one.detach(), other.detach()
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        nan = one.isnan()
-        assert torch.equal(nan, other.isnan())
-        integer = INTEGERS[one.element_size()]
-        assert torch.equal(one[~nan].view(integer), other[~nan].view(integer))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(same_numbers(*pair) for pair in zip(first, second, strict=True))
 
 
 EVERY_MODE = [
@@ -124,8 +111,8 @@ def test_a_step_has_the_same_bits(name, mode, processor, tmp_path):
     with emulated(tmp_path, processor) as libraries:
         on_arm = trained(name, dtype, "native", **options)
     assert sum(library.calls["step"] for library in libraries) >= 3
-    assert_same(on_arm, trained(name, dtype, "native", **options))
-    assert_same(on_arm, trained(name, dtype, "eager", **options))
+    assert same(on_arm, trained(name, dtype, "native", **options))
+    assert same(on_arm, trained(name, dtype, "eager", **options))
     weight = on_arm[0]
     assert weight.isnan().any()
     assert not weight.isnan().all()
@@ -136,7 +123,7 @@ def test_a_mean_over_a_tensor_has_the_same_bits(processor, tmp_path):
     with emulated(tmp_path, processor) as libraries:
         on_arm = trained("StableAdamW", BF16, "native", rounding="kahan")
     assert sum(library.calls["tensor_sum"] for library in libraries) >= 3
-    assert_same(on_arm, trained("StableAdamW", BF16, "native", rounding="kahan"))
+    assert same(on_arm, trained("StableAdamW", BF16, "native", rounding="kahan"))
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -183,5 +170,4 @@ def test_contracted_operations_would_be_seen(tmp_path):
     contracting = [flag.replace("-ffp-contract=off", "-ffp-contract=fast") for flag in FLAGS]
     with emulated(tmp_path, "armv8-a", contracting):
         contracted = trained("AdamW", BF16, "native", rounding="kahan")
-    with pytest.raises(AssertionError):
-        assert_same(contracted, trained("AdamW", BF16, "eager", rounding="kahan"))
+    assert not same(contracted, trained("AdamW", BF16, "eager", rounding="kahan"))

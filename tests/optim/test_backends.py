@@ -12,13 +12,12 @@ import torch
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import triton_launch
 from hf_lowprec.rounding import MODES
-from tests.support.triton_available import require_triton
+from tests.support.same_numbers import same_numbers
+from tests.support.triton_available import device_of, quiet_interpreter, require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [quiet_interpreter, pytest.mark.usefixtures("private_cache")]
 GPU = torch.cuda.is_available()
-DEVICE = {"native": "cpu", "triton": "cuda" if GPU else "cpu"}
 STEPS = {"native": 50, "triton": 50 if GPU else 3}
 CHUNK = triton_launch.CHUNK if GPU else 2 * triton_launch.BLOCK
 """Elements per program: in the interpreter, where each iteration takes milliseconds, two of them instead of eight."""
@@ -35,28 +34,10 @@ SGDM = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def private_cache(tmp_path_factory):
-    """What this file compiles does not come from, or end up in, the cache of whoever runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_LOWPREC_CACHE", str(tmp_path_factory.mktemp("compiled")))
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def chunks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_launch, "CHUNK", CHUNK)
         yield
-
-
-def assert_same(first: torch.Tensor, second: torch.Tensor, what: str = "") -> None:
-    """Bit for bit, but any NaN is as good as another."""
-    first, second = first.detach().cpu(), second.detach().cpu()
-    assert (first.dtype, first.shape) == (second.dtype, second.shape), what
-    nan = first.isnan()
-    assert torch.equal(nan, second.isnan()), what
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
-    assert torch.equal(first[~nan].view(bits), second[~nan].view(bits)), what
 
 
 @pytest.fixture(params=["native", "triton"])
@@ -71,23 +52,23 @@ def assert_backends_agree(
 ) -> list[torch.nn.Parameter]:
     """Train two copies on equal gradients; weights agree now and then, states at the end. Returns `other`'s copy."""
     steps = steps or STEPS[other]
-    params = {"eager": make_params(), other: [on_device(param, DEVICE[other]) for param in make_params()]}
+    params = {"eager": make_params(), other: [on_device(param, device_of(other)) for param in make_params()]}
     optimizers = {backend: cls(params[backend], backend=backend, **options) for backend in params}
     generator = torch.Generator().manual_seed(5)
     for step in range(1, steps + 1):
         for eager, copy in zip(*params.values(), strict=True):
             eager.grad = make_grad(eager, step, generator)
-            copy.grad = eager.grad.to(DEVICE[other], copy=True)
+            copy.grad = eager.grad.to(device_of(other), copy=True)
         for optimizer in optimizers.values():
             optimizer.step()
         if step % 10 == 0 or step in (1, steps):
             for number, pair in enumerate(zip(*params.values(), strict=True)):
-                assert_same(*pair, f"weight {number}, step {step}")
+                assert same_numbers(*pair), f"weight {number}, step {step}"
     for number, (eager, copy) in enumerate(zip(*params.values(), strict=True)):
         expected, got = optimizers["eager"].state[eager], optimizers[other].state[copy]
         assert expected.keys() == got.keys()
         for name in expected:
-            assert_same(expected[name], got[name], f"{name} {number}")
+            assert same_numbers(expected[name], got[name]), f"{name} {number}"
     return params[other]
 
 
@@ -171,7 +152,7 @@ LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov
 @pytest.mark.parametrize(("make", "options"), LOOKING_AT_WHOLE_TENSORS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding):
     """Around a chunk's end; sums in FP64 differ in their order, which does not reach the FP32 mean."""
-    if make is muon and DEVICE[other] != "cpu":
+    if make is muon and device_of(other) != "cpu":
         pytest.skip("matrix products are the device's own")
     shapes = [*SIZES[other], (33, 31), (31, 33), (2, 9, 5)]
     assert_backends_agree(other, make, contiguous(BF16, shapes), normal, rounding=rounding, **options)
@@ -200,7 +181,7 @@ def assert_backends_agree_in_8_bits(other: str, make, shapes=WHOLE_BLOCKS, make_
 
 @pytest.mark.parametrize(("make", "options"), EVERY_ALGORITHM, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_in_8_bits_for_all_algorithms(other, make, options):
-    if make is muon and DEVICE[other] != "cpu":
+    if make is muon and device_of(other) != "cpu":
         pytest.skip("matrix products are the device's own")
     assert_backends_agree_in_8_bits(other, make, weight_decay=0.1, **options)
 
@@ -423,7 +404,7 @@ def test_parameters_that_are_not_contiguous(other, cls, dtype, options):
     trained = assert_backends_agree(other, cls, strided, normal, steps=steps, **base)
     assert [param.stride() for param in trained] == strides
     for param, copy in zip(trained, assert_backends_agree(other, cls, flat, normal, steps=steps, **base), strict=True):
-        assert_same(param.contiguous(), copy)
+        assert same_numbers(param, copy)
 
 
 def test_what_lies_between_the_elements_of_a_view_is_not_touched(any_backend):

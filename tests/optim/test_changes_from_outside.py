@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
+from tests.support.triton_available import quiet_interpreter
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 BACKENDS = ("eager", "native")
 
 

@@ -15,30 +15,16 @@ from hf_lowprec.optim.backends.eager import EagerStep
 from hf_lowprec.optim.backends.native import NativeStep
 from hf_lowprec.optim.backends.triton_launch import TritonStep
 from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import device_of, quiet_interpreter
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-GPU = torch.cuda.is_available()
-BACKENDS = ["eager", "native", "triton"]
+pytestmark = quiet_interpreter
 SHAPES = [(33, 65), (3,), (0,), (2 * 8192 + 5,)]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request) -> str:
-    if request.param == "triton":
-        require_triton()
-    return request.param
-
-
-def device(backend: str) -> str:
-    return "cuda" if GPU and backend == "triton" else "cpu"
 
 
 def params(backend: str, dtypes=(torch.bfloat16,)) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [
-        nn.Parameter(torch.randn(shape, generator=generator).to(device(backend), dtype))
+        nn.Parameter(torch.randn(shape, generator=generator).to(device_of(backend), dtype))
         for dtype in dtypes
         for shape in SHAPES
     ]

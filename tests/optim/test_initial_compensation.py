@@ -14,7 +14,7 @@ from hf_lowprec import AdamW, fp32_state_dict
 from hf_lowprec.optim import ALGORITHMS
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.optim.every_optimizer import BF16, FP16, FP32, OPTIONS, build, every_algorithm
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 SHAPES = [(40, 25), (257,), ()]
 KINDS = ["low_bits", "dither", "zero"]
@@ -165,7 +165,7 @@ def test_backends_agree_from_the_first_step(kind, dtype, rounding):
     assert same(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@quiet_interpreter
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["low_bits", "dither"])
 def test_triton_agrees_from_the_first_step(kind):

@@ -12,10 +12,10 @@ from hf_lowprec.optim import AdamW, Muon, gradient_buckets
 from hf_lowprec.optim.backends import triton_launch, triton_tables
 from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, alignment, divide
 from hf_lowprec.optim.step import graph_capture
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 require_triton()
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 BLOCK, CHUNK = 128, 256

@@ -9,27 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import AdamW
-from tests.support.triton_available import require_triton
+from tests.support.optim.fp64_sums import BOUND, USUAL_ERROR
+from tests.support.triton_available import device_of, quiet_interpreter, require_triton
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DEVICE = {"triton": "cuda"} if torch.cuda.is_available() else {}
-BOUND = 2.0**-41
-"""Relative error that `square_sum` in `backends/triton_square_sum.py` derives. FP64 is far better than that."""
-USUAL_ERROR = 2.0**-45
-"""n additions in FP64 whose errors do not conspire are off by √n·2⁻⁵³; `eager` adds chunks of 2¹⁶, the others less."""
-
-
-@pytest.fixture(params=["eager", "native", "triton"])
-def backend(request) -> str:
-    if request.param == "triton":
-        require_triton()
-    return request.param
 
 
 def square_sum(backend: str, *grads: Tensor) -> float:
-    params = [nn.Parameter(torch.zeros_like(grad, device=DEVICE.get(backend))) for grad in grads]
+    params = [nn.Parameter(torch.zeros_like(grad, device=device_of(backend))) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.to(param.device)
     with AdamW(params, backend=backend).plan_step() as plan:

@@ -11,9 +11,9 @@ from torch import nn
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.rounding import round_stochastic
 from hf_lowprec.rounding.random_bits import random_bits
+from tests.support.triton_available import quiet_interpreter
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 ELEMENTS = 4096
 LAST = 2**24
 """The first whole number whose successor FP32 does not have."""

@@ -8,23 +8,11 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim import StableAdamW
 from hf_lowprec.optim.step.fused_step import evaluate
-from tests.support.triton_available import require_triton
+from tests.support.optim.fp64_sums import BOUND, USUAL_ERROR
+from tests.support.triton_available import device_of, quiet_interpreter
 
-# Triton's interpreter computes with NumPy, which remarks on what IEEE arithmetic does every day.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 BF16, FP32 = torch.bfloat16, torch.float32
-DEVICE = {"triton": "cuda"} if torch.cuda.is_available() else {}
-BOUND = 2.0**-41
-"""Relative error that `square_sum` in `backends/triton_square_sum.py` derives for pairs of FP32 numbers."""
-USUAL_ERROR = 2.0**-45
-"""n additions in FP64 whose errors do not conspire are off by √n·2⁻⁵³; `eager` adds chunks of 2¹⁶, the others less."""
-
-
-@pytest.fixture(params=["eager", "native", "triton"])
-def backend(request) -> str:
-    if request.param == "triton":
-        require_triton()
-    return request.param
 
 
 def sums_and_terms(optimizer: StableAdamW) -> tuple[list[float], list[Tensor]]:
@@ -44,7 +32,7 @@ def sums_and_terms(optimizer: StableAdamW) -> tuple[list[float], list[Tensor]]:
 
 def sum_of_squares(backend: str, grad: Tensor) -> float:
     """The sum for gradients of at most 1, which in a first step with ε = 1 has the terms g² / max(g², ε²) = g²."""
-    param = nn.Parameter(torch.zeros_like(grad, device=DEVICE.get(backend)))
+    param = nn.Parameter(torch.zeros_like(grad, device=device_of(backend)))
     param.grad = grad.to(param.device)
     optimizer = StableAdamW([param], betas=(0.9, 0.5), eps=1.0, backend=backend)
     (total,), (terms,) = sums_and_terms(optimizer)
@@ -67,7 +55,7 @@ def test_the_sums_of_several_tensors(backend, state_dtype):
     shapes = [(3, 8192), (8192,), (300, 32), (1,), (20_011,)]
     if state_dtype == torch.int8:  # other shapes have states in BF16
         shapes = [(257, 32), (3, 8192)]
-    params = [nn.Parameter(torch.zeros(shape, dtype=BF16, device=DEVICE.get(backend))) for shape in shapes]
+    params = [nn.Parameter(torch.zeros(shape, dtype=BF16, device=device_of(backend))) for shape in shapes]
     optimizer = StableAdamW(params, backend=backend, state_dtype=state_dtype)
     for _ in range(2):
         for param in params:
@@ -111,7 +99,7 @@ def test_numbers_that_are_not_finite(backend):
         for place in (5000, 8192 + 100):
             grad = torch.full((8192 + 1100,), 0.5, dtype=BF16)
             grad[place] = special
-            param = nn.Parameter(torch.zeros_like(grad, device=DEVICE.get(backend)))
+            param = nn.Parameter(torch.zeros_like(grad, device=device_of(backend)))
             param.grad = grad.to(param.device)
             (total,), _ = sums_and_terms(StableAdamW([param], backend=backend))
             assert math.isnan(total)  # ∞ / ∞

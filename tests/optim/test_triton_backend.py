@@ -11,10 +11,10 @@ from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import triton_launch as triton_backend
 from hf_lowprec.optim.backends import triton_tables
 from hf_lowprec.optim.step.fused_step import fused_step
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import quiet_interpreter, require_triton
 
 require_triton()
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = quiet_interpreter
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,7 +1,10 @@
-"""Skip a test where Triton's kernels cannot run: neither compiled on a GPU nor in the interpreter."""
+"""Run Triton's kernels in a test: on a GPU, else in the interpreter, else skip the test."""
 
 import pytest
 import torch
+
+quiet_interpreter = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+"""Ignores what NumPy, with which the interpreter computes, says about overflows, NaN and divisions by zero."""
 
 
 def require_triton() -> None:
@@ -9,3 +12,8 @@ def require_triton() -> None:
     # The interpreter of Triton 3.6 does not go with NumPy 2.4 and later; its compiler is in order.
     minversion = None if torch.cuda.is_available() else "3.7"
     pytest.importorskip("triton", minversion=minversion)
+
+
+def device_of(backend: str) -> str:
+    """The device whose tensors a test hands to the backend: the GPU for `triton` if there is one, else the CPU."""
+    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.same_numbers import same_numbers
+
 ALL_PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 """Every bit pattern of 16 bits."""
-_INTEGER = {2: torch.int16, 4: torch.int32}
 
 
 def bf16_to_fp32(patterns: np.ndarray) -> np.ndarray:
@@ -56,13 +57,8 @@ def as_tensor(array: np.ndarray) -> Tensor:
 
 
 def same_bits(tensor: Tensor, expected: np.ndarray) -> bool:
-    """Whether shape, dtype and bits are the same; NaNs are equal whatever their payload."""
-    expected_tensor = as_tensor(expected)
-    if (tensor.shape, tensor.dtype) != (expected_tensor.shape, expected_tensor.dtype):
-        return False
-    integer = _INTEGER[tensor.element_size()]
-    bits, expected_bits = tensor.detach().contiguous().view(integer), expected_tensor.view(integer)
-    return bool(((bits == expected_bits) | (tensor.isnan() & expected_tensor.isnan())).all())
+    """Compare shape, dtype and bits; a NaN equals any other NaN."""
+    return same_numbers(tensor, as_tensor(expected))
 
 
 def gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
