@@ -55,7 +55,7 @@ class ConvertedTensors:
 def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> ConvertedTensors:
     """Give every tensor its planned dtype, and recompute rotary tables that had been rounded.
 
-    With `keep_low_bits`, trainable FP32 parameters that are cast keep what is rounded off.
+    With `keep_low_bits`, trainable parameters that are cast from FP32, or from FP16 to BF16, keep what is rounded off.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     dtypes_before = {planned.name: planned.target.tensor.dtype for planned in plan.tensors}
@@ -68,7 +68,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         exact = tensor.data
         if planned.action != "leave":
             convert_in_place(tensor, planned.dtype)
-        may_have_low_bits = planned.action == "cast" and _was_trainable_fp32(exact, tensor)
+        may_have_low_bits = planned.action == "cast" and _is_trainable(tensor) and _has_more_digits(exact, tensor.dtype)
         if keep_low_bits and may_have_low_bits and keep_low_bits_of(tensor, exact):
             low_bits.append(planned.name)
     converted = [planned for planned in plan.tensors if dtypes_before[planned.name] != planned.dtype]
@@ -99,9 +99,9 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
     )
 
 
-def _was_trainable_fp32(exact: Tensor, tensor: Tensor) -> bool:
-    """Return whether a trainable FP32 parameter, whose values are `exact`, was cast to 16 bits."""
-    return _is_trainable(tensor) and exact.dtype == torch.float32 and not exact.is_meta
+def _has_more_digits(exact: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the dtype of `exact` has more significant bits than `dtype`: FP32, and FP16 beside BF16."""
+    return torch.finfo(exact.dtype).eps < torch.finfo(dtype).eps and exact.dtype != torch.float64 and not exact.is_meta
 
 
 def _is_trainable(tensor: Tensor) -> bool:

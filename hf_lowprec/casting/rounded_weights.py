@@ -73,7 +73,7 @@ def _gain(count: int) -> str:
     """The gain of loading in FP32 for a number of trainable tensors, as a clause."""
     return (
         f"the cast (with keep_low_bits=True, as under Trainer) keeps the low digits of {count} trainable tensors for "
-        "Kahan summation, which then starts from the FP32 weights instead of rounded ones"
+        "split weights and Kahan summation, which then start from the FP32 weights instead of rounded ones"
     )
 
 

@@ -17,7 +17,7 @@ import transformers
 import transformers.modeling_utils
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -213,6 +213,20 @@ def saves_sharded(trainer: Trainer) -> bool:
     """Return whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+
+
+@contextmanager
+def saving_whole_models(trainer: Trainer) -> Iterator[None]:
+    """Let `save_model` write whole models under FSDP inside. Where checkpoints hold shards, Trainer writes nothing."""
+    if not saves_sharded(trainer):
+        yield
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    configured, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = configured
 
 
 @contextmanager

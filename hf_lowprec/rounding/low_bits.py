@@ -31,7 +31,7 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
 
     Args:
         param: a BF16 or FP16 parameter: `exact`, rounded to nearest.
-        exact: FP32 tensor of the same shape.
+        exact: FP32 or FP16 tensor of the same shape.
 
     Returns:
         Whether there is a difference.
@@ -41,7 +41,7 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     chunk = chunk_size(weights.device)
     for first in range(0, len(weights), chunk):
         part = slice(first, first + chunk)
-        kept[part] = rounded_off(exacts[part], weights[part])
+        kept[part] = rounded_off(exacts[part].float(), weights[part])
     if not kept.any():
         return False
     set_low_bits(param, kept.view(param.shape))

@@ -62,7 +62,8 @@ def test_sharded_adapters(tmp_path, format):
 
 
 @pytest.mark.parametrize(("kind", "format"), [("ddp", "FULL"), ("fsdp2", "FULL"), ("fsdp2", "SHARDED")])
-def test_checkpoints_of_trainer(tmp_path, kind, format):
+def test_a_run_of_trainer(tmp_path, kind, format):
+    """Its checkpoint, exported, is what `save_pretrained` writes; `Trainer.save_model` writes the stored weights."""
     words = ["--optim", "adamw_bf16_kahan", "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "3"]
     words += ["--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "run"), "--learning_rate", "1e-2"]
     environment = {"SAVED_TO": str(tmp_path / "live"), "ROWS": "16", "STATE_DICT_TYPE": f"{format}_STATE_DICT"}
@@ -72,3 +73,13 @@ def test_checkpoints_of_trainer(tmp_path, kind, format):
     assert hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out").refined > 0
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "live" / name).read_bytes(), name
+
+    stored, exact = (load_file(tmp_path / folder / "model.safetensors") for folder in ("live-stored", "live"))
+    assert stored.keys() == exact.keys()
+    for name, tensor in stored.items():
+        assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        # The compensation is at most half a spacing, 2⁻⁸ of the weight, and one rounding of its own more.
+        assert ((exact[name] - tensor.float()).abs() <= (2**-8 + 2**-15) * tensor.float().abs()).all(), name
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "live-stored").dtype == torch.bfloat16
+    assert (tmp_path / "live-stored/tokenizer_config.json").exists()
+    assert (checkpoint / "model.safetensors").exists() == (format == "FULL"), "checkpoints are as configured"

@@ -61,6 +61,23 @@ def test_trainable_fp32_parameters_that_are_cast_have_low_bits(dtype):
         assert not torch.equal(param.double(), exact[name].double())
 
 
+def test_weights_of_an_fp16_checkpoint_have_low_bits_in_bf16():
+    """FP16 has three bits more than BF16, and split weights hold them; BF16 has no digit that FP16 lacks."""
+    for loaded, dtype, expected in ((FP16, BF16, {"linear.weight", "linear.bias"}), (BF16, FP16, set())):
+        model = nn.Sequential()
+        torch.manual_seed(0)
+        model.linear = nn.Linear(7, 5).to(loaded)
+        exact = {name: param.detach().float() for name, param in model.named_parameters()}
+        report = hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
+        assert kept(model) == set(report.low_bits) == expected
+        for name in expected:
+            param = model.get_parameter(name)
+            assert not torch.equal(param.float(), exact[name])
+            # Every eighth number is a tie. Those that the cast has rounded down are kept as the next smaller FP32 number.
+            error = (fp32_value(param, low_bits(param)) - exact[name]).abs()
+            assert (error <= 2.0**-23 * exact[name].abs()).all()
+
+
 def test_without_being_asked_a_cast_keeps_none():
     model = Model()
     assert not hf_lowprec.cast_model(model).low_bits

@@ -6,7 +6,7 @@ With ROWS=n in the environment there are n sequences to train on.
 With EVALUATED_FIRST in the environment the model is evaluated before it is trained.
 With CHANGED_IN_STEP=n one weight of rank 1 is changed in step n.
 With SEED_OF_RANK_1=n rank 1 is started with another `--seed`.
-With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, with a tokenizer.
+With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, and to FOLDER-stored by the Trainer.
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With BUCKET_ELEMENTS=n gradient release has buckets of that size.
 With HIDDEN_SIZE=n the model has that hidden size; most states can be in 8 bits if it is a multiple of 32.
@@ -113,6 +113,7 @@ def main(kind: str, *words: str) -> None:
     if "SAVED_TO" in os.environ:
         folder = os.environ["SAVED_TO"]
         hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, folder, processing_class=processing)
+        trainer.save_model(f"{folder}-stored")
     found = digest(trainer.model, trainer.optimizer.optimizer)
     if trainer.accelerator.is_main_process:
         print(f"digest={found}")

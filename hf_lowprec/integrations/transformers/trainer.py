@@ -42,6 +42,8 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     private_apis.RUN_EPOCH: trainer_methods.run_epoch,
     # Writes the checkpoint's manifest, incomplete before and complete after its files.
     private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
+    # Writes a model folder where Trainer writes nothing, under FSDP2 with sharded state dicts.
+    "save_model": trainer_methods.save_model,
     # Collects the checksums of every rank's own files for the manifest.
     private_apis.SAVE_RANDOM_STATE: trainer_methods.save_random_state,
     # Loads weights into the parameters that the optimizer holds.

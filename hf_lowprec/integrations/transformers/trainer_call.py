@@ -51,11 +51,13 @@ class Attachment:
         callback: the callback that the Trainer was built with.
         metrics: the callback that writes its metrics file.
         manifests: the writer of its checkpoints' manifests; a new one for each run.
+        saves_checkpoint: whether it is saving a checkpoint.
     """
 
     callback: LowPrecisionCallback
     metrics: MetricsFileCallback
     manifests: ManifestWriter = dataclasses.field(default_factory=ManifestWriter)
+    saves_checkpoint: bool = False
 
 
 def attach(trainer: Trainer, callback: LowPrecisionCallback) -> None:

@@ -70,7 +70,21 @@ def save_checkpoint(call: TrainerCall) -> None:
         if trainer.is_world_process_zero():
             call.attachment.metrics.copy_to(folder)
     trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
-    with private_apis.after_trainer_state(manifests.complete):
+    call.attachment.saves_checkpoint = True
+    try:
+        with private_apis.after_trainer_state(manifests.complete):
+            call.proceed()
+    finally:
+        call.attachment.saves_checkpoint = False
+
+
+def save_model(call: TrainerCall) -> None:
+    """`Trainer.save_model`: write a model folder under FSDP2 with sharded state dicts, too.
+
+    Trainer calls it for every checkpoint, which then holds shards, and writes nothing for any other call either.
+    """
+    whole = nullcontext() if call.attachment.saves_checkpoint else private_apis.saving_whole_models(call.trainer)
+    with whole:
         call.proceed()
 
 
