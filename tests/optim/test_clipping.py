@@ -615,7 +615,7 @@ def tensors_with_a_graph() -> set[int]:
 @pytest.mark.parametrize("ask", [lambda optimizer: optimizer.clip_grad_norm_(1.0), AdamW.global_grad_norm])
 def test_no_graph_is_recorded(backend, ask):
     """Neither of a parameter that is not contiguous and stepped as a copy, nor of gradients that have a graph."""
-    param = nn.Parameter(torch.ones(8, 4, device=device(backend), dtype=torch.bfloat16).t())
+    param = nn.Parameter(torch.ones(8, 4, device=device_of(backend), dtype=torch.bfloat16).t())
     optimizer = AdamW([param], backend=backend)
     before = tensors_with_a_graph()
     for _ in range(2):
