@@ -42,6 +42,7 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(sharding, "native", False) for sharding in ("plain", "FSDP2", "HSDP")),
+    *(Case(sharding, "native", True) for sharding in ("plain", "FSDP2")),
     *(Case(sharding, "triton", clipped) for clipped in (False, True) for sharding in ("plain", "FSDP2")),
 ]
 

@@ -260,7 +260,7 @@ class LowPrecisionOptimizer(Algorithm):
     def _plan_with_gradients(self, limit: float | None, norm_only: bool = False) -> StepPlan:
         """Return the plan of a step that clips to `limit`: the last step's plan, or a new one if anything changed.
 
-        For the norm of the gradients (`norm_only`), changes of weights and states do not count.
+        For the norm of the gradients (`norm_only`), changes of weights, states and hyperparameters do not count.
         """
         if self.release is not None:
             raise RuntimeError(
@@ -309,6 +309,7 @@ class LowPrecisionOptimizer(Algorithm):
         try:
             if plan is None or not plan.collect_gradients(self, clipped, only, norm_only):
                 check_not_capturing()
+                self._check_groups()  # before a norm, nothing else has checked them
                 earlier, plan = plan, StepPlan(self, clipped, only)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
@@ -412,7 +413,7 @@ class LowPrecisionOptimizer(Algorithm):
         if max_norm is not None and not self._clipping.clips and has_views(grads):
             replace_bucket_views(params_of(self))
             grads = self._gradients()
-        self._check_groups()
+        self._spell_out_modes()
         with self._plan_with_gradients(self._clipping.limit(self.max_grad_norm, max_norm), norm_only=True) as plan:
             return self._clipping.compute_norm(grads, plan.backend_steps, max_norm)
 

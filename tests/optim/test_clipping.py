@@ -582,6 +582,28 @@ def test_clipping_that_fails_leaves_what_was_pending():
     torch.testing.assert_close(params[0].detach(), torch.full((4,), -0.5))  # torch adds 1e-6 to the norm of 2
 
 
+def test_settings_are_checked_before_states_are_made_and_in_every_step():
+    params = [nn.Parameter(torch.zeros(4).bfloat16())]
+    params[0].grad = torch.ones(4).bfloat16()
+    optimizer = AdamW(params)
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = -1.0
+    with pytest.raises(ValueError, match=r"weight_decay=-1\.0"):
+        optimizer.clip_grad_norm_(1.0)
+    assert not optimizer.state[params[0]]
+    group["weight_decay"] = 0.0
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    before = params[0].detach().clone()
+    params[0].grad = torch.ones(4).bfloat16()
+    group["betas"] = (0.9, 2.0)  # the norm does not depend on it
+    assert optimizer.clip_grad_norm_(1.0) == 2.0
+    with pytest.raises(ValueError, match="betas"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert optimizer.state[params[0]]["step"] == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_norm_in_a_bucket_of_ddp_that_is_not_finite_is_the_same_norm(mesh, bad):
     """… and its step is left out, although NaN is equal to nothing."""

@@ -75,6 +75,9 @@ class TritonStep(BackendStep):
         super().__init__(fused_group)
         self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
         self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
+        self._constants = {"BLOCK": BLOCK, "PTX": _ptx(fused_group.device)}
+        self._options = {"num_warps": _warps(fused_group.device), "enable_fp_fusion": False}
+        self._limits = {"maxnreg": max_registers(fused_group.spec)} if self._constants["PTX"] else {}
         self._inputs: _StepInputs | None = None
         self._has_run = False
 
@@ -84,14 +87,12 @@ class TritonStep(BackendStep):
             return
         group, (chunks, arguments) = self.fused_group, self._step_inputs()
         whole, ragged = chunks.of_entries(entries)
-        constants, options = {"BLOCK": BLOCK, "PTX": _ptx(group.device)}, _options(group.device)
+        settings = self._constants | self._options
         with _on(group.device):
             if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
-                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **constants, **options)
+                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **settings)
             if len(whole) > 0:
-                if constants["PTX"]:
-                    options["maxnreg"] = max_registers(group.spec)
-                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **constants, **options)
+                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **settings, **self._limits)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])
@@ -122,8 +123,8 @@ class TritonStep(BackendStep):
                     *(chunks, segments, pointers, sums),
                     **{"COLUMNS": segments.shape[1], "TENSORS": len(group.spec.tensors)},
                     **{"DTYPE": dtype[group.spec.grad_dtype]},
-                    **{"CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": _warps(group.device)},
-                    enable_fp_fusion=False,
+                    **{"CHUNK": CHUNK, "BLOCK": BLOCK},
+                    **self._options,
                 )
         return sums.sum()
 
@@ -136,8 +137,9 @@ class TritonStep(BackendStep):
             with _on(group.device):
                 self._tensor_sum_kernel[(len(chunks),)](
                     *(chunks, segments, tables.pointers, group.all_scalars(tables.scalars), sums),
-                    **{"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(group.device)},
-                    **_options(group.device),
+                    **{"CHUNK": CHUNK, "TAIL": TAIL},
+                    **self._constants,
+                    **self._options,
                 )
         return sum_by_entry(sums, self._chunks_per_entry)
 
@@ -154,11 +156,6 @@ class TritonStep(BackendStep):
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
         self._inputs = None
         self._tables.release()
-
-
-def _options(device: torch.device) -> dict[str, Any]:
-    """The options with which the rendered kernels are compiled."""
-    return {"num_warps": _warps(device), "enable_fp_fusion": False}
 
 
 def _ptx(device: torch.device) -> int:

@@ -147,7 +147,7 @@ class Fingerprint:
 
 def params_of(optimizer: Algorithm, only: Set[int] | None = None) -> list[Tensor]:
     """The parameters of the optimizer, in its order; with `only`, those with these identities."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     return params if only is None else [param for param in params if id(param) in only]
 
 
