@@ -88,12 +88,6 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
     return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
 
 
-def last_complete(output_dir: Path) -> Path | None:
-    """The last good checkpoint in `output_dir`, or None."""
-    _read_manifest.cache_clear()
-    return _search(output_dir)[0]
-
-
 def check_good(checkpoint: Path) -> None:
     """Check a checkpoint of Trainer that is to be exported.
 
