@@ -225,13 +225,14 @@ class GradientRelease:
             self.watch_parameters()
 
     def resume(self, norm_before: float) -> None:
-        """Forget which parameters have been stepped, because states were loaded.
+        """Start a step of which no parameter has been stepped yet, because states were loaded.
 
         Args:
             norm_before: the gradient norm of their last step, by which `clip="delayed"` clips the next one.
         """
         with self._lock:
             self._running = _RunningStep()
+            self._ended_once = False
             self.clipping.resume(norm_before)
             self.watch_parameters()
 

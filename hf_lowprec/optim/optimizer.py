@@ -141,6 +141,7 @@ class LowPrecisionOptimizer(Algorithm):
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
         self._reset()
+        self.release = None
         defaults = {
             **defaults,
             "rounding": mode_name(rounding),
@@ -157,7 +158,6 @@ class LowPrecisionOptimizer(Algorithm):
         self._plan: StepPlan | None = None
         self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
-        self.release = None
 
     @_never_compiled
     @torch.no_grad()
@@ -481,10 +481,10 @@ class LowPrecisionOptimizer(Algorithm):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
         self._reset()
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
+        self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
-            self.release = GradientRelease(self)
-            self.release.resume(state.get(NORM_BEFORE, 0.0))
+            self.release = self.release or GradientRelease(self)
+            self.release.resume(norm_before)
