@@ -80,11 +80,11 @@ class ForwardFlow(SourceEvaluation):
 
     def run(self, function: ast.FunctionDef) -> None:
         arguments = function.args
-        self.self_name = arguments.args[0].arg
         names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        self_name = names[0].arg
         names += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
         env = {a.arg: Value(is_16_bit=role_of(a.arg, 2) in ("activation", "mask")) for a in names}
-        env[self.self_name] = Value(module="")
+        env[self_name] = Value(module="")
         self.execute(function.body, env)
 
     def is_16_bit(self, tensor: Tensor) -> bool:

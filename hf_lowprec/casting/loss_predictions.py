@@ -114,4 +114,6 @@ def _forward_source(module: nn.Module) -> ast.FunctionDef | None:
         statement = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
-    return statement if isinstance(statement, ast.FunctionDef) and statement.args.args else None
+    if not isinstance(statement, ast.FunctionDef) or not (statement.args.posonlyargs or statement.args.args):
+        return None
+    return statement

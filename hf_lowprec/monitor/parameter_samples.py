@@ -137,10 +137,6 @@ class ParameterSamples:
         strides = torch.tensor(self.strides, device=self._device)
         return torch.arange(self._size, device=self._device) * strides[:, None]
 
-    def forget_views(self) -> None:
-        """Drop the views, which keep the memory of their tensors alive."""
-        self._views.clear()
-
 
 def _stride(param: Tensor, size: int) -> int:
     """The smallest spacing at which a row has room, without a factor in common with the number of columns."""

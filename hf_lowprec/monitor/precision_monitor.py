@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
-from hf_lowprec.monitor.exact_update import FusedGroupUpdates
 from hf_lowprec.monitor.findings import ENOUGH_MEASUREMENTS, Evidence, find
+from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
 from hf_lowprec.monitor.missing_gradients import GradientRecord
-from hf_lowprec.monitor.parameter_block import ParameterBlock
-from hf_lowprec.monitor.parameter_samples import ParameterSamples
-from hf_lowprec.monitor.replayed_update import (
-    ReplayedUpdates,
-    ReplayRefused,
-    is_refuted,
-    refusal,
-    state_signature,
-)
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
-from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
-from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -102,16 +91,12 @@ class PrecisionMonitor:
         self._failed = False
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
-        self.refusal: str | None = None
-        """Why exact updates cannot be computed for this optimizer, if they cannot."""
-        if not isinstance(self.optimizer, LowPrecisionOptimizer):
-            self.refusal = refusal(self.optimizer)
         self._number: int | None = None
         self._due = False
         self._depth = 0
         self._last: StepPrecision | None = None
-        self._running: _Measurement | None = None
-        self._finished: _Measurement | None = None
+        self._running: MeasuredStep | None = None
+        self._finished: MeasuredStep | None = None
         self._begun = False
         self._watch_parameters()
         if self._release is not None:
@@ -124,6 +109,11 @@ class PrecisionMonitor:
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
         self._due, self._number, self._depth, self._begun = True, number, 0, False
+
+    @property
+    def refusal(self) -> str | None:
+        """Why exact updates cannot be computed for this optimizer, if they cannot."""
+        return self._blocks.refusal
 
     @property
     def last(self) -> StepPrecision | None:
@@ -179,7 +169,7 @@ class PrecisionMonitor:
         self._gradients = GradientRecord(names, params, self.model)
         self._decay = torch.zeros(len(params), len(SLOPE_SUMS), dtype=torch.float64)
         self._decay_measured_at: int | None = None
-        self._blocks: dict[Any, ParameterBlock] = {}
+        self._blocks = MeasuredBlocks(self.optimizer, self._watched, self._gradients, self.dtypes, self.across_ranks)
 
     # The hooks.
 
@@ -204,13 +194,8 @@ class PrecisionMonitor:
         if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
             # A closure computes the gradients only now.
             self._begin(kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None))
-        running = self._running
-        if running is None or self._release is not None:
-            return
-        if isinstance(optimizer, LowPrecisionOptimizer):
-            self._prepare_own(optimizer, running)
-        else:
-            self._prepare_replay(running)
+        if self._running is not None and self._release is None:
+            self._blocks.add_all(self._running)
 
     def _run_before_bucket(self, plan: StepPlan) -> None:
         self._run_hook("_before_bucket", plan)
@@ -221,8 +206,7 @@ class PrecisionMonitor:
         if not self._begun:
             self._begin(has_closure=False)
         if self._running is not None:
-            assert isinstance(self.optimizer, LowPrecisionOptimizer)
-            self._prepare_plan(self.optimizer, plan, self._running)
+            self._blocks.add_plan(plan, self._running)
 
     def _begin(self, has_closure: bool) -> None:
         """Begin a step: if it is to be measured, set `_running`."""
@@ -243,7 +227,7 @@ class PrecisionMonitor:
         with_decay = self._decay_measured_at is None or self.steps >= self._decay_measured_at + DECAY_EVERY
         self._number = None
         rates = [rate for group in self.optimizer.param_groups if (rate := group.get("lr")) is not None]
-        self._running = _Measurement(number, with_decay, rates, self._gradients.look())
+        self._running = MeasuredStep(number, with_decay, rates, self._gradients.look())
         if with_decay:
             self._decay_measured_at = self.steps
 
@@ -257,121 +241,20 @@ class PrecisionMonitor:
         running, self._running = self._running, None
         if running is not None:
             if not self._gradients.steps:  # once is enough
-                self._check_replay(running)
+                self._blocks.check_replay(running)
             if self._release is not None:
-                self._blocks = running.blocks_of_groups
-                self._add_unstepped(running.stepped, running)
+                self._blocks.add_rest(running)
                 # Of the gradients that are there now, only those that the optimizer does not step were never released.
                 count = len(self._watched.params)
                 running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
-            for block in running.blocks:
-                sums = block.sums(self._watched.first_weights, self._watched.first_compensations)
-                if self.across_ranks:
-                    sum_over_shards(sums, block.sharding)
-                running.results.append((block.rows, sums))
-                block.exact = block.weight = block.grad_seen = None
+            self._blocks.sum_up(running)
             self._finished = running
         if self.steps == 1 and not _is_capturing():
             self._watched.record_first_compensations()
 
-    def _check_replay(self, running: _Measurement) -> None:
-        """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
-        counts = torch.zeros(2, dtype=torch.float64)
-        replayed = [block for block in running.blocks if isinstance(block.updates, ReplayedUpdates) and block.exact]
-        for block in replayed:
-            part = block.agreement()
-            if self.across_ranks:
-                sum_over_shards(part, block.sharding)
-            counts += part.cpu()
-        if is_refuted(counts):
-            self._refuse("its updates of a sample are not those of the weights")
-            for block in replayed:
-                block.forget_update()
-
-    def _prepare_own(self, optimizer: LowPrecisionOptimizer, running: _Measurement) -> None:
-        """Compute the exact updates of an optimizer of this package."""
-        with optimizer.plan_step() as plan:
-            optimizer.prepare_step(plan)
-            self._prepare_plan(optimizer, plan, running)
-        self._blocks = running.blocks_of_groups
-        self._add_unstepped(running.stepped, running)
-
-    def _prepare_plan(self, optimizer: LowPrecisionOptimizer, plan: StepPlan, running: _Measurement) -> None:
-        """Compute the exact updates of the parameters of a plan, for which `prepare_step` was called."""
-        for backend_step in plan.backend_steps:
-            fused_group = backend_step.fused_group
-            rows = [self._watched.row[entry.param] for entry in fused_group.entries]
-            running.stepped.update(rows)
-            block = self._blocks.get(fused_group)
-            if block is None:
-                samples = ParameterSamples(fused_group.weights, self._watched.sample_size)
-                measured = fused_group.spec.param_dtype in self.dtypes
-                updates = FusedGroupUpdates(optimizer, backend_step, samples) if measured else None
-                block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
-            if block.updates is not None:
-                block.exact = block.updates.compute(running.with_decay)
-            block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradients.nonzero)
-            running.blocks.append(block)
-            running.blocks_of_groups[fused_group] = block
-            if fused_group.enabled is not None:
-                running.enabled = fused_group.enabled
-
-    def _prepare_replay(self, running: _Measurement) -> None:
-        """Compute the exact updates of any other optimizer."""
-        group_of = [group for group in self.optimizer.param_groups for _ in group["params"]]
-        with_grad = [row for row, param in enumerate(self._watched.params) if param.grad is not None]
-        measured = [row for row in with_grad if self._watched.params[row].dtype in self.dtypes]
-        signatures: dict[int, Any] = dict.fromkeys(with_grad)
-        if self.refusal is None:
-            try:
-                for row in measured:
-                    param = self._watched.params[row]
-                    signatures[row] = param.grad.dtype, state_signature(self.optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
-            except ReplayRefused as error:
-                self._refuse(str(error))
-        blocks: dict[Any, ParameterBlock] = {}
-        for rows in self._watched.alike(with_grad, list(map(id, group_of)), signatures):
-            params = [self._watched.params[row] for row in rows]
-            is_measured = params[0].dtype in self.dtypes
-            key = (tuple(rows), self.refusal is None and is_measured)
-            block = self._blocks.get(key)
-            if block is None:
-                weights = list(map(local_shard, params))
-                samples = ParameterSamples(weights, self._watched.sample_size)
-                updates = ReplayedUpdates(self.optimizer, params, group_of[rows[0]], samples) if key[1] else None
-                block = ParameterBlock(rows, weights, samples, sharding_of(params[0]), updates)
-            blocks[key] = block
-            if block.updates is not None:
-                try:
-                    block.exact = block.updates.compute(running.with_decay)
-                except ReplayRefused as error:
-                    self._refuse(str(error))
-            if is_measured and block.exact is None:
-                block.weight = block.samples.gather(block.weights, "weight")
-            block.look_for_gradients([local_shard(param.grad) for param in params], self._gradients.nonzero)  # type: ignore[arg-type]
-        running.blocks += blocks.values()
-        self._blocks = blocks
-        self._add_unstepped(set(with_grad), running)
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        logger.debug("hf_lowprec: the updates of %s are not measured: %s", type(self.optimizer).__name__, reason)
-
-    def _add_unstepped(self, stepped: set[int], running: _Measurement) -> None:
-        """Add blocks of the parameters that have no gradient in this step."""
-        for rows in self._watched.alike(row for row in range(len(self._watched.params)) if row not in stepped):
-            key = ("unstepped", *rows)
-            if key not in self._blocks:
-                weights = [local_shard(self._watched.params[row]) for row in rows]
-                samples = ParameterSamples(weights, self._watched.sample_size)
-                self._blocks[key] = ParameterBlock(
-                    rows, weights, samples, sharding_of(self._watched.params[rows[0]]), None
-                )
-            running.blocks.append(self._blocks[key])
-
     # The result.
 
-    def _evaluate(self, finished: _Measurement) -> StepPrecision | None:
+    def _evaluate(self, finished: MeasuredStep) -> StepPrecision | None:
         """Turn sums into numbers; None if the step was skipped."""
         if finished.enabled is not None and not bool(finished.enabled):
             return None
@@ -382,42 +265,11 @@ class PrecisionMonitor:
             forget = torch.tensor([REMEMBERED, REMEMBERED, REMEMBERED**2, REMEMBERED**2], dtype=torch.float64)
             self._decay = self._decay * forget + table[:, _DECAY].nan_to_num()
         table[:, _DECAY] = self._decay
-        table[:, COLUMN["has_gradient"]] = table[:, COLUMN["has_gradient"]].clamp(
-            max=1
-        )  # the number of shards with one
+        table[:, COLUMN["has_gradient"]].clamp_(max=1)  # until here, the number of shards with one
         nonzero = (table[:, COLUMN["has_gradient"]] > 0).tolist()
         self._gradients.add(finished.gradients, nonzero)
         rate = max(map(float, finished.learning_rates), default=None)
         return StepPrecision(finished.number, table, self._watched.names, self._watched.kinds, rate)
-
-
-class _Measurement:
-    """One measured step.
-
-    Attributes:
-        number: of the step.
-        with_decay: whether the weight decay is measured.
-        learning_rates: those of the parameter groups.
-        gradients: which parameters have one, see `GradientRecord.look`.
-        blocks: what is measured together.
-        blocks_of_groups: the blocks of one of our optimizers, by fused group.
-        stepped: rows of the parameters that one of our optimizers steps.
-        results: the rows of each block with their sums, after the step.
-        enabled: whether the step is taken, a bool scalar on its device; None is yes.
-    """
-
-    def __init__(
-        self, number: int, with_decay: bool, learning_rates: Sequence[float | Tensor], gradients: list[bool]
-    ) -> None:
-        self.number = number
-        self.learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in learning_rates]
-        self.with_decay = with_decay
-        self.gradients = gradients
-        self.blocks: list[ParameterBlock] = []
-        self.blocks_of_groups: dict[Any, ParameterBlock] = {}
-        self.stepped: set[int] = set()
-        self.results: list[tuple[list[int], Tensor]] = []
-        self.enabled: Tensor | None = None
 
 
 def _methods_of_a_step(cls: type[torch.optim.Optimizer]) -> int:

@@ -16,7 +16,7 @@ from hf_lowprec.monitor.replayed_update import is_elementwise
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import local_shard, sharding_of
 
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 class WatchedParameters:
@@ -93,5 +93,5 @@ def _names_and_kinds(optimizer: torch.optim.Optimizer, model: nn.Module | None) 
 def _plain_name(name: str) -> str:
     """A parameter's name without the wrappers of DDP, torch.compile and activation checkpointing."""
     for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")

@@ -17,7 +17,6 @@ accumulated in the moments instead: Σgᵢ² is not (Σgᵢ)², so every second 
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import weakref
@@ -27,10 +26,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_buckets import GradientBucket, bucket_key
+from hf_lowprec.optim.gradient_hooks import GradientHooks
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.delayed_clipping import DelayedClipping
@@ -95,11 +94,8 @@ class GradientRelease:
         self._plans: dict[tuple[Any, int], StepPlan] = {}
         self._averaged: set[int] = set()
         self._checked = self._ended_once = False
-        self._hooks: dict[int, tuple[Tensor, Any]] = {}
-        self._taken_over: set[int] = set()
-        self._started = False
+        self._hooks = GradientHooks(self.gradient_is_final)
         self._lock = threading.RLock()  # autograd has a thread per device
-        weakref.finalize(self, _remove_all, self._hooks)
         self.start()
 
     @property
@@ -110,37 +106,20 @@ class GradientRelease:
 
     def start(self) -> None:
         """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers."""
-        self._started = True
-        self._taken_over.clear()
+        self._hooks.start()
         self.watch_parameters()
 
     def stop(self) -> None:
         """Remove the hooks until `start` is called. `step()` then steps all parameters."""
-        self._started = False
-        _remove_all(self._hooks)
+        self._hooks.stop()
 
     def watch_parameters(self) -> None:
         """Give new parameters a hook, and remove the hooks of those that are gone.
 
         Called wherever parameters may have been added, unfrozen or replaced, as FSDP2 replaces them.
         """
-        params = {id(param): param for param in self._params() if param.requires_grad}
-        for number in self._taken_over & params.keys():
-            del params[number]
-        if params.keys() == self._hooks.keys() or not self._started:
-            return
-        for number in self._hooks.keys() - params.keys():
-            self._hooks.pop(number)[1].remove()
-        hook = functools.partial(_gradient_is_final, weakref.ref(self))
-        for number in params.keys() - self._hooks.keys():
-            owner = _owners.get(params[number], lambda: None)()
-            if owner is not None and number in owner._hooks:  # an earlier optimizer of the same model
-                owner._hooks.pop(number)[1].remove()
-                owner._taken_over.add(number)
-            handle = params[number].register_post_accumulate_grad_hook(hook)
-            self._hooks[number] = params[number], handle
-            _owners[params[number]] = weakref.ref(self)
-        self._checked = False
+        if self._hooks.watch(self._params()):
+            self._checked = False
 
     # During the backward pass.
 
@@ -246,13 +225,14 @@ class GradientRelease:
             self.watch_parameters()
 
     def resume(self, norm_before: float) -> None:
-        """Forget which parameters have been stepped, because states were loaded.
+        """Start a step of which no parameter has been stepped yet, because states were loaded.
 
         Args:
             norm_before: the gradient norm of their last step, by which `clip="delayed"` clips the next one.
         """
         with self._lock:
             self._running = _RunningStep()
+            self._ended_once = False
             self.clipping.resume(norm_before)
             self.watch_parameters()
 
@@ -373,10 +353,6 @@ def gradient_release_of(optimizer: Any) -> GradientRelease | None:
     return release if isinstance(release, GradientRelease) else None
 
 
-_owners: Any = WeakIdKeyDictionary()
-"""Parameter → a weak reference to the release whose hook it has."""
-
-
 class _RunningStep:
     """The step that has begun since the last one ended.
 
@@ -394,19 +370,6 @@ class _RunningStep:
         self.stepped: set[int] = set()
         self.buckets: Counter[Any] = Counter()
         self.settings: list[dict[str, Any]] | None = None
-
-
-@torch.compiler.disable
-def _gradient_is_final(release: Callable[[], GradientRelease | None], param: Tensor) -> None:
-    """The hook of a parameter. It references `release` weakly, so that parameters do not keep an optimizer alive."""
-    if (living := release()) is not None:
-        living.gradient_is_final(param)
-
-
-def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
-    for _, handle in hooks.values():
-        handle.remove()
-    hooks.clear()
 
 
 def _version(grad: Tensor | None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import parameter_numbers, validation
+from hf_lowprec.optim import argument_checks, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release import GradientRelease
@@ -127,10 +127,10 @@ class LowPrecisionOptimizer(Algorithm):
         clip: Clip = "exact",
         **unexpected: Any,
     ) -> None:
-        validation.check_unexpected_keywords(type(self), unexpected)
+        argument_checks.check_unexpected_keywords(type(self), unexpected)
         selection.check_backend(backend)
-        validation.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
-        validation.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
+        argument_checks.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
+        argument_checks.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation started with a dither."""
@@ -144,6 +144,7 @@ class LowPrecisionOptimizer(Algorithm):
         """Norm of the last step's gradients before clipping, an FP32 scalar on their device; None if the step did not
         need it."""
         self._reset()
+        self.release = None
         defaults = {
             **defaults,
             "rounding": mode_name(rounding),
@@ -160,7 +161,6 @@ class LowPrecisionOptimizer(Algorithm):
         self._plan: StepPlan | None = None
         self._captured_steps: set[BackendStep] = set()  # replays read their tables: kept as long as the states
         self._clipping = GradientClipping()
-        self.release = None
 
     @_never_compiled
     @torch.no_grad()
@@ -286,7 +286,7 @@ class LowPrecisionOptimizer(Algorithm):
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
         self._check_groups()
-        validation.check_gradient_release(
+        argument_checks.check_gradient_release(
             self.release is not None, self.clip, self.capturable, self.max_grad_norm, self.skip_nonfinite
         )
 
@@ -400,7 +400,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: `max_norm` is not a number above 0; or with `clip="delayed"`, it is not `max_grad_norm`.
         """
         if max_norm != math.inf:
-            validation.check_max_norm("max_norm", max_norm)
+            argument_checks.check_max_norm("max_norm", max_norm)
         if self.release is not None:
             return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
@@ -486,14 +486,14 @@ class LowPrecisionOptimizer(Algorithm):
         return {
             **super().__getstate__(),
             **norm_before,
-            **{name: getattr(self, name) for name in (*validation.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
+            **{name: getattr(self, name) for name in (*argument_checks.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
         self._reset()
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
+        self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
-            self.release = GradientRelease(self)
-            self.release.resume(state.get(NORM_BEFORE, 0.0))
+            self.release = self.release or GradientRelease(self)
+            self.release.resume(norm_before)

@@ -1,10 +1,11 @@
-"""The keyword arguments that all algorithms share, and how they get into each algorithm's signature."""
+"""The keyword arguments of the optimizers: those that all algorithms share, and how signatures show them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -47,3 +48,14 @@ def full_signature(algorithm: type, base: type) -> inspect.Signature:
     if algorithm.__init__ is not base.__init__ and any(p.kind is p.VAR_KEYWORD for p in parameters_of_init):  # type: ignore[misc]
         parameters += [shared[name] for name in Shared.__annotations__]
     return inspect.Signature(parameters)
+
+
+def keywords(cls: Any) -> dict[str, Any]:
+    """The keyword arguments of an optimizer class and their defaults. The result is cached: do not modify it."""
+    return _keywords(cls)
+
+
+@functools.cache  # a separate function, because to type checkers optimizer classes are not hashable
+def _keywords(cls: Any) -> dict[str, Any]:
+    parameters = inspect.signature(cls).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "params"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_lowprec.optim.foreign_states import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import low_bits_state
+from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.optim.state_dict_format import (
     ADDED_KEYS,
     DITHERED,
@@ -30,7 +31,7 @@ from hf_lowprec.optim.state_dict_format import (
 )
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.states_in_8_bits import check_codes
-from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, keywords
+from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES

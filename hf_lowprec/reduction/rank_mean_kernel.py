@@ -1,6 +1,6 @@
 """The mean in rank order as one Triton kernel, which reads every element once and writes the result once.
 
-`mean.py` imports this module on first use, because it needs Triton.
+`rank_mean.py` imports this module on first use, because it needs Triton.
 """
 
 from contextlib import nullcontext

@@ -38,7 +38,7 @@ class State:
 
     Attributes:
         name: its key in `optimizer.state[param]`.
-        role: the role of its random bits, see `random.py`.
+        role: the role of its random bits, see `random_bits.py`.
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.
         holds_low_bits: whether it holds the part of the weight that the stored weight lacks, and starts with it.

@@ -337,6 +337,23 @@ def test_without_source() -> None:
     model(X, Y).backward()
 
 
+class Positional(Net):
+    def forward(self, x: Tensor, y: Tensor, /) -> Tensor:
+        return F.cross_entropy(self.head(x), CLASSES)
+
+
+class PositionalSelf(Net):
+    def forward(self, /, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), CLASSES)
+
+
+@pytest.mark.parametrize("cls", [Positional, PositionalSelf])
+def test_arguments_that_are_positional_only(cls: type[Net]) -> None:
+    model = build(cls)
+    cast_model(model)
+    assert loss_predictions(model, mixes_dtypes=True) == ["head"]
+
+
 def test_losses_that_cannot_mix_dtypes() -> None:
     model = build(Variational)
     cast_model(model)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
 
@@ -57,7 +57,7 @@ def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, f
     words += f" --optim_args {','.join(options)}" if options else ""
     if RELEASED in options:
         words += f" --max_grad_norm {0.5 if DELAYED in options else 0}"
-    if last_complete(out) is not None:
+    if any(map(is_good, out.glob("checkpoint-*"))):
         words += " --resume_from_checkpoint True"
     arguments = [RANKS, SCRIPTS / "killed_at.py", *killed, *WRAPPED[wrapped], *words.split()]
     settings = {"HIDDEN_SIZE": "64", "BUCKET_ELEMENTS": "4000"}

@@ -129,6 +129,16 @@ def test_numbers_by_kind_and_tensor():
     assert precision.by_tensor["norm.bias"]["lost_updates"] == pytest.approx(0, abs=0.01)
 
 
+def test_names_are_those_without_wrappers():
+    """As of a model that DDP wraps and `torch.compile` compiles."""
+    model = nn.ModuleDict(
+        {"_orig_mod": nn.ModuleDict({"module": nn.ModuleDict({"layer": nn.Linear(8, 8)})})}
+    ).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = measured(optimizer, monitor=hf_lowprec.PrecisionMonitor(optimizer, model))
+    assert list(precision.by_tensor) == ["layer.weight", "layer.bias"]
+
+
 def test_large_tensors_count_more():
     small, large = weights(1.0, count=4096), weights(0.0, count=64 * 4096)
     optimizer = torch.optim.SGD([small, large], lr=2.0**-11)

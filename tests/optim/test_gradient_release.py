@@ -572,13 +572,16 @@ def test_clip_grad_norm_of_another_norm_is_an_error():
 # Measuring.
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "StableAdamW"])
-def test_the_precision_monitor_measures_the_same(name):
+def test_the_precision_monitor_measures_the_same(name, resumes):
     found = []
     for release in (False, True):
         model = network()
         optimizer = build(name, model.named_parameters(), lr=0.01, gradient_release=release)
         monitor = PrecisionMonitor(optimizer, model, every=2)
+        if resumes:
+            optimizer.load_state_dict(optimizer.state_dict())
         train(model, optimizer)
         found.append((monitor.last.step, monitor.last.by_kind))
         monitor.close()

@@ -27,7 +27,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.hidden_matrices import hidden_matrices
 from hf_lowprec.optim.initial_compensation import starts_with_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.validation import keywords
+from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_lowprec.integrations.transformers.optim_args import join_numbers, optim_args_of, optimizer_name
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import optimizer_factory
-from hf_lowprec.optim.validation import keywords
+from hf_lowprec.optim.shared_keywords import keywords
 
 _ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 

@@ -111,12 +111,13 @@ def test_a_new_run_starts_a_new_file(tmp_path):
     assert steps(tmp_path) == steps(tmp_path / "checkpoint-4") == [[1, 2, 3, 4]]
 
 
-def test_a_resumed_run_continues_the_file_of_its_checkpoint(tmp_path):
+@pytest.mark.parametrize("path", [str, Path])
+def test_a_resumed_run_continues_the_file_of_its_checkpoint(tmp_path, path):
     trained(tmp_path, **SAVING)
     whole = lines(tmp_path)
     assert lines(tmp_path / "checkpoint-4") == whole[:5]
     assert METRICS_NAME in read_manifest(tmp_path / "checkpoint-4").files
-    trained(tmp_path, resume=str(tmp_path / "checkpoint-4"), **SAVING)
+    trained(tmp_path, resume=path(tmp_path / "checkpoint-4"), **SAVING)
     assert steps(tmp_path) == steps(tmp_path / "checkpoint-8") == [[1, 2, 3, 4], [5, 6, 7, 8]]
     resumed = lines(tmp_path)
     assert resumed[:5] == whole[:5]  # byte for byte

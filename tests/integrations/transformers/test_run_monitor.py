@@ -9,11 +9,12 @@ from transformers import TrainerState
 import hf_lowprec
 from hf_lowprec.integrations.transformers import run_monitor
 from hf_lowprec.integrations.transformers.run_monitor import RunMonitor
+from hf_lowprec.monitor.measured_step import MeasuredBlocks
 from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
 
 STEPS = 4
-PLANTED = ("__init__", "measure_next_step", "_before_step", "_prepare_own", "_after_step", "findings")
-"""Methods of PrecisionMonitor in which an error is planted. In `_prepare_own`, a step is planned at that moment."""
+PLANTED = ("__init__", "measure_next_step", "_before_step", "add_plan", "_after_step", "findings")
+"""Methods in which an error is planted. In `add_plan`, a step is planned at that moment."""
 
 
 def fail(*args, **kwargs):
@@ -21,7 +22,8 @@ def fail(*args, **kwargs):
 
 
 def plant(monkeypatch, method: str) -> None:
-    monkeypatch.setattr(run_monitor.PrecisionMonitor, method, fail)
+    owner = MeasuredBlocks if hasattr(MeasuredBlocks, method) and method != "__init__" else run_monitor.PrecisionMonitor
+    monkeypatch.setattr(owner, method, fail)
 
 
 def warnings(caplog) -> list[str]:
@@ -50,7 +52,7 @@ def undisturbed(tmp_path_factory) -> dict[bool, torch.Tensor]:
 @pytest.mark.parametrize("method", PLANTED)
 def test_training_goes_on_after_one_warning(tmp_path, monkeypatch, caplog, undisturbed, method, own):
     caplog.clear()
-    plant(monkeypatch, method if own or method != "_prepare_own" else "_prepare_replay")
+    plant(monkeypatch, method if own or method != "add_plan" else "_add_replayed")
     trainer = run(tmp_path, own)
     (message,) = warnings(caplog)
     assert message == (

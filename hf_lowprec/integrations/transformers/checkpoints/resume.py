@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ class Problem(NamedTuple):
     reason: str
 
 
-def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | bool | None:
+def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output_dir: str) -> str | bool | None:
     """Return what Trainer should resume from, the same on all ranks. Every rank must call it.
 
     Args:
@@ -60,14 +61,16 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
         output_dir: where the run saves its checkpoints.
 
     Returns:
-        A path; or `resume_from_checkpoint` unchanged, if Trainer starts from scratch or raises its own error because
-        there is no checkpoint.
+        A path, as a string; or True, False or None, or a path where there is nothing, with which Trainer starts from
+        scratch or raises its own error.
 
     Raises:
         ValueError: the named checkpoint is not good, or there are checkpoints but none is good; the message names the
             damaged files. Or the ranks name different checkpoints, or not all of them see the checkpoint.
     """
     _read_manifest.cache_clear()
+    if isinstance(resume_from_checkpoint, os.PathLike):
+        resume_from_checkpoint = os.fspath(resume_from_checkpoint)
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
     if any(other != asked[0] for other in asked):
         raise ValueError(f"resume_from_checkpoint differs between ranks: {asked}; pass the same value on all ranks")
@@ -85,13 +88,7 @@ def resolve(resume_from_checkpoint: str | bool | None, output_dir: str) -> str |
     _check_seen(chosen)
     _warn_of_missing_state(chosen)
     _warn_of_missing_files(chosen)
-    return str(chosen) if resume_from_checkpoint is True else resume_from_checkpoint
-
-
-def last_complete(output_dir: Path) -> Path | None:
-    """The last good checkpoint in `output_dir`, or None."""
-    _read_manifest.cache_clear()
-    return _search(output_dir)[0]
+    return str(chosen)
 
 
 def check_good(checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ def train(call: TrainerCall) -> Any:
     """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
 
     Raises:
-        ValueError: see `resume_from_checkpoint.resolve`.
+        ValueError: see `resume.resolve`.
     """
     checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
     call.arguments["resume_from_checkpoint"] = checkpoint

@@ -23,7 +23,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
@@ -160,11 +160,11 @@ def test_a_manifest_that_changed_is_read_again(killed):
     assert resolve(True, out) == str(folder)
     content = (folder / MANIFEST_NAME).read_text()
     (folder / MANIFEST_NAME).write_text("{")
-    assert last_complete(killed) == killed / "checkpoint-2"
+    assert resolve(True, out) == str(killed / "checkpoint-2")
     with pytest.raises(ValueError, match=MANIFEST_NAME):
         resolve(str(folder), out)
     (folder / MANIFEST_NAME).write_text(content)
-    assert last_complete(killed) == folder
+    assert resolve(True, out) == str(folder)
 
 
 @pytest.mark.parametrize("damage", [emptied, halved, flipped])
@@ -392,6 +392,7 @@ def saved_at(time: str) -> Manifest:
 def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     writer.begin(checkpoint, step, None)
+    (checkpoint / "trainer_state.json").write_text("{}")
     (checkpoint / "model.safetensors").write_bytes(bytes([step]))
     writer.complete()
     return checkpoint
@@ -405,11 +406,11 @@ def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / MANIFEST_NAME).write_text("{}")  # a damaged one says nothing
     second = ManifestWriter()
-    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
-    assert last_complete(tmp_path) != save(second, tmp_path, 2) == last_complete(tmp_path)
+    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert str(save(second, tmp_path, 2)) == resolve(True, str(tmp_path))
     save(second, tmp_path, 3)
     again = ManifestWriter(read_manifest(tmp_path / "checkpoint-2"))
-    assert save(again, tmp_path, 1) == last_complete(tmp_path), "it went back to an earlier step"
+    assert str(save(again, tmp_path, 1)) == resolve(True, str(tmp_path)), "it went back to an earlier step"
 
 
 class ShortReads(io.FileIO):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import save as save_shards
 from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
@@ -160,9 +160,9 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
             save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
         torch.save({}, folder / "scheduler.pt")
         TrainerState().save_to_json(str(folder / "trainer_state.json"))
-    assert last_complete(tmp_path) == tmp_path / "checkpoint-6"
+    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
-    assert last_complete(tmp_path) == tmp_path / "checkpoint-3"
+    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}

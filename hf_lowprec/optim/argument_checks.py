@@ -1,0 +1,165 @@
+"""Checks of the values of optimizers' arguments.
+
+Every message names the argument, its value and what is valid. Checks of an argument of a parameter group are also told
+`where` it is, such as "param group 0".
+"""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import operator
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+
+from hf_lowprec.optim.shared_keywords import Clip, InitialCompensation, keywords
+
+LARGEST = torch.finfo(torch.float32).max
+"""The largest finite FP32 number. Steps are computed in FP32, where larger numbers would be infinite."""
+FOREIGN_ARGUMENTS = {
+    "foreach": "a step handles all parameters together in any case; remove it",
+    "fused": "every backend is fused, so there is nothing to choose; remove it",
+    "differentiable": "rounding has no useful gradient, so steps are not differentiable; remove it or use torch's",
+    "kahan_sum": "the rounding mode is an argument of its own; use rounding='kahan'",
+    "bf16_stochastic_round": "the rounding mode is an argument of its own; use rounding='stochastic'",
+    "decouple_lr": "weight decay is multiplied by the learning rate; use weight_decay=d / lr with the highest lr",
+}
+"""Arguments of optimizers of torch, optimi and torchao → why ours do not have them, and what to do instead."""
+EXECUTION_ARGUMENTS = {
+    *("initial_compensation", "backend", "capturable", "max_grad_norm", "skip_nonfinite", "gradient_release", "clip")
+}
+"""Arguments that apply to the whole optimizer and cannot be set per parameter group."""
+
+
+def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
+    """Raise ValueError unless `value` is a real number with `low <= value < high` that FP32 can hold."""
+    number = _number(value)
+    if not (low <= number < high and abs(number) <= LARGEST):
+        lower = "" if low == float("-inf") else f" >= {low:g}"
+        upper = "" if high == float("inf") else f" and < {high:g}"
+        hint = f"; give {float(value)!r} without the quotes" if isinstance(value, str) and _is_float(value) else ""
+        finite = " that FP32 can hold (up to 3.4e38)" if abs(number) > LARGEST else ""
+        raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be a number{lower}{upper}{finite}{hint}")
+
+
+def _number(value: Any) -> float:
+    """Convert `value` to float; NaN unless it is one real number."""
+    if type(value) is float:
+        return value
+    if hasattr(value, "item"):  # a tensor or a NumPy number
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):
+            return float("nan")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _short_repr(value: Any) -> str:
+    """`repr(value)`, except for very large integers, which Python refuses to convert to decimal digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<an integer of {value.bit_length()} bits>"
+    return repr(value)
+
+
+def check_betas(betas: Iterable[Any]) -> None:
+    """Raise ValueError unless each of `betas` is a number in [0, 1)."""
+    for k, beta in enumerate(betas):
+        check_range(f"betas[{k}]", beta, 0.0, 1.0)
+
+
+def check_one_of(name: str, value: Any, valid: tuple[str, ...], where: str = "") -> None:
+    """Raise ValueError unless `value` is one of the strings in `valid`."""
+    if value not in valid:
+        raise ValueError(f"{name}={value!r}{_in(where)} is unknown; valid are {', '.join(map(repr, valid))}")
+
+
+def check_boolean(name: str, value: Any, where: str = "") -> None:
+    """Raise ValueError unless `value` is a Python or NumPy boolean."""
+    cls = type(value)
+    if cls is not bool and (cls.__module__, cls.__name__.rstrip("_")) != ("numpy", "bool"):
+        raise ValueError(f"{name}={value!r}{_in(where)} is not True or False")
+
+
+def _in(where: str) -> str:
+    return f" in {where}" if where else ""
+
+
+def check_integer(name: str, value: Any, where: str = "") -> None:
+    """Raise ValueError unless `value` is an integer of any type; booleans do not count."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}{_in(where)} is not an integer") from None
+
+
+def check_max_norm(name: str, value: Any) -> None:
+    """Raise ValueError unless gradients can be clipped to the norm `value`, a number above 0."""
+    check_range(name, value, 0.0)
+    if value == 0:
+        raise ValueError(f"{name}={value!r} would take no step at all; it must be greater than 0")
+
+
+def check_execution_arguments(
+    initial_compensation: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
+) -> None:
+    """Raise ValueError if one of these `EXECUTION_ARGUMENTS` is invalid."""
+    check_one_of("initial_compensation", initial_compensation, get_args(InitialCompensation))
+    check_boolean("capturable", capturable)
+    check_boolean("skip_nonfinite", skip_nonfinite)
+    if max_grad_norm is not None:
+        check_max_norm("max_grad_norm", max_grad_norm)
+
+
+def check_gradient_release(
+    gradient_release: Any, clip: Any, capturable: Any, max_grad_norm: Any, skip_nonfinite: Any
+) -> None:
+    """Raise ValueError if `gradient_release` or `clip` is invalid, or excluded by one of the other arguments."""
+    check_boolean("gradient_release", gradient_release)
+    check_one_of("clip", clip, get_args(Clip))
+    if clip == "delayed" and not gradient_release:
+        raise ValueError(
+            "clip='delayed' is only for gradient_release=True; without it, clip='exact' clips by the norm of the step "
+            "itself, at the same cost"
+        )
+    if clip == "delayed" and max_grad_norm is None:
+        raise ValueError("clip='delayed' needs max_grad_norm, the norm to which it clips")
+    if not gradient_release:
+        return
+    freed = "gradient_release=True frees gradients during the backward pass"
+    if max_grad_norm is not None and clip == "exact":
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} with clip='exact' needs all gradients before the first parameter is "
+            f"stepped, but {freed}; use clip='delayed', which clips by the norm of the step before, or StableAdamW, "
+            "which clips each tensor's update by itself, without max_grad_norm"
+        )
+    if skip_nonfinite:
+        raise ValueError(f"skip_nonfinite=True needs all gradients to decide, but {freed}; use one of the two")
+    if capturable:
+        raise ValueError(f"capturable=True: a CUDA graph cannot hold a step whose parts run in hooks, and {freed}")
+
+
+def check_unexpected_keywords(cls: type, unexpected: Iterable[str]) -> None:
+    """Raise TypeError for the first of `unexpected`, the keywords that `cls` does not take, if there are any."""
+    for name in unexpected:
+        if name in FOREIGN_ARGUMENTS:
+            raise TypeError(f"{cls.__name__} takes no {name}=: {FOREIGN_ARGUMENTS[name]}")
+        near = difflib.get_close_matches(name, keywords(cls), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{hint}")

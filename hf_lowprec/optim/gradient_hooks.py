@@ -1,0 +1,76 @@
+"""Hooks that run when the gradient of a parameter is final: after autograd has added up all its uses."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_owners: Any = WeakIdKeyDictionary()
+"""Parameter → a weak reference to the `GradientHooks` that it has a hook of."""
+
+
+class GradientHooks:
+    """The hooks on the parameters of one optimizer. They are removed when this object is deleted.
+
+    Args:
+        gradient_is_final: a method that is called with each parameter. Its object is referenced weakly, so that
+            parameters do not keep an optimizer alive.
+    """
+
+    def __init__(self, gradient_is_final: Callable[[Tensor], None]) -> None:
+        self._hook = functools.partial(_run_hook, weakref.WeakMethod(gradient_is_final))
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self._taken_over: set[int] = set()
+        self._started = True
+        weakref.finalize(self, _remove_all, self._hooks)
+
+    def start(self) -> None:
+        """Let `watch` take parameters over from other optimizers, and begin again after `stop`."""
+        self._started = True
+        self._taken_over.clear()
+
+    def stop(self) -> None:
+        """Remove the hooks until `start` is called."""
+        self._started = False
+        _remove_all(self._hooks)
+
+    def watch(self, params: Iterable[Tensor]) -> bool:
+        """Give all `params` that require a gradient a hook, and remove the hooks of all others.
+
+        Parameters that an optimizer built later has taken over are left to that one.
+
+        Returns:
+            Whether hooks were added or removed.
+        """
+        watched = {id(param): param for param in params if param.requires_grad and id(param) not in self._taken_over}
+        if watched.keys() == self._hooks.keys() or not self._started:
+            return False
+        for number in self._hooks.keys() - watched.keys():
+            self._hooks.pop(number)[1].remove()
+        for number in watched.keys() - self._hooks.keys():
+            param = watched[number]
+            owner: GradientHooks | None = _owners.get(param, lambda: None)()
+            if owner is not None and number in owner._hooks:  # of an earlier optimizer of the same model
+                owner._hooks.pop(number)[1].remove()
+                owner._taken_over.add(number)
+            self._hooks[number] = param, param.register_post_accumulate_grad_hook(self._hook)
+            _owners[param] = weakref.ref(self)
+        return True
+
+
+@torch.compiler.disable
+def _run_hook(gradient_is_final: Callable[[], Callable[[Tensor], None] | None], param: Tensor) -> None:
+    if (living := gradient_is_final()) is not None:
+        living(param)
+
+
+def _remove_all(hooks: dict[int, tuple[Tensor, Any]]) -> None:
+    for _, handle in hooks.values():
+        handle.remove()
+    hooks.clear()
