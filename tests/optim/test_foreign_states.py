@@ -344,7 +344,8 @@ def test_a_converted_run_resumes_bit_for_bit(rounding):
     gradients(source, range(BEFORE))
     target = converted(source, AdamW, BF16, rounding=rounding)
     twin = AdamW([nn.Parameter(p.detach().clone()) for p in params_of(target)], rounding=rounding)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the state dict that was loaded replaces")
         gradients(target, range(BEFORE, BEFORE + 3))
         twin.load_state_dict(copy.deepcopy(target.state_dict()))
