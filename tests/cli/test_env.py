@@ -1,5 +1,7 @@
 """`hf-lowprec env` prints what is installed, as Markdown."""
 
+from importlib import metadata
+
 import torch
 import transformers
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ def facts() -> dict[str, str]:
 def test_versions_devices_and_backends(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path))
     found = facts()
-    assert (found["torch"], found["transformers"]) == (torch.__version__, transformers.__version__)
+    assert (found["torch"], found["transformers"]) == (metadata.version("torch"), transformers.__version__)
     assert found["cache of compiled steps"] == found["HF_LOWPREC_CACHE"] == str(tmp_path)
     assert found["CPU"].endswith("backend native")
     assert sum(name.startswith("GPU ") for name in found) == torch.cuda.device_count()

@@ -20,6 +20,7 @@ from transformers import (
     TrainerCallback,
     ViTConfig,
 )
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
@@ -409,8 +410,15 @@ def test_activations_that_cannot_be_estimated_are_said_to_be_missing(tmp_path):
     assert "left for" in output and "free of" not in output
 
 
-def test_activations_may_be_missing_in_one_dtype_only(tmp_path):
-    """torch has no grouped product of FP32 matrices without values, which routed experts need."""
+def test_activations_may_be_missing_in_one_dtype_only(monkeypatch, tmp_path):
+    """As in torch 2.13, where routed experts need grouped products that FP32 matrices without values do not have."""
+
+    def without_fp32(self, hidden_states, *routing, forward=MixtralExperts.forward):
+        if hidden_states.dtype == torch.float32:
+            raise RuntimeError("Expected mat_a to be BFloat16")
+        return forward(self, hidden_states, *routing)
+
+    monkeypatch.setattr(MixtralExperts, "forward", without_fp32)
     config = MixtralConfig(**TINY, num_local_experts=2, num_key_value_heads=2)
     folder = write_config(tmp_path / "moe", config, architectures=["MixtralForCausalLM"])
     result = json.loads(run(folder, "--batch-size", 1, "--sequence-length", 16, "--lora", 2, "--json").output)
