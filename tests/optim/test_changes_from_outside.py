@@ -221,7 +221,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_steps_counts(change, any_backend):
-    """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
+    """Nothing kept from earlier steps is used by mistake: a new optimizer with the same states gives the same bits."""
 
     def gradients(params, step):
         generator = torch.Generator(torch.get_default_device()).manual_seed(step)

@@ -340,7 +340,7 @@ def joined_by_another(model):
 
 @pytest.mark.parametrize("change", [added_to_by_backward, zeroed_in_place, scaled, joined_by_another])
 def test_what_was_written_to_after_clipping_is_refused(change):
-    """What `clip_grad_norm_` of torch would have left is not known any more: a step could only be wrong."""
+    """The gradients that torch's `clip_grad_norm_` would have left are unknown by now: any step would be wrong."""
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     backward(model, 0)

@@ -103,7 +103,7 @@ def saved_norms() -> nn.Module:
 
 
 def partly_sharded(model: nn.Module) -> None:
-    """What a user does who shards a layer by himself."""
+    """Shard one layer, as a user may before `prepare`."""
     fully_shard(model.blocks[1].linear)
 
 

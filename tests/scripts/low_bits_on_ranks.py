@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def full_estimates(model, optimizer) -> dict[str, torch.Tensor]:
-    """What `fp32_state_dict` returns, gathered, by parameter's name."""
+    """The result of `fp32_state_dict` with full tensors, by parameter's name."""
     found = hf_lowprec.fp32_state_dict(model, optimizer)
     return {
         name.removeprefix("module."): value.full_tensor() if hasattr(value, "full_tensor") else value

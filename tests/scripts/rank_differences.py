@@ -123,7 +123,7 @@ def another_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def another_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a checkpoint does that is not the other ranks'."""
+    """Change a state on one rank, as resuming from another checkpoint would."""
     train_once(model, optimizer)
     average = optimizer.state[optimizer.param_groups[1]["params"][1]]["exp_avg"]
     if ODD:
@@ -224,7 +224,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 REPLICATED = ("weights", "states")
-"""What shards do not have in common."""
+"""Cases for replicas only: shards need not have these in common."""
 
 
 def complaint(act: Callable[[], None]) -> str:
@@ -263,7 +263,7 @@ class Heard(logging.Handler):
 
 
 def check_equal_ones(kind: str) -> None:
-    """What may differ, and what does not."""
+    """Ranks that differ where they may are not reported."""
     heard = Heard()
     calls, gather = [], dist.all_gather_object
     dist.all_gather_object = lambda *args, **options: (calls.append(args), gather(*args, **options))
