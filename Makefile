@@ -1,6 +1,7 @@
 # hf_lowprec: `make` lists the targets. Needs Python 3.10 or newer and no C compiler.
 PYTHON  ?= python3
-WORKERS ?= 2
+# Of pytest: one more than CI has cores, since many tests wait for processes that they have started.
+WORKERS ?= 3
 ARGS    ?=
 
 BIN   := .venv/bin
@@ -39,8 +40,9 @@ drawings: $(STAMP) ## the drawings of the documentation, into docs/images
 
 test: lint format-check typecheck pytest ## everything CI checks
 
+# Tests start processes by the dozen, which need not compile this package's modules again, whatever the environment says.
 pytest: $(STAMP) ## the tests alone, all of them
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-distributed: $(STAMP) ## the tests that start processes, with more ranks than `make test` takes time for
 	HF_LOWPREC_MANY_RANKS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m distributed $(ARGS)
