@@ -73,11 +73,11 @@ TORCH = [
 LR = 1e-3
 
 
-@pytest.mark.parametrize(("theirs", "ours", "options"), TORCH)
-def test_torch_in_fp32_continues_like_fp64(theirs, ours, options):
-    """Both round each weight once per step, by 2^-24 of it, and the update by a few 2^-24 of its size.
+def continued_like_fp64(theirs, ours, **options) -> torch.optim.Optimizer:
+    """Train with `theirs` in FP32 and on with `ours`, and compare with all steps by `theirs` in FP64; returns `ours`.
 
-    Adam's updates are at most a few lr; SGD's are lr times a momentum below 10 times the largest gradient of about 5.
+    Both round each weight once per step, by 2^-24 of it, and the update by a few 2^-24 of its size. Adam's updates are
+    at most a few lr; SGD's are lr times a momentum below 10 times the largest gradient of about 5.
     """
     reference = theirs(params(FP64), lr=LR, **options)
     source = theirs(params(FP32), lr=LR, **options)
@@ -87,6 +87,12 @@ def test_torch_in_fp32_continues_like_fp64(theirs, ours, options):
     gradients(target, range(BEFORE, BEFORE + AFTER))
     update = LR * (50 if ours is SGD else 5)
     assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    return target
+
+
+@pytest.mark.parametrize(("theirs", "ours", "options"), TORCH)
+def test_torch_in_fp32_continues_like_fp64(theirs, ours, options):
+    target = continued_like_fp64(theirs, ours, **options)
     assert {type(target.state[p]["step"]) for p in params_of(target)} == {torch.Tensor}
 
 
@@ -155,14 +161,7 @@ OPTIMI = [
 @pytest.mark.parametrize(("theirs", "ours", "options"), OPTIMI)
 def test_optimi_in_fp32_continues_like_fp64(theirs, ours, options, foreach):
     """As with torch; optimi's moments are divided by the bias correction, which costs one more rounding each."""
-    reference = theirs(params(FP64), lr=LR, foreach=foreach, **options)
-    source = theirs(params(FP32), lr=LR, foreach=foreach, **options)
-    gradients(reference, range(BEFORE + AFTER))
-    gradients(source, range(BEFORE))
-    target = converted(source, ours, FP32, lr=1.0)
-    gradients(target, range(BEFORE, BEFORE + AFTER))
-    update = LR * (50 if ours is SGD else 5)
-    assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    continued_like_fp64(theirs, ours, foreach=foreach, **options)
 
 
 @pytest.mark.parametrize(("theirs", "ours", "options"), OPTIMI)
