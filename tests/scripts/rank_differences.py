@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_lowprec
-from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 RANK = int(os.environ["RANK"])
@@ -41,16 +40,11 @@ class Net(nn.Module):
         return self.head(self.batch(self.norm(self.first(x))))
 
 
-def accelerator(**settings: Any) -> Accelerator:
-    kind = sys.argv[1]
-    if kind != "ddp":
-        efficient = settings.pop("cpu_ram_efficient_loading", False)
-        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=efficient
-        )
-    if kind == "hsdp":
-        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    return Accelerator(cpu=True, **settings)
+def accelerator(cpu_ram_efficient_loading: bool = False, **settings: Any) -> Accelerator:
+    efficient = {"cpu_ram_efficient_loading": cpu_ram_efficient_loading}
+    return Accelerator(
+        cpu=True, **accelerator_arguments(sys.argv[1], auto_wrap_policy="no_wrap", **efficient), **settings
+    )
 
 
 def groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
