@@ -107,7 +107,7 @@ def _text(accesses: Counter[int]) -> str:
 
 
 def row(kernel: Kernel, target: str, result: CompiledKernel) -> dict[str, Any]:
-    """What is recorded of a compiled kernel."""
+    """The row of a compiled kernel in the record."""
     return {
         "kernel": kernel.name,
         "target": target,

@@ -56,7 +56,7 @@ def in_c(path: FastPath, name: str) -> str:
 
 @dataclass
 class Result:
-    """What the program has found.
+    """The result of the program.
 
     Attributes:
         tested: how many results it has computed.

@@ -30,7 +30,7 @@ STEPS = 5
 
 
 class Case(NamedTuple):
-    """What is stepped: `sharding` is "plain", "FSDP2" or "HSDP", `backend` "native" or "triton"."""
+    """A model to step: `sharding` is "plain", "FSDP2" or "HSDP", `backend` "native" or "triton"."""
 
     sharding: str
     backend: str

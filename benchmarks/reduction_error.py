@@ -195,7 +195,8 @@ def over_processes(sizes: list[int], signals: list[float], elements: int, seed: 
         return [{} for _ in signals]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (sizes, signals, elements, seed, folder)
-        torch.multiprocessing.spawn(_rank, arguments, nprocs=max(sizes))  # type: ignore[attr-defined]
+        # Forked, which saves the imports: nothing has been computed yet, so there are no threads that would be missing.
+        torch.multiprocessing.start_processes(_rank, arguments, nprocs=max(sizes), start_method="fork")  # type: ignore[attr-defined]
         by_signal = json.loads(Path(folder, "found.json").read_text())
     return [
         {method: {int(size): value for size, value in row.items()} for method, row in errors.items()}

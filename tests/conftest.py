@@ -30,7 +30,7 @@ def frozen_heap() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unchanged_environment() -> Iterator[None]:
-    """What accelerate and transformers tell their launchers by variables must not reach processes of later tests."""
+    """Restore variables: those that accelerate and transformers set must not reach processes of later tests."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

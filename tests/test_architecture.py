@@ -137,7 +137,7 @@ def _private_attributes(tree: ast.Module, library: str) -> Iterator[tuple[str, i
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What `source`, as the module of that dotted name, does against the rules: one line each."""
+    """The violations of the rules by `source`, as the module of that dotted name: one line each."""
     tree = ast.parse(source)
     unit = module.split(".")[1] if "." in module else ""
     found = []

@@ -58,7 +58,7 @@ ENVIRONMENTS = [environment(*pair) for pair in itertools.product(PYTHONS, PLATFO
 
 
 def requirements(project: dict[str, Any]) -> list[Requirement]:
-    """What the package needs, every extra included, without the extras that only name other extras."""
+    """The requirements of the package and all its extras, without extras that only name other extras."""
     lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     own_name = canonicalize_name(project["name"])
     return [r for r in map(Requirement, lines) if canonicalize_name(r.name) != own_name]

@@ -36,7 +36,7 @@ CONFIG = "[mypy]\n[mypy-transformers.*,accelerate.*]\nfollow_imports = skip\n"
 
 
 def errors_of_mypy(folder: Path, cache: Path) -> dict[Path, dict[int, set[str]]]:
-    """What `mypy --strict` says about the scripts: the codes of its errors by line."""
+    """Run `mypy --strict` on the scripts; returns the codes of its errors by line."""
     (folder / "mypy.ini").write_text(CONFIG)
     options = ["--strict", "--no-error-summary", "--hide-error-context", f"--cache-dir={cache}"]
     result = subprocess.run(

@@ -20,7 +20,7 @@ from gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, TINY_UNTIED, Llama
 from gpu.training import VARIANTS, Run, train
 from gpu.trial import trial_failure
 
-# What one parameter takes in the hungriest row, FP32 with its gradient and two moments; and what all of them may take.
+# Bytes of one parameter in the row that needs most, FP32 with its gradient and two moments; and of all, at most.
 HUNGRIEST, ROOM = 16, 120 << 30
 
 

@@ -19,7 +19,7 @@ Action = Callable[[], object]
 
 
 class Device(ABC):
-    """What is measured on.
+    """The device to measure on.
 
     Attributes:
         name: of the machine.
@@ -77,7 +77,7 @@ class Device(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What to know about the machine."""
+        """Facts about the machine for the report."""
 
     def host_and_wall_ms(self, action: Action) -> tuple[float, float]:
         """Milliseconds until `action` returns, and until the device is done with it, from an idle device."""

@@ -12,7 +12,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Llama:
-    """What decides the shapes of a Llama's parameters."""
+    """The sizes that decide the shapes of a Llama's parameters."""
 
     name: str
     vocabulary: int

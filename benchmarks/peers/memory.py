@@ -23,7 +23,7 @@ def bytes_per_parameter(candidate: Candidate) -> float:
     optimizer = candidate.build(params, lr=1e-3)
     optimizer.step()
     tensors = [*params, *(param.grad for param in params), *_tensors(optimizer.state)]
-    # What tensors share, such as a table of values, exists once.
+    # Memory that tensors share, such as a table of values, is counted once.
     sizes = {part.data_ptr(): part.nbytes for part in storage_tensors(tensors)}
     return sum(sizes.values()) / sum(param.numel() for param in params)
 

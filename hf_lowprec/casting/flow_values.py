@@ -1,4 +1,4 @@
-"""What `forward_flow.py` knows of a value in a `forward`."""
+"""Values in a `forward`, as far as `forward_flow.py` knows them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 @dataclass
 class ExactUpdate:
-    """What a step should do to the sampled elements, all of shape (tensors, sample).
+    """The exact change of the sampled elements by a step, all of shape (tensors, sample).
 
     Attributes:
         weight: the weights before the step, FP32.

@@ -1,4 +1,4 @@
-"""What measurements give reason to warn of, each as a sentence with its remedy.
+"""Warnings that follow from measurements, each a sentence with its remedy.
 
 A share counts as lost if it is above one half by three standard errors. Rounding that is unbiased loses nothing on
 average, so it would have to be off by 0.5 plus three standard errors of chance. Rounding to nearest that still works
@@ -34,7 +34,7 @@ gradient of zero until `lora_B` has moved, and a router may send nothing to an e
 
 @dataclass(frozen=True)
 class Evidence:
-    """What findings are derived from.
+    """The measurements and facts from which findings are derived.
 
     Attributes:
         optimizer: the optimizer.

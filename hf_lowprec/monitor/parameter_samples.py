@@ -79,7 +79,7 @@ class ParameterSamples:
         return torch.cat(kept[1]).view(-1, self._size)
 
     def gather_of_blocks(self, tensors: Sequence[Tensor], block: int) -> Tensor:
-        """What tensors hold for the blocks that the sampled elements are in.
+        """Gather the elements of tensors that belong to the blocks of the sampled elements.
 
         Args:
             tensors: one tensor for each parameter, with an element for each `block` elements of it; all of one dtype.

@@ -124,7 +124,7 @@ class PrecisionMonitor:
         return self._last
 
     def findings(self) -> list[Finding]:
-        """What the last measurement, and the run up to it, give reason to warn of; empty for a healthy run."""
+        """Warnings from the last measurement and the run up to it; empty for a healthy run."""
         precision = self.last
         if precision is None:
             return []

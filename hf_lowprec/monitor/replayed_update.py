@@ -190,7 +190,7 @@ def is_refuted(counts: Tensor) -> bool:
 
 
 def state_signature(state: dict[str, Any], param: Tensor) -> tuple[Any, ...]:
-    """What parameters must have in common to be stepped as one: the names of their states, and the shared values.
+    """A key that parameters must have in common to be stepped as one: the names of their states, and the shared values.
 
     Raises:
         ReplayRefused: a state is neither a number nor a floating-point tensor of the parameter's shape.
@@ -263,7 +263,7 @@ def _copied(value: Any) -> Any:
 
 
 def _belongs_to_clone(name: str, value: Any) -> bool:
-    """Whether a clone gets an attribute. Methods that schedulers and others have replaced would step the original."""
+    """True if a clone gets the attribute; methods that schedulers and others have replaced would step the original."""
     if name in ("defaults", "state", "param_groups"):  # the clone has its own
         return False
     return not callable(value) and "hook" not in name and not isinstance(value, OrderedDict | torch.optim.Optimizer)

@@ -106,7 +106,7 @@ def test_children_are_stopped_as_well(tmp_path, time_is_over_with, monkeypatch):
 
 @pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
 def interrupts(request):
-    """What this process does when it is interrupted: shells let programs in the background ignore it."""
+    """How this process handles SIGINT, which shells make programs in the background ignore."""
     before = signal.signal(signal.SIGINT, request.param)
     yield
     signal.signal(signal.SIGINT, before)

@@ -45,7 +45,7 @@ def tie_pattern(model: nn.Module) -> list[list[str]]:
 def check_training(
     model: nn.Module, batch: tiny_models.Batch, keep_fp32: tuple[str, ...], name: str, tied: bool, attention: str
 ) -> None:
-    """That a model is cast as it should be and trains as in FP32; the modules of `keep_fp32` stay in FP32."""
+    """Check that a model is cast as it should be and trains as in FP32; the modules of `keep_fp32` stay in FP32."""
     assert model.config._attn_implementation == attention
     reference = copy.deepcopy(model)
     exact = reference(**batch)

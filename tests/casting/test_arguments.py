@@ -71,7 +71,7 @@ def test_every_argument_is_listed_once(arguments: dict[str, set[str]]) -> None:
 
 @pytest.mark.parametrize("role", ["activation", "mask", "number", "reference"])
 def test_only_activations_and_masks_are_rounded(role: str) -> None:
-    """What the hook goes by, for every argument by name and any number of dimensions."""
+    """Check what the hook takes each argument for, by its name and number of dimensions."""
     rounds = {"activation", "mask"}
     wrong = {name: found for name in LISTED[role] if (found := role_of(name, 3)) != role}
     assert not wrong, f"not {role}, as forward_arguments.py says: {wrong}"

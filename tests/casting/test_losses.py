@@ -31,7 +31,7 @@ class Weighted(nn.Module):
 
 
 class PairwiseMatchLoss(nn.Module):
-    """What DETR does: `cdist` does not take BF16, nor different formats."""
+    """Compute distances as DETR does: `cdist` takes neither BF16 nor different dtypes."""
 
     def forward(self, boxes: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         return torch.cdist(boxes, targets[0]["boxes"], p=1).mean()

@@ -13,7 +13,7 @@ ARGUMENTS = ["--max_steps", "6", "--learning_rate", "1e-2", "--per_device_train_
 
 
 def run(optim: str, folder, *words: str, **options) -> str:
-    """What two ranks of FSDP2 print."""
+    """The output of two ranks under FSDP2."""
     arguments = ["--output_dir", str(folder), "--optim", optim, *ARGUMENTS, *words]
     return run_ranks("trainer_ranks.py", 2, "fsdp2", *arguments, **options)
 

@@ -1,4 +1,4 @@
-"""Two machines with two ranks each, and a loss of the network: the same weights as one machine with four ranks."""
+"""Two machines, and a loss of the network: the same weights as one machine with as many ranks."""
 
 import re
 import sys
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hf_lowprec.integrations.transformers.checkpoints.resume import last_complete
-from tests.support.processes.ranks import SCRIPTS, run_ranks
+from tests.support.processes.ranks import SCRIPTS, many_ranks, run_ranks
 from tests.support.processes.two_machines import CABLE, Machine, two_machines
 from tests.support.processes.watched import Process, Processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
-RANKS, STEPS, SAVE_EVERY, CUT_IN, TIMEOUT = 4, 9, 3, 8, 6
+STEPS, SAVE_EVERY, CUT_IN, TIMEOUT = 9, 3, 8, 6
 TRAINED, SLACK = 250, 60
 """Seconds in which a run ends, and in which it ends after the network's timeout, on a busy machine."""
 
@@ -53,7 +53,7 @@ def run_script(out: Path, *more: object) -> list[object]:
     return ["run", SCRIPTS / "distributed_train_tiny.py", *settings(out), *more]
 
 
-def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) -> list[Process]:
+def launch(processes: Processes, machines: tuple[Machine, ...], ranks: int, *words: object) -> list[Process]:
     """Start `accelerate launch` on both machines.
 
     Not with `--cpu`, which starts one process per machine unless there is MPI; `use_cpu` is the script's own argument.
@@ -63,7 +63,7 @@ def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) 
             f"machine {number} of launch {len(processes.started)}",
             machine.command(
                 *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"),
-                *("--num_machines", len(machines), "--machine_rank", number, "--num_processes", RANKS),
+                *("--num_machines", len(machines), "--machine_rank", number, "--num_processes", ranks),
                 *("--main_process_ip", machines[0].address, "--main_process_port", 29500),
                 *("--mixed_precision", "no", "--dynamo_backend", "no"),
                 *words,
@@ -75,11 +75,11 @@ def launch(processes: Processes, machines: tuple[Machine, ...], *words: object) 
     ]
 
 
-def weights(output: str) -> str:
-    """What all ranks have printed last: steps, dtype and a digest of all weights."""
+def weights(output: str, ranks: int) -> str:
+    """Read the last words of all ranks, which agree: steps, dtype and a digest of all weights."""
     # Not by lines: ranks share an output, and one may print between another's text and its line break.
     lines = re.findall(r"steps=\d+ dtype=\S+ weights=[0-9a-f]{64}", output)
-    assert len(lines) == RANKS, output
+    assert len(lines) == ranks, output
     assert len(set(lines)) == 1, lines
     return lines[0]
 
@@ -93,14 +93,15 @@ def assert_same_states(ours: Path, theirs: Path) -> None:
             assert torch.equal(tensor, other[key][name]), (key, name)
 
 
-def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_path):
-    """Nine steps, the last three of them after a loss of the network, are those of four ranks on one machine."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=many_ranks)])
+def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_path, ranks):
+    """Nine steps, the last three of them after a loss of the network, are those of as many ranks on one machine."""
     whole, out = tmp_path / "whole", tmp_path / "out"  # which both machines see
-    expected = weights(run_ranks("distributed_train_tiny.py", RANKS, *map(str, settings(whole))))
+    expected = weights(run_ranks("distributed_train_tiny.py", ranks, *map(str, settings(whole))), ranks)
     assert f"steps={STEPS} dtype=torch.bfloat16" in expected
 
     cut = [SCRIPTS / "distributed_link_cut.py", CUT_IN, TIMEOUT, tmp_path, *run_script(out)]
-    launched = launch(processes, machines, *cut)
+    launched = launch(processes, machines, ranks, *cut)
     in_step = tmp_path / "in step"
     processes.wait("not in the step", lambda: in_step.exists() or any(p.code is not None for p in launched), TRAINED)
     with machines[0].unplugged():
@@ -119,12 +120,12 @@ def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_pat
     (out / "checkpoint-8/model.safetensors").write_bytes((out / "checkpoint-6/model.safetensors").read_bytes()[:1000])
     assert last_complete(out) == out / "checkpoint-6"
 
-    launched = launch(processes, machines, "-m", "hf_lowprec", *run_script(out, "--resume", True))
+    launched = launch(processes, machines, ranks, "-m", "hf_lowprec", *run_script(out, "--resume", True))
     processes.wait_for_end(launched, TRAINED)
     reports = "\n".join(process.report() for process in launched)
     assert all(process.code == 0 for process in launched), reports
-    assert weights("".join(process.out for process in launched)) == expected, reports
-    assert f"DDP: FP32 sums over {RANKS} ranks" in launched[0].out
+    assert weights("".join(process.out for process in launched), ranks) == expected, reports
+    assert f"DDP: FP32 sums over {ranks} ranks" in launched[0].out
     assert {name: stamp(out / name) for name in saved} == saved, "it began again"
     assert "checkpoint-8 was not finished; resuming from" in launched[0].err
     assert_same_states(out, whole)

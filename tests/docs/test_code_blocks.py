@@ -30,7 +30,7 @@ PAGES = [
 ]
 
 DEFAULTS = {"max_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 1}
-"""What training arguments of a page are given besides: two steps, on the CPU."""
+"""Training arguments that are added to those of a page: two steps, on the CPU."""
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ MATPLOTLIBS_OWN = re.compile(r"^(figure|axes|patch|line2d|text|matplotlib|xtick|
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make drawings` writes, into another folder."""
+    """Write the files of `make drawings` into another folder."""
     folder = tmp_path_factory.mktemp("drawings")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["docs/drawings", str(folder)])

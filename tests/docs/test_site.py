@@ -47,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Html(HTMLParser):
-    """What a built page refers to, and what may be referred to in it."""
+    """The references of a built page, and the anchors in it."""
 
     links: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)

@@ -53,7 +53,7 @@ def against(commit: str) -> list[str]:
 
 
 def results(package: Path, file: Path) -> dict[str, Any]:
-    """What `tests.golden.machine` finds with the `hf_lowprec` in the folder `package`."""
+    """The results of `tests.golden.machine` with the `hf_lowprec` in the folder `package`."""
     environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
     subprocess.run([sys.executable, "-m", "tests.golden.machine", str(file)], cwd=package, env=environment, check=True)
     found = json.loads(file.read_text())

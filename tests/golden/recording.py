@@ -49,7 +49,7 @@ def write(found: dict[str, Any]) -> None:
 
 
 def in_this_process(run: str, backend: str) -> dict[str, Any]:
-    """What one backend makes of one algorithm and mode: all steps, and the saved state dict."""
+    """Digests of one algorithm and mode on one backend: of all steps, and of the saved state dict."""
     algorithm, mode = run.split()
     return {
         "steps": steps.record(algorithm, mode, backend),

@@ -107,7 +107,7 @@ class Training:
         groups = [{"params": list(holder.parameters())} for holder in self.model.values()]
         for group, label in zip(groups, case.tensors, strict=True):
             group |= {"weight_decay": 0.0} if label == "norm" else {}
-            # What FP16 parameters do not have is what their group does not ask for.
+            # FP16 parameters have none of these modes, so their group asks for another.
             group |= {"rounding": "kahan"} if label == "fp16" and mode in ("split", "split24", "stochastic") else {}
         options = {**OPTIONS[algorithm][0], **case.options}
         if self.muon:

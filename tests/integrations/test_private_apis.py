@@ -147,7 +147,7 @@ def test_the_trainers_state_is_read_where_we_look(tmp_path):
 
 @dataclasses.dataclass
 class WiderState(TrainerState):
-    """What a subclass of Trainer may keep."""
+    """A state with a field more, as a subclass of Trainer may have."""
 
     tokens: int = 0
 

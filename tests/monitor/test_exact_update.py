@@ -52,7 +52,7 @@ def exact_updates(optimizer, params) -> list[torch.Tensor]:
 
 
 def monitored_updates(monitor, params, optimizer) -> list[torch.Tensor]:
-    """What the monitor computed for the running step, by parameter."""
+    """The updates that the monitor computed for the running step, by parameter."""
     updates = {}
     for block in monitor._running.blocks:
         for k, row in enumerate(block.rows):

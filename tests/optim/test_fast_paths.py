@@ -124,7 +124,7 @@ def test_instructions_give_the_root(in_pairs):
 
 
 def spec_of(cls, **options):
-    """What is rendered for a BF16 parameter."""
+    """The spec from which a step on a BF16 parameter is rendered."""
     param = nn.Parameter(torch.zeros(1, dtype=BF16))
     param.grad = torch.zeros_like(param)
     with cls([param], backend="eager", **options).plan_step() as plan:

@@ -75,20 +75,28 @@ TORCH = [
 LR = 1e-3
 
 
-@pytest.mark.parametrize(("theirs", "ours", "options"), TORCH)
-def test_torch_in_fp32_continues_like_fp64(theirs, ours, options):
-    """Both round each weight once per step, by 2^-24 of it, and the update by a few 2^-24 of its size.
+def continued_like_fp64(theirs, ours, in_fp32: dict | None = None, **options) -> torch.optim.Optimizer:
+    """Train with `theirs` in FP32 and on with `ours`, and compare with all steps by `theirs` in FP64; returns `ours`.
 
-    Adam's updates are at most a few lr; SGD's are lr times a momentum below 10 times the largest gradient of about 5.
+    `in_fp32` are options of the FP32 steps alone.
+
+    Both round each weight once per step, by 2^-24 of it, and the update by a few 2^-24 of its size. Adam's updates are
+    at most a few lr; SGD's are lr times a momentum below 10 times the largest gradient of about 5.
     """
     reference = theirs(params(FP64), lr=LR, **options)
-    source = theirs(params(FP32), lr=LR, **options)
+    source = theirs(params(FP32), lr=LR, **(options | (in_fp32 or {})))
     gradients(reference, range(BEFORE + AFTER))
     gradients(source, range(BEFORE))
     target = converted(source, ours, FP32, lr=1.0)
     gradients(target, range(BEFORE, BEFORE + AFTER))
     update = LR * (50 if ours is SGD else 5)
     assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    return target
+
+
+@pytest.mark.parametrize(("theirs", "ours", "options"), TORCH)
+def test_torch_in_fp32_continues_like_fp64(theirs, ours, options):
+    target = continued_like_fp64(theirs, ours, **options)
     assert {type(target.state[p]["step"]) for p in params_of(target)} == {torch.Tensor}
 
 
@@ -165,15 +173,8 @@ def test_optimi_in_fp32_continues_like_fp64(theirs, ours, options, implementatio
     """As with torch; optimi's moments are divided by the bias correction, which costs one more rounding each."""
     if implementation == "triton":
         require_triton()
-    reference = theirs(params(FP64), lr=LR, foreach=False, **options)
     chosen = {"triton": True} if implementation == "triton" else {"foreach": implementation == "foreach"}
-    source = theirs(params(FP32), lr=LR, **chosen, **options)
-    gradients(reference, range(BEFORE + AFTER))
-    gradients(source, range(BEFORE))
-    target = converted(source, ours, FP32, lr=1.0)
-    gradients(target, range(BEFORE, BEFORE + AFTER))
-    update = LR * (50 if ours is SGD else 5)
-    assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    continued_like_fp64(theirs, ours, chosen, foreach=False, **options)
 
 
 @pytest.mark.parametrize(

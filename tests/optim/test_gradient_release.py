@@ -279,7 +279,7 @@ def test_plans_of_buckets_are_reused():
     assert optimizer.release._plans == plans
 
 
-# What is excluded.
+# Options and models that are refused.
 
 
 @pytest.mark.parametrize(

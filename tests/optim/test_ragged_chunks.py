@@ -171,7 +171,7 @@ def test_parts_of_a_group(launches, monkeypatch):
     assert [len(launch.rows) for launch in launches if not launch.ragged] == [2]
 
 
-# What is in which table.
+# Which table a chunk is in.
 
 
 def step_of(lengths, **options):

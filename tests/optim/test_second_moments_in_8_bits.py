@@ -11,7 +11,7 @@ from hf_lowprec.optim.states_in_8_bits import decoded_states
 FP32, INT8 = torch.float32, torch.int8
 LR, BETAS, EPS = 1e-3, (0.9, 0.99), 1e-30
 ROUNDED = 1 + 2.0**-20
-"""What roundings of FP32 arithmetic add to the ratio of two steps."""
+"""The factor by which roundings of FP32 arithmetic may change the ratio of two steps."""
 SCALES = 2.0 ** -torch.cat([torch.arange(31.0), torch.tensor([50.0])])
 """Of the gradients of a block's elements. The second moments of the last eleven lie below the window of 40 octaves."""
 

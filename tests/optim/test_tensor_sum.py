@@ -16,7 +16,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def sums_and_terms(optimizer: StableAdamW) -> tuple[list[float], list[Tensor]]:
-    """What the backend sums for each parameter in the coming step, and the FP32 terms by `eager`."""
+    """The backend's sum for each parameter in the coming step, and the FP32 terms that it should add up, by `eager`."""
     with optimizer.plan_step() as plan:
         (step,) = plan.backend_steps
         group = step.fused_group

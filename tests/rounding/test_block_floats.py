@@ -224,7 +224,7 @@ def test_a_second_moment_never_becomes_zero():
 
 
 def rounded_over_draws(format: Format, patterns: list[int], draws: torch.Tensor = ALL_DRAWS) -> list[torch.Tensor]:
-    """What each number becomes for each draw, in a block whose largest element is 1.875; FP64 of shape (draws)."""
+    """Round each number once for each draw, in a block whose largest element is 1.875; FP64 of shape (draws) each."""
     block = torch.zeros(BLOCK)
     block[0], block[1 : 1 + len(patterns)] = 1.875, floats(torch.tensor(patterns))
     shape = (len(draws), BLOCK)

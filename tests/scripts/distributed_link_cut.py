@@ -1,8 +1,9 @@
 """Run hf_lowprec's command line (argv[4:]) in training whose network is cut in the middle of step argv[1].
 
 The process group's timeout is argv[2] seconds: `TrainingArguments(ddp_timeout=…)` would be the way to say so, but
-transformers drops it with `use_cpu`. Rank 2 stops between forward and backward and makes the file "in step" in the
-folder argv[3], while the others exchange gradients and wait for its own; it goes on once "cut" is there.
+transformers drops it with `use_cpu`. The first rank of the second of two machines stops between forward and backward
+and makes the file "in step" in the folder argv[3], while the others exchange gradients and wait for its own; it goes on
+once "cut" is there.
 """
 
 import functools
@@ -26,7 +27,7 @@ passes = 0
 def pause_before_backward(self: Accelerator, *args: object, **kwargs: object) -> None:
     global passes
     passes += 1
-    if passes == step and dist.get_rank() == 2:
+    if passes == step and dist.get_rank() == dist.get_world_size() // 2:
         (folder / "in step").touch()
         give_up = time.monotonic() + 120
         while not (folder / "cut").exists() and time.monotonic() < give_up:

@@ -136,7 +136,7 @@ def cases() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_without_skipping(sharded: bool, accumulation: str) -> None:
-    """What is planted, and nothing else, arrives in the gradients of every rank: each value in each place."""
+    """Planted values, and no others, arrive in the gradients of every rank: each value in each place."""
     planted: dict[str, Values] = {}
     for place, (_, (*row, column)) in PLACES.items():
         planted[place] = {(*row, column + number): bf16(bits) for number, bits in enumerate(VALUES.values())}

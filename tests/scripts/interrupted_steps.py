@@ -22,7 +22,7 @@ PACKAGE = os.path.dirname(os.path.dirname(base.__file__))
 
 
 class Terminated(Exception):
-    """What this process's own handler of SIGTERM raises."""
+    """Raised by this process's own handler of SIGTERM."""
 
 
 def terminate(number: int, frame: FrameType | None) -> None:

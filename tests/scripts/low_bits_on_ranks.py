@@ -12,19 +12,18 @@ import sys
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 import hf_lowprec
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.scripts.trainer_ranks import digest, llama, text
-from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 STEPS = 3
 
 
 def full_estimates(model, optimizer) -> dict[str, torch.Tensor]:
-    """What `fp32_state_dict` returns, gathered, by parameter's name."""
+    """The result of `fp32_state_dict` with full tensors, by parameter's name."""
     found = hf_lowprec.fp32_state_dict(model, optimizer)
     return {
         name.removeprefix("module."): value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -43,17 +42,13 @@ def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
 
 def run(kind: str) -> str:
     kind, _, variant = kind.partition("-")
-    plugin = mesh = None
-    if kind != "ddp":
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="FULL_STATE_DICT",
-            cpu_ram_efficient_loading=variant == "ram_efficient",
-        )
-    if kind == "hsdp":
-        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=int(os.environ["WORLD_SIZE"]) // 2)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    sharding = accelerator_arguments(
+        kind,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="FULL_STATE_DICT",
+        cpu_ram_efficient_loading=variant == "ram_efficient",
+    )
+    accelerator = Accelerator(cpu=True, **sharding)
     model = llama()
     exact = {name: param.detach().clone() for name, param in model.named_parameters()}
     if (kind == "ddp" or variant == "ram_efficient") and not accelerator.is_main_process:  # rank 0's replace them

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_lowprec
-from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 RANK = int(os.environ["RANK"])
@@ -41,16 +40,11 @@ class Net(nn.Module):
         return self.head(self.batch(self.norm(self.first(x))))
 
 
-def accelerator(**settings: Any) -> Accelerator:
-    kind = sys.argv[1]
-    if kind != "ddp":
-        efficient = settings.pop("cpu_ram_efficient_loading", False)
-        settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=efficient
-        )
-    if kind == "hsdp":
-        settings["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    return Accelerator(cpu=True, **settings)
+def accelerator(cpu_ram_efficient_loading: bool = False, **settings: Any) -> Accelerator:
+    efficient = {"cpu_ram_efficient_loading": cpu_ram_efficient_loading}
+    return Accelerator(
+        cpu=True, **accelerator_arguments(sys.argv[1], auto_wrap_policy="no_wrap", **efficient), **settings
+    )
 
 
 def groups(model: nn.Module, **second: Any) -> list[dict[str, Any]]:
@@ -123,7 +117,7 @@ def another_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def another_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What a checkpoint does that is not the other ranks'."""
+    """Change a state on one rank, as resuming from another checkpoint would."""
     train_once(model, optimizer)
     average = optimizer.state[optimizer.param_groups[1]["params"][1]]["exp_avg"]
     if ODD:
@@ -224,7 +218,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 REPLICATED = ("weights", "states")
-"""What shards do not have in common."""
+"""Cases for replicas only: shards need not have these in common."""
 
 
 def complaint(act: Callable[[], None]) -> str:
@@ -263,7 +257,7 @@ class Heard(logging.Handler):
 
 
 def check_equal_ones(kind: str) -> None:
-    """What may differ, and what does not."""
+    """Ranks that differ where they may are not reported."""
     heard = Heard()
     calls, gather = [], dist.all_gather_object
     dist.all_gather_object = lambda *args, **options: (calls.append(args), gather(*args, **options))

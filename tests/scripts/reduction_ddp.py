@@ -70,7 +70,7 @@ def record_buckets() -> None:
 
 
 def added(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """What `p.grad` accumulates: a sum rounded to its dtype."""
+    """Add as `p.grad` does: the sum is rounded to its dtype."""
     with np.errstate(all="ignore"):
         return round_to_bf16(bf16_to_fp32(first) + bf16_to_fp32(second)) if first.dtype == np.uint16 else first + second
 

@@ -71,7 +71,7 @@ def save(model: nn.ParameterList, optimizer: AdamW, format: str, path: Path) -> 
 
 
 def check(format: str, folder: Path) -> None:
-    """What one world does, and for the last one, the comparison."""
+    """Load, train and save on a world of this size; on the last one, compare."""
     ranks = dist.get_world_size()
     stage = WORLDS.index(ranks)
     mesh = init_device_mesh("cpu", (ranks,))

@@ -5,7 +5,6 @@ same_batches.py ddp|fsdp2|hsdp[-VARIANT][,…] ROUNDING[-int8][,…] [save|resum
 It saves half-way, and resumes from there.
 """
 
-import os
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,13 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.trainer_ranks import digest, llama, text
-from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
 HALF = 3
@@ -29,22 +28,17 @@ DDP["small_buckets"] = {"bucket_cap_mb": 0.01}
 
 def build(kind: str, format: str, rounding: str, **options):
     kind, _, variant = kind.partition("-")
-    plugin = mesh = None
-    if kind != "ddp":
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="FULL_STATE_DICT" if format == "full" else "SHARDED_STATE_DICT",
-            activation_checkpointing=variant == "checkpointing",
-            reshard_after_forward=variant != "gathered",
-            cpu_ram_efficient_loading=variant == "meta",
-        )
-    if kind == "hsdp":
-        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=int(os.environ["WORLD_SIZE"]) // 2)
+    sharding = accelerator_arguments(
+        kind,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="FULL_STATE_DICT" if format == "full" else "SHARDED_STATE_DICT",
+        activation_checkpointing=variant == "checkpointing",
+        reshard_after_forward=variant != "gathered",
+        cpu_ram_efficient_loading=variant == "meta",
+    )
     accelerator = Accelerator(
         cpu=True,
-        fsdp_plugin=plugin,
-        parallelism_config=mesh,
+        **sharding,
         kwargs_handlers=[DistributedDataParallelKwargs(**DDP[variant])] if variant in DDP else [],
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager") if variant == "compiled" else None,
     )

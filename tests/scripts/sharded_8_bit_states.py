@@ -6,12 +6,12 @@ sharded_8_bit_states.py
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW, gradient_buckets
 from tests.support.optim.backward_pass import give_gradients
-from tests.support.processes.gathered import gathered
+from tests.support.processes.shards import has_shard_of, shard
 from tests.support.processes.worlds import run_worlds
 
 # By number of ranks: the mesh, shapes and placements. Rows of other lengths and vectors have no states in 8 bits.
@@ -61,13 +61,13 @@ def check_agreement(
 ) -> None:
     """Train full tensors with `eager`, and shards of them, on the same gradients."""
     full = [torch.nn.Parameter(random(shape, k)) for k, shape in enumerate(shapes)]
-    parts = [torch.nn.Parameter(distribute_tensor(param.detach().clone(), mesh, placements)) for param in full]
+    parts = [torch.nn.Parameter(shard(param.detach().clone(), mesh, placements)) for param in full]
     whole = make(full, lr=0.1, state_dtype=torch.int8, backend="eager", **options)
     sharded = make(parts, lr=0.1, state_dtype=torch.int8, backend=backend, **options)
     for step in range(1, 4):
         for k, param in enumerate(full):
             param.grad = random(param.shape, 100 * step + k)
-        grads = [distribute_tensor(param.grad, mesh, placements) for param in full]
+        grads = [shard(param.grad, mesh, placements) for param in full]
         give_gradients(sharded, parts, grads)
         whole.step()
         sharded.step()
@@ -78,13 +78,13 @@ def check_agreement(
         assert expected.keys() == found.keys(), case
         assert (torch.int8 in {state.dtype for state in expected.values()}) == (param.shape[-1] % 32 == 0), case
         for name in expected.keys() - {"step"}:
-            assert torch.equal(gathered(found[name]), expected[name]), (name, *case)
+            assert has_shard_of(found[name], expected[name]), (name, *case)
 
 
 def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Placement]) -> None:
     """Every rank refuses, before it has changed anything, and takes the way out that the message names."""
-    part = torch.nn.Parameter(distribute_tensor(random(shape, 0), mesh, placements))
-    part.grad = distribute_tensor(random(shape, 1), mesh, placements)
+    part = torch.nn.Parameter(shard(random(shape, 0), mesh, placements))
+    part.grad = shard(random(shape, 1), mesh, placements)
     before = part.to_local().clone()
     optimizer = AdamW([part], state_dtype=torch.int8)
     refusal = ""

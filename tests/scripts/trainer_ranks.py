@@ -75,7 +75,7 @@ def die_in_shard(number: int) -> None:
 
 
 class ChangeAWeight(TrainerCallback):
-    """What a broken memory or a nondeterministic kernel does."""
+    """Changes one weight on one rank, as broken memory or a nondeterministic kernel would."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""What a command has printed, as plain text."""
+"""The output of a command as plain text."""
 
 from typing import Protocol
 

@@ -134,7 +134,7 @@ def fast_path(path: FastPath, in_pairs: bool, bounded: str | None = None) -> Inl
 
 
 def quiet_nans(values: int, tested: Sequence[int]) -> InlinePtx:
-    """What `ptx_graph.quiet_nans` says of some tensors.
+    """Render `ptx_graph.quiet_nans` for some tensors.
 
     Args:
         values: the number of tensors.

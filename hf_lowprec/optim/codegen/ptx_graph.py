@@ -40,7 +40,7 @@ def to_bfloat16(value: Tensor) -> Tensor:
 
 
 def _nearest_by_conversion(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is recorded of a `round_nearest`."""
+    """Stand in for `round_nearest` while the graph is recorded."""
     return quiet_nan(to_bfloat16(value)) if dtype == torch.bfloat16 else nearest_pattern(value, dtype)
 
 
@@ -186,7 +186,7 @@ def _join_nan_tests(graph: fx.Graph) -> fx.Graph:
 
 
 def _passes_nan_to(value: fx.Node, others: list[fx.Node]) -> bool:
-    """Whether one of the other nodes is NaN if `value` is."""
+    """True if a NaN in `value` always makes one of the other nodes NaN."""
     first = value.all_input_nodes[0] if value.target is to_bfloat16 else value  # both are NaN, or none
     reached, remaining = {first}, [first]
     while remaining:

@@ -212,7 +212,7 @@ def test_two_optimizers_for_one_model(tmp_path):
 
 
 class TestWithoutCompensation:
-    """What is there is exported, and the report says so."""
+    """The states that are there are exported, and the report says so."""
 
     def test_only_the_model_was_saved(self, tmp_path):
         trainer = trained(tmp_path, optim="adamw_bf16_kahan", save_only_model=True, **SAVING)

@@ -133,7 +133,7 @@ class OutOfMemory(Trainer):
 
 
 def test_a_batch_size_that_is_found_by_trying(tmp_path):
-    """What the first try has added up is forgotten."""
+    """Sums of the first try are forgotten."""
     settings = {"trainer_cls": OutOfMemory, "auto_find_batch_size": True, "gradient_accumulation_steps": 2}
     reference = trained(tmp_path, optim="adamw_torch", **settings)
     trainer = trained(tmp_path, optim=OURS[0], optim_args="grad_accumulation=kahan", **settings)

@@ -20,7 +20,7 @@ KAHAN = {"optim": "adamw_bf16_kahan"}
 
 
 def initial_values(printed: str) -> dict[str, int]:
-    """What the report says that compensations start with: kinds and numbers of elements."""
+    """The kinds of initial compensations in the report, with their numbers of elements."""
     (line,) = re.findall(r"(?:compensation|remainder) +starts with (.*)", printed)
     return {kind: int(count.replace(",", "")) for kind, count in re.findall(r"([a-z ]+?) ([\d,]+)(?:, |$)", line)}
 

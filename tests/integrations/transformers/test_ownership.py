@@ -20,7 +20,7 @@ def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
 
 @pytest.mark.parametrize("report", [True, False])
 def test_a_callback_may_be_used_again(tmp_path, capsys, caplog, report):
-    """That autocast is off is said once: in the report, or in the log if there is no report."""
+    """One message says that autocast is off: in the report, or in the log if there is no report."""
     callback = hf_lowprec.LowPrecisionCallback(report=report)
     for _ in range(2):
         caplog.clear()

@@ -15,7 +15,7 @@ SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}
 
 
 def warnings(caplog) -> list[str]:
-    """What this package has warned of."""
+    """The warnings of this package."""
     records = (record for record in caplog.records if record.name.startswith("hf_lowprec"))
     return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 

@@ -31,7 +31,7 @@ def scale(ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> floa
 
 
 def assert_normalized(loss: float, gradients: dict[str, torch.Tensor], tokens: int, unit: float) -> None:
-    """That neither is off by as much as a rounded count.
+    """Check that neither is off by as much as with a rounded count.
 
     Each element of a gradient errs by some twenty roundings of `unit` at random. Projected on the exact gradient the
     errors of 14,000 elements cancel, to √20 / √14,000 = unit / 26; a bias of the roundings may add as much. Rounding a

@@ -24,7 +24,7 @@ def offline(tmp_path, monkeypatch):
 
 
 def expected_values(folder, prefix="train/"):
-    """What the metrics file has by kind, under the names that trackers get: name -> [(step, value), …]."""
+    """The numbers of the metrics file, under the names that trackers get: name -> [(step, value), …]."""
     found = {}
     (part,) = read_metrics(folder).parts
     for record in part.steps:

@@ -27,7 +27,7 @@ TRAINS, FAILS, NO_REFERENCE = "trains", "fails", "no reference"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one class."""
+    """The result for one class."""
 
     kind: str  # TRAINS, FAILS, or NO_REFERENCE: it does not train in FP32 either
     note: str  # the reason, or what the batch lacks

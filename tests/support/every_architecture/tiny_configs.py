@@ -67,7 +67,7 @@ TOKEN = re.compile(r"(?!moe_layer).*(token_(id|index)|_id|_index|_idx)s?|.*(bos|
 
 
 def size_of(name: str, value: int) -> int:
-    """What an integer field of that name becomes."""
+    """The tiny value for an integer field of that name."""
     if KEPT.fullmatch(name):
         return value
     if name == "window_size":  # of pixels in some models, of patches in most
@@ -193,7 +193,7 @@ def _asks_sections(config: PreTrainedConfig) -> bool:
 
 
 def _changed(part: PreTrainedConfig) -> dict[str, Any]:
-    """What a config inside another has otherwise than its class: the other's defaults for it."""
+    """The fields of a config inside another that are not its class's defaults: the outer config has set them."""
     plain = vars(type(part)())
     fields = getattr(type(part), "__dataclass_fields__", {})
     names = fields.keys() - vars(PreTrainedConfig).keys()

@@ -20,7 +20,7 @@ _fmaf.restype, _fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
 
 
 def emulate(ptx: InlinePtx, inputs: Sequence[Sequence[float]]) -> list[float]:
-    """What a thread computes.
+    """Compute the outputs of a thread.
 
     Args:
         ptx: the instructions.

@@ -2,10 +2,22 @@
 
 import functools
 import os
+from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+
+
+def accelerator_arguments(kind: str, **options: Any) -> dict[str, Any]:
+    """Arguments of `Accelerator` for "ddp", "fsdp2", or "hsdp" with two replicas; `options` are those of FSDP."""
+    arguments: dict[str, Any] = {}
+    if kind != "ddp":
+        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+    if kind == "hsdp":
+        shards = int(os.environ["WORLD_SIZE"]) // 2
+        arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=shards)
+    return arguments
 
 
 def allow_fsdp_on_cpu() -> None:

@@ -1,4 +1,4 @@
-"""What scripts import: the fork server imports this module once, so that no script has to."""
+"""Imports of the scripts: the fork server makes them once, so that no script has to."""
 
 import gc
 

@@ -3,6 +3,7 @@
 Versions (one per rank) and results are NumPy arrays: of uint16 bit patterns for BF16, of values for FP16 and FP32.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,6 +68,11 @@ def gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int)
     Half of the elements are chosen so that the order and the dtype of a sum change it: large ones that often cancel,
     and small ones. A quarter has any bit pattern, infinities and NaN included; the rest is normally distributed.
     """
+    return list(_gradients(dtype, shape, ranks, seed))
+
+
+@functools.lru_cache(maxsize=256)  # every rank draws those of all ranks, and many cases draw the same
+def _gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng(seed)
     count = int(np.prod(shape))
     by_rank = []
@@ -87,4 +93,5 @@ def gradients(dtype: torch.dtype, shape: tuple[int, ...], ranks: int, seed: int)
         else:
             made, patterns = round_to_bf16(values), random.integers(0, 1 << 16, count, dtype=np.uint16)
         by_rank.append(np.where(kind == 2, patterns, made).reshape(shape))
-    return by_rank
+        by_rank[-1].flags.writeable = False
+    return tuple(by_rank)

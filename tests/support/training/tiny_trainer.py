@@ -16,7 +16,7 @@ LOAD_BEST = {
 
 _SHARES = {"lost_updates", "lost_second_moment", "lost_weight_decay"}
 PRECISION_LOGS = {*_SHARES, *(f"{name}_error" for name in _SHARES), "norms_never_moved"}
-"""What `LowPrecisionCallback` adds to the logs, where it applies."""
+"""Names that `LowPrecisionCallback` adds to the logs, where they apply."""
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:

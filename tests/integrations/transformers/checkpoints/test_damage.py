@@ -81,7 +81,7 @@ def whole(tmp_path_factory) -> tuple[Path, Trainer]:
 
 @pytest.fixture
 def killed(whole, tmp_path) -> Path:
-    """What it left behind after step 4."""
+    """The output folder of a run that was killed after step 4."""
     for step in (2, 4):
         shutil.copytree(whole[0] / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     return tmp_path

@@ -50,7 +50,7 @@ def run(script: Path, *words: object) -> forkserver.Done:
 
 
 def train(*words: object) -> str:
-    """What the script prints at its end: steps, dtype and a digest of all weights. Each run is a process of its own."""
+    """Run the script in a process of its own; returns its last line: steps, dtype and a digest of all weights."""
     result = run(Path(hf_lowprec.__file__).with_name("__main__.py"), "run", SCRIPTS / "train_tiny.py", *words)
     assert result.returncode == 0, result.stderr[-3000:]
     return summary(result.stdout)
