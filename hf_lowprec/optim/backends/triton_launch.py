@@ -40,6 +40,14 @@ MAX_REGISTERS = {8: 64, 10: 72}
 """Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
 for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
 """
+SUM_REGISTERS = 56
+"""Registers of a thread that sums a `tensor_mean` formula with inlined PTX: room for 36 warps per multiprocessor. These
+kernels are short, so they mostly wait for what they load. With FP32 numbers, the compiler would spill some to memory.
+"""
+WAVES_PER_SIMD = 4
+"""Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
+The compiler would take a few more, and save no instructions. With 8 bytes per element or less, it takes far fewer.
+"""
 WARPS = 4
 """Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
@@ -164,8 +172,7 @@ class TritonStep(BackendStep):
             if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
                 self.ragged_kernel[(len(ragged),)](ragged, *arguments, **constants, **options)
             if len(whole) > 0:
-                if constants["PTX"]:
-                    options["maxnreg"] = max_registers(group.spec)
+                options |= _register_options(group.spec, constants["PTX"], group.device)
                 self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **constants, **options)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
@@ -229,11 +236,15 @@ class TritonStep(BackendStep):
         sums = torch.empty(len(self._chunks), dtype=torch.float64, device=group.device)
         if len(self._chunks) > 0:
             tables = self._step_tables()
+            constants = {"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(group.device)}
+            options = _options(group.device)
+            if constants["PTX"]:
+                options["maxnreg"] = max_sum_registers(group.spec)
             with _on(group.device):
                 self._tensor_sum_kernel[(len(self._chunks),)](
                     *(self._chunks, self._segments, tables.pointers, group.all_scalars(tables.scalars), sums),
-                    **{"CHUNK": CHUNK, "BLOCK": BLOCK, "TAIL": TAIL, "PTX": _ptx(group.device)},
-                    **_options(group.device),
+                    **constants,
+                    **options,
                 )
         return sum_by_entry(sums, self._chunks_per_entry)
 
@@ -331,10 +342,32 @@ def max_registers(spec: StepSpec) -> int | None:
     return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
+def max_sum_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
+    return None if torch.float32 in spec.tensors.values() else SUM_REGISTERS
+
+
+def waves_per_simd(spec: StepSpec) -> int:
+    """Wavefronts that step whole chunks on one SIMD unit of AMD's data-center GPUs, as far as registers limit them; 0
+    where the compiler is free to choose.
+    """
+    read = sum(dtype.itemsize for dtype in spec.tensors.values())
+    return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
+
+
+def _register_options(spec: StepSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
+    """The options that limit the registers of a thread that steps whole chunks, with the constant `PTX`."""
+    if ptx:
+        return {"maxnreg": max_registers(spec)}
+    return {"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}
+
+
 def _warps(device: torch.device) -> int:
-    if device.type != "cuda":
-        return WARPS
-    return WARPS * 32 // torch.cuda.get_device_properties(device).warp_size
+    return WARPS * 32 // _warp_size(device)
+
+
+def _warp_size(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def _on(device: torch.device) -> Any:
