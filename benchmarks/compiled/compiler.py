@@ -68,7 +68,9 @@ def compile_for(kernel: Kernel, target: str) -> CompiledKernel:
     constants = constants_for(kernel, target)
     arguments = {**kernel.arguments, **dict.fromkeys(constants, CONSTANT)}
     options = {"num_warps": warps, "enable_fp_fusion": kernel.fp_fusion}
-    if kernel.max_registers is not None and not on_amd:
+    if on_amd:
+        options["waves_per_eu"] = kernel.waves_per_simd
+    elif kernel.max_registers is not None:
         options["maxnreg"] = kernel.max_registers
     compiled = triton.compile(
         ASTSource(kernel.function, arguments, constants, _alignments(kernel)),

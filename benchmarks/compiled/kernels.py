@@ -56,6 +56,7 @@ class Kernel:
         fp_fusion: whether multiply-adds may be contracted.
         lookups: loads, each needing the one before, that precede those of elements.
         max_registers: per thread, on NVIDIA GPUs; None: the compiler is free to choose.
+        waves_per_simd: wavefronts for which there must be registers, on AMD GPUs; 0: the compiler is free to choose.
         expected_accesses: how many accesses to global memory of each width in bits an iteration needs; None: not known.
     """
 
@@ -74,6 +75,7 @@ class Kernel:
     fp_fusion: bool = True
     lookups: int = 0
     max_registers: int | None = None
+    waves_per_simd: int = 0
     expected_accesses: Counter[int] | None = None
 
 
@@ -121,7 +123,8 @@ def step_kernel(name: str, spec: StepSpec) -> Kernel:
     """The kernel that steps whole chunks of `spec`."""
     constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
     kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
-    return replace(kernel, max_registers=triton_backend.max_registers(spec))
+    waves = triton_backend.waves_per_simd(spec)
+    return replace(kernel, max_registers=triton_backend.max_registers(spec), waves_per_simd=waves)
 
 
 def ragged_kernel(name: str, spec: StepSpec) -> Kernel:
@@ -144,7 +147,8 @@ def tensor_sum_kernel(name: str, spec: StepSpec) -> Kernel | None:
     names = ("CHUNK", "BLOCK", "TAIL")
     constants = {constant: getattr(triton_backend, constant) for constant in names}
     used = used_inputs(trace_tensor_mean(spec), spec.tensors)
-    return _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
+    kernel = _rendered(f"{name}, tensor_sum", spec, function, TABLES | {"sums": "*fp64"}, constants, used)
+    return replace(kernel, max_registers=triton_backend.max_sum_registers(spec))
 
 
 def _rendered(

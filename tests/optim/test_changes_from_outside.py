@@ -237,20 +237,8 @@ CHANGES = [
 ]
 
 
-<<<<<<< HEAD
 def trained(backend) -> tuple[list[nn.Parameter], AdamW]:
     """Parameters in two groups, after three steps."""
-=======
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_steps_counts(change, any_backend):
-    """Nothing kept from earlier steps is used by mistake: a new optimizer with the same states gives the same bits."""
-
-    def gradients(params, step):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
-
->>>>>>> issue-tidy
     params = [nn.Parameter(torch.linspace(-1, 1, size).bfloat16()) for size in (8, 3)]
     params.append(nn.Parameter(torch.linspace(-1, 1, 36).bfloat16().view(6, 6)))
     groups = [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": 0.2}]
@@ -290,7 +278,7 @@ def assert_equal(params, optimizer, copies, other) -> None:
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_steps_counts(change, any_backend):
-    """What stays from step to step gives way: the same as with a new optimizer that is handed everything."""
+    """Nothing kept from earlier steps is used by mistake: a new optimizer with the same states gives the same bits."""
     params, optimizer = trained(any_backend)
     change(optimizer, params)
     copies, other = handed_everything(optimizer, params)
@@ -303,7 +291,7 @@ def test_a_change_between_steps_counts(change, any_backend):
 
 @pytest.mark.parametrize("change", CHANGES_OF_TENSORS, ids=lambda change: change.__name__)
 def test_a_change_before_or_after_clipping_counts(change, any_backend):
-    """The norm looks at gradients alone; the step notices what has become of weights and states."""
+    """The norm reads gradients alone; the step notices changes of weights and states."""
     params, optimizer = trained(any_backend)
     for step, is_after in ((3, True), (4, False), (5, True)):
         give_gradients(params, step)

@@ -50,6 +50,40 @@ def launches(monkeypatch) -> Counter:
     return counted
 
 
+@pytest.mark.parametrize(
+    ("warp_size", "ptx", "state_dtype", "limit"),
+    [
+        (32, 90, BF16, {"maxnreg": 72}),
+        (32, 90, torch.int8, {"maxnreg": None}),
+        (32, 0, BF16, {}),
+        (64, 0, BF16, {"waves_per_eu": 0}),
+        (64, 0, torch.int8, {"waves_per_eu": 4}),
+    ],
+    ids=["NVIDIA", "NVIDIA, 8 bits", "without inline PTX", "AMD", "AMD, 8 bits"],
+)
+def test_registers_are_limited_by_the_option_of_the_gpu(monkeypatch, warp_size, ptx, state_dtype, limit):
+    options = {}
+
+    class Recording:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *tables, **keywords: options.update({self.name: keywords})
+
+    kernels = triton_backend.Kernels(*map(Recording, triton_backend.Kernels._fields))
+    monkeypatch.setattr(triton_backend, "kernels", lambda spec: kernels)
+    monkeypatch.setattr(triton_backend, "_warp_size", lambda device: warp_size)
+    monkeypatch.setattr(triton_backend, "_ptx", lambda device: ptx)
+    StableAdamW(make([(9, 1024)]), rounding="kahan", state_dtype=state_dtype, backend="triton").step()
+
+    shared = {"BLOCK": triton_backend.BLOCK, "PTX": ptx, "num_warps": 128 // warp_size, "enable_fp_fusion": False}
+    chunk, tail = {"CHUNK": triton_backend.CHUNK}, {"TAIL": triton_backend.TAIL}
+    assert options["step_ragged"] == shared
+    assert options["step"] == shared | chunk | limit
+    assert options["tensor_sum"] == shared | chunk | tail | ({"maxnreg": 56} if ptx else {})
+
+
 def test_hundreds_of_tensors_are_one_launch_per_spec(launches):
     weights, norms = make([(k % 97,) for k in range(300)]), make([(5,)] * 40, FP32)
     reference = [nn.Parameter(p.detach().cpu()) for p in weights + norms]

@@ -41,6 +41,14 @@ MAX_REGISTERS = {8: 64, 10: 72}
 """Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
 for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
 """
+SUM_REGISTERS = 56
+"""Registers of a thread that sums a `tensor_mean` formula with inlined PTX: room for 36 warps per multiprocessor. These
+kernels are short, so they mostly wait for what they load. With FP32 numbers, the compiler would spill some to memory.
+"""
+WAVES_PER_SIMD = 4
+"""Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
+The compiler would take a few more, and save no instructions. With 8 bytes per element or less, it takes far fewer.
+"""
 WARPS = 4
 """Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
 
@@ -77,7 +85,8 @@ class TritonStep(BackendStep):
         self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
         self._constants = {"BLOCK": BLOCK, "PTX": _ptx(fused_group.device)}
         self._options = {"num_warps": _warps(fused_group.device), "enable_fp_fusion": False}
-        self._limits = {"maxnreg": max_registers(fused_group.spec)} if self._constants["PTX"] else {}
+        self._step_registers = _register_options(fused_group.spec, self._constants["PTX"], fused_group.device)
+        self._sum_registers = {"maxnreg": max_sum_registers(fused_group.spec)} if self._constants["PTX"] else {}
         self._inputs: _StepInputs | None = None
         self._has_run = False
 
@@ -92,7 +101,7 @@ class TritonStep(BackendStep):
             if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
                 self.ragged_kernel[(len(ragged),)](ragged, *arguments, **settings)
             if len(whole) > 0:
-                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **settings, **self._limits)
+                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **settings, **self._step_registers)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])
@@ -138,8 +147,7 @@ class TritonStep(BackendStep):
                 self._tensor_sum_kernel[(len(chunks),)](
                     *(chunks, segments, tables.pointers, group.all_scalars(tables.scalars), sums),
                     **{"CHUNK": CHUNK, "TAIL": TAIL},
-                    **self._constants,
-                    **self._options,
+                    **(self._constants | self._options | self._sum_registers),
                 )
         return sum_by_entry(sums, self._chunks_per_entry)
 
@@ -182,10 +190,32 @@ def max_registers(spec: StepSpec) -> int | None:
     return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
+def max_sum_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
+    return None if torch.float32 in spec.tensors.values() else SUM_REGISTERS
+
+
+def waves_per_simd(spec: StepSpec) -> int:
+    """Wavefronts that step whole chunks on one SIMD unit of AMD's data-center GPUs, as far as registers limit them; 0
+    where the compiler is free to choose.
+    """
+    read = sum(dtype.itemsize for dtype in spec.tensors.values())
+    return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
+
+
+def _register_options(spec: StepSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
+    """The options that limit the registers of a thread that steps whole chunks, with the constant `PTX`."""
+    if ptx:
+        return {"maxnreg": max_registers(spec)}
+    return {"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}
+
+
 def _warps(device: torch.device) -> int:
-    if device.type != "cuda":
-        return WARPS
-    return WARPS * 32 // torch.cuda.get_device_properties(device).warp_size
+    return WARPS * 32 // _warp_size(device)
+
+
+def _warp_size(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def _on(device: torch.device) -> Any:
