@@ -73,7 +73,7 @@ def test_weights_of_an_fp16_checkpoint_have_low_bits_in_bf16():
         for name in expected:
             param = model.get_parameter(name)
             assert not torch.equal(param.float(), exact[name])
-            # Every eighth number is a tie. Those that the cast has rounded down are kept as the next smaller FP32 number.
+            # Every eighth number is a tie. Those that the cast has rounded down are kept as the next smaller number.
             error = (fp32_value(param, low_bits(param)) - exact[name]).abs()
             assert (error <= 2.0**-23 * exact[name].abs()).all()
 
