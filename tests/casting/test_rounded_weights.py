@@ -106,7 +106,7 @@ class WithoutNorms(PreTrainedModel):
         self.post_init()
 
 
-GAIN = (
+GAIN = r"keeps the low digits of (\d+) trainable tensors for split weights and Kahan summation, which then start from "
     r"keeps the low digits of (\d+) trainable tensors for split weights and Kahan summation, which then start from the"
 )
 
