@@ -107,8 +107,6 @@ class WithoutNorms(PreTrainedModel):
 
 
 GAIN = r"keeps the low digits of (\d+) trainable tensors for split weights and Kahan summation, which then start from "
-    r"keeps the low digits of (\d+) trainable tensors for split weights and Kahan summation, which then start from the"
-)
 
 
 def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_path):
