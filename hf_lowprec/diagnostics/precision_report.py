@@ -49,7 +49,8 @@ def precision_report(
         if initial := initial_values(optimizer):
             counts = ", ".join(f"{kind} {count:,}" for kind, count in initial.most_common())
             lines.append(f"  {_names_of_low_bits_states(optimizer):<16}starts with {counts}")
-        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}")
+        released = ", gradients released during the backward pass" if optimizer.gradient_release else ""
+        lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, backend {_backends(optimizer)}{released}")
     else:
         lines.append(f"  {'optimizer':<16}{type(optimizer).__name__}, not from hf_lowprec; it rounds in its own way")
     if cast.kept:

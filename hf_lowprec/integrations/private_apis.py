@@ -209,10 +209,15 @@ def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
     return Path(trainer._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
 
 
+def state_dict_type(trainer: Trainer) -> str | None:
+    """How checkpoints of `trainer` hold the model under FSDP: FULL_STATE_DICT or SHARDED_STATE_DICT; else None."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return None if plugin is None else str(plugin.state_dict_type.name)
+
+
 def saves_sharded(trainer: Trainer) -> bool:
     """Return whether the checkpoints of `trainer` hold shards of the model, and neither configuration nor tokenizer."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type)
+    return state_dict_type(trainer) not in (None, StateDictType.FULL_STATE_DICT.name)
 
 
 @contextmanager

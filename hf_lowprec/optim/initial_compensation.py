@@ -101,7 +101,7 @@ def starts_with_low_bits(settings: Mapping[str, Any]) -> bool:
 def initial_values(optimizer: Algorithm) -> Counter[str]:
     """Count the elements of 16-bit parameters by what their compensation or remainder starts, or has started, with.
 
-    Kinds: "low bits", "dither", "zero" and "from a checkpoint or earlier steps".
+    Kinds: "low bits", "dither", "zero" and "values of a checkpoint or of earlier steps".
     """
     count: Counter[str] = Counter()
     for group in optimizer.param_groups:
@@ -111,11 +111,11 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
                 continue
             kind = optimizer.initial_compensation
             if low_bits_state(optimizer.state.get(param, {})) is not None:
-                kind = "from a checkpoint or earlier steps"
+                kind = "values of a checkpoint or of earlier steps"
             elif kind == "low_bits":
                 kind = "dither" if low_bits(param) is None else "low bits"
             count[kind] += param.numel()
-    return count
+    return +count
 
 
 def reset_compensations(optimizer: Algorithm) -> None:

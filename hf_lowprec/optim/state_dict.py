@@ -214,10 +214,16 @@ def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> li
                 changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None
     if not changed:
         return []
-    return [
+    note = (
         f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: {', '.join(changed)}; "
         "to train with other values, set them in optimizer.param_groups after loading"
-    ]
+    )
+    if any(option.startswith("state_dtype=") for option in changed):
+        note += (
+            ". Saved states keep their dtypes even then, since state_dtype is that of new states; for others, start a "
+            "new optimizer from the checkpoint's weights"
+        )
+    return [note]
 
 
 def _comparable(value: Any) -> Any:

@@ -59,6 +59,23 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     assert "both ranks raise" in run_ranks("unreadable_checkpoints.py", 2, str(tmp_path / "0/out"))
 
 
+@pytest.mark.parametrize("saved", ["ddp", "FULL_STATE_DICT"])
+def test_a_checkpoint_that_holds_the_model_in_another_way(tmp_path, saved):
+    """accelerate raises FileNotFoundError on one rank, and the other waits for it."""
+    words = (
+        "--optim adamw_bf16_kahan --max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2"
+    )
+    words += f" --output_dir {tmp_path}"
+    run_ranks("trainer_ranks.py", 2, "ddp" if saved == "ddp" else "fsdp2", *words.split(), STATE_DICT_TYPE=saved)
+    again = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2")]
+    sharded = {"STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    printed = run_ranks("trainer_ranks.py", 2, "fsdp2", *words.split(), *again, **sharded, fails=True)
+    how = "without FSDP or with save_only_model=True" if saved == "ddp" else f"under FSDP with {saved}"
+    found = f"checkpoint-2' was saved {how}, but this run trains under FSDP with SHARDED_STATE_DICT."
+    assert printed.count(f"ValueError: resume_from_checkpoint='{tmp_path}/{found}") == 2, printed
+    assert ("hf-lowprec export" if saved == "ddp" else f"Set state_dict_type={saved!r} in fsdp_config") in printed
+
+
 def test_shards_of_fsdp2(tmp_path):
     """Damage to every file of a sharded checkpoint is found, and without a manifest as much as can be seen."""
     words = "--max_steps 4 --save_strategy steps --save_steps 2 --per_device_train_batch_size 2 --learning_rate 1e-2"

@@ -100,10 +100,11 @@ def test_the_report_says_it(tmp_path):
     report = hf_lowprec.cast_model(build(True))
     text = precision_report(trainer.model, trainer.optimizer.optimizer, report)
     total = sum(param.numel() for param in trainer.model.parameters())
-    (line,) = (line for line in text.splitlines() if "gradients" in line)
+    line, optimizer_line = (line for line in text.splitlines() if "gradients" in line)
     assert line.endswith(f"(bfloat16 {total - 160:,}, float32 160)")  # the whole model is less than a bucket
+    assert optimizer_line.endswith("AdamW, backend native, gradients released during the backward pass")
     optimizer = hf_lowprec.AdamW((model := build(True)).parameters(), gradient_release=True)
-    (line,) = (line for line in precision_report(model, optimizer, report).splitlines() if "gradients" in line)
+    line, _ = (line for line in precision_report(model, optimizer, report).splitlines() if "gradients" in line)
     count = sum(param.numel() for param in model.parameters())
     assert line.endswith(f" at once, of {count:,}: released during the backward pass)")
 

@@ -101,6 +101,7 @@ def test_launch_configurations(tmp_path, name, ranks, kind):
     assert result.stdout.count("'bf16' was requested but is off") == 1
     assert "bfloat16" in result.stdout
     assert result.stdout.count("validation loss") == 1
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow

@@ -318,6 +318,19 @@ def test_a_second_gradient_is_an_error_that_names_the_parameter():
         loss_of(model, 1).backward()
 
 
+def test_another_optimizer_of_the_same_model_is_told_what_to_do():
+    """As in a notebook, where the optimizer of an earlier cell still has its hooks."""
+    model, optimizer = released()
+    train(model, optimizer, [0])
+    second = AdamW(model.parameters(), lr=0.01)
+    with pytest.raises(RuntimeError, match=r"its zero_grad\(\), step\(\) and stop_gradient_release\(\), or delete"):
+        train(model, second, [1, 2])
+    optimizer.zero_grad()
+    optimizer.step()  # ends the step of that backward pass
+    optimizer.stop_gradient_release()
+    train(model, second, [1, 2])
+
+
 def test_a_parameter_that_was_stepped_may_get_no_gradient_by_hand():
     model, optimizer = released()
     loss_of(model, 0).backward()

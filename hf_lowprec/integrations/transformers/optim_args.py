@@ -83,7 +83,9 @@ def optimizer_name(args: Any) -> str:
 def _option_strings(text: str) -> dict[str, str]:
     """`"key=value,key=value"` as a dictionary of strings."""
     options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in (part.strip() for part in text.split(",")) if text.strip() else ():
+        if not part:
+            raise ValueError(f"optim_args={text!r} has a comma with nothing before or after it; remove the comma")
         key, separator, value = (field.strip() for field in part.partition("="))
         if not (key and separator and value) or "=" in value:
             *_, (before, first) = [("", ""), *options.items()]

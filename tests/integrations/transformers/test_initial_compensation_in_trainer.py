@@ -96,10 +96,13 @@ def test_adapters_in_fp32_have_low_bits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("optim_args", ["initial_compensation=low_bits", "initial_compensation=dither"])
-def test_resuming_is_bit_exact(tmp_path, optim_args):
+def test_resuming_is_bit_exact(tmp_path, capsys, optim_args):
     settings = {**KAHAN, "optim_args": optim_args, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = trained(tmp_path, **settings)
+    capsys.readouterr()
     resumed = trained(tmp_path, llama(seed=1), resume=str(tmp_path / "checkpoint-3"), **settings)
+    said = initial_values(capsys.readouterr().out)
+    assert said == {"values of a checkpoint or of earlier steps": in_16_bits(whole.model)}
     estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
     assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
     assert len(optimizer_of(resumed).dithered) == len(optimizer_of(whole).dithered)

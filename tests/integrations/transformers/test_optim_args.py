@@ -85,6 +85,8 @@ def test_optim_args_that_a_search_changes_are_parsed_again(tmp_path):
             "fused=True",
             r"'fused' is not an argument of optim_args for optim=.*: every backend is fused, so .* remove it",
         ),
+        ("seed=1,", r"optim_args='seed=1,' has a comma with nothing before or after it; remove the comma"),
+        ("seed=1,,momentum=0.9", r"remove the comma"),
         ("seed=1,seed=2", r"names 'seed' twice"),
         ("momentum=-1", r"momentum=-1.0 is invalid; it must be a number >= 0"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
@@ -29,9 +31,11 @@ def train(call: TrainerCall) -> Any:
     """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
 
     Raises:
-        ValueError: see `resume.resolve`.
+        ValueError: see `resume.resolve`; or the checkpoint holds the model in another way than those of this run.
     """
     checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
+    if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
+        _check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
     call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
     folder = private_apis.checkpoint_folder(call.trainer, call.arguments.get("trial")).parent
@@ -41,6 +45,35 @@ def train(call: TrainerCall) -> Any:
         reporting_precision(call.trainer.callback_handler, call.attachment.callback),
     ):
         return call.proceed()
+
+
+def _check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
+    """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
+
+    Args:
+        checkpoint: the folder.
+        wanted: FSDP's state dict type; None without FSDP.
+    """
+    if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
+        found = "SHARDED_STATE_DICT"
+    elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
+        found = "FULL_STATE_DICT"
+    else:
+        found = None
+    if found == wanted:
+        return
+    saved = "without FSDP or with save_only_model=True" if found is None else f"under FSDP with {found}"
+    if found is None or wanted is None:
+        way_out = (
+            "Resume it that way, or begin a new run with its weights: hf-lowprec export CHECKPOINT FOLDER writes them, "
+            "with compensations and remainders, and from_pretrained(FOLDER) loads them"
+        )
+    else:
+        way_out = f"Set state_dict_type={found!r} in fsdp_config (fsdp_state_dict_type in accelerate's configuration)"
+    raise ValueError(
+        f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}, but this run trains "
+        f"{'without FSDP' if wanted is None else f'under FSDP with {wanted}'}. {way_out}"
+    )
 
 
 def run_epoch(call: TrainerCall) -> None:
@@ -74,6 +107,13 @@ def save_checkpoint(call: TrainerCall) -> None:
     try:
         with private_apis.after_trainer_state(manifests.complete):
             call.proceed()
+    except Exception:  # torch's message for a full disk does not mention the disk
+        folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
+        free = shutil.disk_usage(trainer.args.output_dir).free // 2**20
+        logger.error(
+            "hf_lowprec: %s was not finished, so resuming will skip it; its disk has %d MiB left", folder, free
+        )
+        raise
     finally:
         call.attachment.saves_checkpoint = False
 

@@ -438,3 +438,21 @@ def test_checksums_are_of_whole_files_where_reads_return_less(tmp_path, monkeypa
 def test_checkpoints_of_others_stay_as_they_are(tmp_path):
     Trainer(llama(), arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=counting_data()).train()
     assert not list(tmp_path.glob(f"*/{MANIFEST_NAME}*"))
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk(tmp_path, monkeypatch, caplog):
+    """torch's message does not mention the disk."""
+
+    def save(*args, **kwargs):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 454208 vs 454096")
+
+    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    with monkeypatch.context() as full, pytest.raises(RuntimeError, match="unexpected pos"):
+        full.setattr(torch, "save", save)
+        trained(tmp_path, **settings)
+    (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+    free = shutil.disk_usage(tmp_path).free // 2**20
+    assert said.startswith(f"hf_lowprec: {tmp_path}/checkpoint-1 was not finished, so resuming will skip it; its disk ")
+    assert abs(int(said.split()[-3]) - free) < 1000
+    with pytest.raises(ValueError, match=r"checkpoint-1: .*still being written"):
+        resolve(True, str(tmp_path))

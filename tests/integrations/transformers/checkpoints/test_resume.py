@@ -200,3 +200,13 @@ def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)
+
+
+def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(tmp_path):
+    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trained(tmp_path, **settings)
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / "hf_lowprec_manifest.json").unlink()
+    (checkpoint / "pytorch_model_fsdp.bin").write_bytes((checkpoint / "scheduler.pt").read_bytes())
+    with pytest.raises(ValueError, match=r"saved under FSDP with FULL_STATE_DICT, but .*hf-lowprec export"):
+        trained(tmp_path, resume=str(checkpoint), **settings)
