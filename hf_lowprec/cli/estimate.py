@@ -145,7 +145,9 @@ def estimate_rows(
     from hf_lowprec.estimate.rows import compared_rows, fp32_row, lora_row, low_precision_row
 
     settings = setup.gpus, setup.gradient_accumulation_steps
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = (
+        {f"Rows of {', '.join(names)}: with optim_args={optim_args!r}.": None} if optim_args else {}
+    )
     base = build()
     row = fp32_row(base, *settings)
     in_fp32 = _activations(base, "FP32", setup, notes)

@@ -214,6 +214,13 @@ def test_residual_bytes_are_those_held(mode, each, norm):
     assert sums.nbytes == expected
 
 
+def test_the_options_are_named_below_the_table(tmp_path):
+    folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
+    said = "Rows of adamw_bf16_kahan, adamw_bf16_sr: with optim_args='state_dtype=int8'."
+    assert said in unboxed(run(folder, "--optim-args", "state_dtype=int8"))
+    assert "optim_args" not in unboxed(run(folder))
+
+
 def test_what_cannot_be_estimated_is_said(tmp_path):
     folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
     assert "unknown: adamw_torch; valid are" in refused(folder, "--optim", "adamw_torch")

@@ -18,7 +18,7 @@ def test_export(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, save_strategy="steps", save_steps=2)
     result = run(tmp_path / "checkpoint-2", tmp_path / "out", "--max-shard-size", "40KB")
     assert result.exit_code == 0, result.output
-    assert "21 tensors, float32; compensation added to 16 of them" in result.output
+    assert "21 tensors, float32; compensation or remainder added to 16 of them" in result.output
     assert (tmp_path / "out/model.safetensors.index.json").exists()
     expected = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

@@ -76,7 +76,10 @@ class ExportReport(NamedTuple):
     notes: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{self.tensors} tensors, {self.dtype}; compensation added to {self.refined} of them", *self.notes]
+        lines = [
+            f"{self.tensors} tensors, {self.dtype}; compensation or remainder added to {self.refined} of them",
+            *self.notes,
+        ]
         return "\n".join(lines)
 
 
