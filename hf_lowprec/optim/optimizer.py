@@ -462,14 +462,15 @@ class LowPrecisionOptimizer(Algorithm):
         return to_saved_form(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same algorithm and parameter shapes; states keep their saved dtypes.
+        """Load a state dict of the same algorithm and parameter shapes.
 
         State of torch's own optimizers, optimi, torchao and flashoptim is converted where the algorithm is the same and
         states are plain tensors; a warning says so.
 
-        As in torch, the saved options replace those of this optimizer; a warning names those that differ. The rounding
-        mode is an exception: this optimizer's is kept, and if the saved one differs, the states are converted before
-        the next step. Keys missing from the state dict because an earlier version did not have them get their defaults.
+        As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
+        optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
+        `state_dtype` other than None: saved states are converted to it, rounded to nearest; else they keep their
+        dtypes. Keys missing from the state dict because an earlier version did not have them get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.

@@ -29,6 +29,7 @@ from hf_lowprec.optim.state_dict_format import (
     names_saved_in_8_bits,
     numbered_parameters,
 )
+from hf_lowprec.optim.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.states_in_8_bits import check_codes
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys
@@ -57,7 +58,8 @@ class Prepared(NamedTuple):
 
     Attributes:
         state_dict: the state dict.
-        notes: a warning each for state of another library, for changed options and for changed rounding modes.
+        notes: a warning each for state of another library, for changed options, for states that were converted to
+            another dtype and for changed rounding modes.
     """
 
     state_dict: dict[str, Any]
@@ -67,8 +69,8 @@ class Prepared(NamedTuple):
 def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Prepared:
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
-    State of other libraries is converted, missing keys get their defaults, and the rounding modes are those of
-    `optimizer`.
+    State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
+    and so is each `state_dtype` that is not None, to which states are converted.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -91,6 +93,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     formats = [format_of(saved) for saved in saved_groups]
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
+    changes: list[DtypeChange] = []
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
         converted = saved if foreign is None else foreign.group(name, group, saved, where)
@@ -104,8 +107,12 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
                 check_codes(names_saved_in_8_bits(saved, position), state, owner)
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
+                if group["state_dtype"] is not None and (changed := dtype_changes(optimizer, prepared, param, state)):
+                    state = converted_states(optimizer, prepared, param, state, changed)
+                    changes += changed
                 states[number] = state
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
+    notes += dtype_change_note(name, changes)
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
@@ -142,6 +149,8 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
             f"{len(group['params'])}"
         )
     saved = _with_defaults(optimizer, group, saved, where)
+    if group["state_dtype"] is not None:
+        saved["state_dtype"] = group["state_dtype"]
     check_group(optimizer, saved, f"{where} of the state dict")
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
@@ -204,7 +213,7 @@ def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> li
     """The warning that options of `optimizer` are replaced by those of `saved_groups`, if any of them differ.
 
     Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run,
-    `ADDED_KEYS`, which users seldom choose, and the rounding mode, which is kept.
+    `ADDED_KEYS`, which users seldom choose, and the rounding mode, which is kept, as is a `state_dtype` that was given.
     """
     changed: dict[str, None] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
@@ -220,8 +229,7 @@ def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> li
     )
     if any(option.startswith("state_dtype=") for option in changed):
         note += (
-            ". Saved states keep their dtypes even then, since state_dtype is that of new states; for others, start a "
-            "new optimizer from the checkpoint's weights"
+            ". Saved states keep their dtypes even then; a state_dtype that groups have before loading converts them"
         )
     return [note]
 

@@ -17,6 +17,9 @@ from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
+_ENCODED_AT_ONCE = 1 << 22
+"""Elements whose temporary FP32 and int32 values exist at once."""
+
 SCALE_SUFFIX = "_scale"
 """The end of the name of a state's scales, after the name of the state."""
 
@@ -54,8 +57,9 @@ def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
         raise ValueError(
             f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
             f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
-            "with another state_dtype, which converts states to its dtypes. Build the optimizer with the state_dtype "
-            "of the checkpoint"
+            "with another state_dtype, which converts states to its dtypes. Load it with the state_dtype of the "
+            "checkpoint in optimizer.param_groups; one that is put there before set_optimizer_state_dict converts "
+            "the states"
         )
 
 
@@ -92,13 +96,20 @@ def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
         value: floating-point tensor whose rows, or this rank's part of them, are made of blocks.
         name: its name.
     """
-    shard = local_shard(value).float()
-    middle = torch.full_like(shard, 1 << 15, dtype=torch.int32)
-    code, scale = encode(shard, middle, is_nonnegative(name))
-    scales = scale[..., ::BLOCK].to(torch.uint8)
+    shard = local_shard(value)
+    code, scale = (
+        torch.empty(shape, dtype=dtype, device=shard.device)
+        for shape, dtype in ((shard.shape, torch.int8), (scale_shape(shard.shape), torch.uint8))
+    )
+    parts = (each.view(-1).split(size) for each, size in ((code, _ENCODED_AT_ONCE), (scale, _ENCODED_AT_ONCE // BLOCK)))
+    for part, codes, scales in zip(shard.reshape(-1).split(_ENCODED_AT_ONCE), *parts, strict=True):
+        middle = torch.full_like(part, 1 << 15, dtype=torch.int32)
+        of_elements = encode(part.float(), middle, is_nonnegative(name))
+        codes.copy_(of_elements[0].to(torch.uint8).view(torch.int8))
+        scales.copy_(of_elements[1][::BLOCK])
     return {
-        name: dtensor_like(code.to(torch.uint8).view(torch.int8), value),
-        name + SCALE_SUFFIX: dtensor_like(scales, value, scale_shape(value.shape)),
+        name: dtensor_like(code, value),
+        name + SCALE_SUFFIX: dtensor_like(scale, value, scale_shape(value.shape)),
     }
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
+from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
 from hf_lowprec.optim.states_for_torch import ForTorch, convert_for_torch, is_ours
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
+
+_OPTIONS_OF_STATES = {"state_dtype", "state_rounding"}
+"""Keys of param groups that decide which states exist; states in 8 bits exclude a value of `state_rounding`."""
 
 
 def load_optimizer(call: TrainerCall) -> None:
@@ -42,8 +48,9 @@ def load_optimizer(call: TrainerCall) -> None:
 
 def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpoint: Path) -> None:
     attachment = attachment_of(call.trainer)
+    saved_dtypes = _in_saved_dtypes(optimizer, checkpoint) if call.trainer.is_fsdp_enabled else nullcontext()
     if attachment is not None and attachment.callback.rounding_schedule is not None:
-        with _in_saved_modes(optimizer, checkpoint):
+        with _in_saved_modes(optimizer, checkpoint), saved_dtypes:
             call.proceed()  # the schedule sets the mode at the beginning of the next step
         return
     if not call.trainer.is_fsdp_enabled:
@@ -54,9 +61,9 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
             f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
             f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
         )
-    # A distributed checkpoint is loaded into the states that the optimizer has, so these must be those of its mode.
+    # A distributed checkpoint is loaded into the states that the optimizer has, so these must be as they were saved.
     own = [group["rounding"] for group in optimizer.param_groups]
-    with _in_saved_modes(optimizer, checkpoint):
+    with _in_saved_modes(optimizer, checkpoint), saved_dtypes:
         call.proceed()
         saved = [group["rounding"] for group in optimizer.param_groups]
     for group, mode in zip(optimizer.param_groups, own, strict=True):
@@ -84,6 +91,30 @@ def _in_saved_modes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Itera
     handle = optimizer.register_load_state_dict_pre_hook(follow)
     try:
         yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _in_saved_dtypes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Iterator[None]:
+    """Give the groups the options with which FSDP saved their states, until the optimizer's own `load_state_dict`.
+
+    It converts the states to its own `state_dtype`.
+    """
+    own = [{key: group[key] for key in _OPTIONS_OF_STATES} for group in optimizer.param_groups]
+    for group, saved in zip(optimizer.param_groups, _groups_saved_by_fsdp(checkpoint), strict=False):
+        group.update({key: saved[key] for key in _OPTIONS_OF_STATES & saved.keys()})
+
+    def give_back(*_: object) -> None:
+        for group, options in zip(optimizer.param_groups, own, strict=True):
+            group.update(options)
+
+    handle = optimizer.register_load_state_dict_pre_hook(give_back)
+    try:
+        yield
+    except BaseException:
+        give_back()
+        raise
     finally:
         handle.remove()
 
@@ -122,10 +153,20 @@ def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
     """Return whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
     whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
     if whole.is_file():
-        return is_ours(torch.load(whole, weights_only=True, mmap=True))
+        return is_ours(load_mapped(whole))
     if not sharded.is_dir():
         return None
     return any(key.endswith(".state_rounding") for key in FileSystemReader(sharded).read_metadata().state_dict_metadata)
+
+
+def _groups_saved_by_fsdp(checkpoint: Path) -> list[ParamGroup]:
+    """The param groups in the state that FSDP will load; empty if there is none."""
+    whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
+    if whole.is_file():
+        return saved_param_groups(load_mapped(whole))
+    return (
+        saved_param_groups({"param_groups": sharded_param_groups(ShardedFolder(sharded))}) if sharded.is_dir() else []
+    )
 
 
 def _saved_modes(checkpoint: Path) -> list[str]:
