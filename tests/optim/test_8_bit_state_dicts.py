@@ -1,6 +1,8 @@
 """State dicts with states in 8 bits: codes and scales are kept bit for bit, and never taken for values."""
 
 import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from hf_lowprec.optim.states_for_torch import convert_for_torch
 from hf_lowprec.optim.states_in_8_bits import decoded_states, is_nonnegative
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, refuses, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 
 INT8, UINT8, BF16, FP32 = torch.int8, torch.uint8, torch.bfloat16, torch.float32
 SHAPES = [(6, 64), (2, 3, 32), (64,), (5, 40)]
@@ -50,19 +54,16 @@ def test_resuming_is_bit_for_bit(name, rounding, tmp_path):
     assert_equal(everything(resumed), everything(source))
 
 
-def test_states_keep_their_dtype_and_options_are_those_of_the_checkpoint():
-    """Nothing is converted: states that a parameter has stay as they are, whatever `state_dtype` says."""
-    for saved, asked in ((INT8, None), (None, INT8), (FP32, INT8)):
-        source, target = adamw(state_dtype=saved), adamw(state_dtype=asked, steps=0)
-        with pytest.warns(RuntimeWarning, match="of this AdamW: state_dtype=.* Saved states keep their dtypes"):
-            target.load_state_dict(source.state_dict())
-        assert target.param_groups[0]["state_dtype"] == saved
-        assert_equal(target.state_dict()["state"], source.state_dict()["state"])
+def test_a_state_dtype_that_is_set_after_loading_is_that_of_new_states():
+    """States that a parameter has stay as they are, and what was saved with states of two kinds can be loaded."""
+    for saved, asked in ((INT8, BF16), (None, INT8), (FP32, INT8)):
+        source, target = adamw(state_dtype=saved), adamw(state_dtype=None, steps=0)
+        target.load_state_dict(source.state_dict())
         target.param_groups[0]["state_dtype"] = asked
         train(target, 1)
         dtypes = [{k: v.dtype for k, v in state.items()} for state in target.state.values()]
         assert dtypes == [{k: v.dtype for k, v in state.items()} for state in source.state.values()]
-        further = adamw(state_dtype=asked, steps=0)  # what was saved with states of two kinds can be loaded
+        further = adamw(state_dtype=None, steps=0)
         further.load_state_dict(target.state_dict())
         assert_equal(further.state_dict()["state"], target.state_dict()["state"])
 
@@ -97,7 +98,6 @@ def test_damaged_states_are_refused(change, words):
     refuses(lambda: target.load_state_dict(saved), target, words)
 
 
-@pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 @pytest.mark.parametrize(("saved", "asked"), [(INT8, INT8), (INT8, None), (None, INT8)])
 def test_distributed_checkpoints(saved, asked, tmp_path):
     """A distributed checkpoint is loaded into the tensors that the optimizer has, which converts dtypes."""
@@ -109,10 +109,14 @@ def test_distributed_checkpoints(saved, asked, tmp_path):
     train(source, 3)
     dcp.save({"optimizer": get_optimizer_state_dict(models[0], source)}, checkpoint_id=tmp_path, no_dist=True)
 
-    def load() -> None:
+    def load(before_setting: Callable[[], None] = lambda: None) -> None:
         found = get_optimizer_state_dict(models[1], target)
         dcp.load({"optimizer": found}, checkpoint_id=tmp_path, no_dist=True)
+        before_setting()
         set_optimizer_state_dict(models[1], target, optim_state_dict=found)
+
+    def give(dtype: torch.dtype | None) -> None:
+        target.param_groups[0]["state_dtype"] = dtype
 
     if saved == asked:
         load()
@@ -123,6 +127,15 @@ def test_distributed_checkpoints(saved, asked, tmp_path):
     else:
         with pytest.raises(CheckpointException, match=r"exp_avg\w*_scale"):
             load()
+    # The way out: the tensors get the dtypes of the checkpoint, and are converted when they are set.
+    target.state.clear()
+    give(saved)
+    load(lambda: give(asked or BF16))
+    reference = AdamW(parameters(), lr=1e-2, state_dtype=asked or BF16, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict(), reference.state_dict())
 
 
 def test_names_tell_which_states_are_nonnegative():

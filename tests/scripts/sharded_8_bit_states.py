@@ -3,6 +3,8 @@
 sharded_8_bit_states.py
 """
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -71,12 +73,36 @@ def check_agreement(
         give_gradients(sharded, parts, grads)
         whole.step()
         sharded.step()
+    compare(whole, sharded, full, parts, (make, options, placements))
+    if options.get("gradient_release"):
+        return
+    # Saved and loaded with another state_dtype, up to FP32 and, after a step, down to BF16 and to 8 bits again.
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.int8):
+        saved = [optimizer.state_dict() for optimizer in (whole, sharded)]
+        whole = make(full, lr=0.1, state_dtype=dtype, backend="eager", **options)
+        sharded = make(parts, lr=0.1, state_dtype=dtype, backend=backend, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "saved states were converted")
+            whole.load_state_dict(saved[0])
+            sharded.load_state_dict(saved[1])
+        compare(whole, sharded, full, parts, (make, options, placements, dtype))
+        for k, (param, part) in enumerate(zip(full, parts, strict=True)):
+            param.grad = random(param.shape, 1000 + k)
+            part.grad = shard(param.grad, mesh, placements)
+        whole.step()
+        sharded.step()
+
+
+def compare(whole: LowPrecisionOptimizer, sharded: LowPrecisionOptimizer, full: list, parts: list, case: tuple) -> None:
+    """Assert that weights and states of the two optimizers have the same bits."""
+    has_codes = torch.int8 in (group["state_dtype"] for group in whole.param_groups)
     for param, part in zip(full, parts, strict=True):
-        case = (make, options, tuple(param.shape), placements)
+        case = (*case, tuple(param.shape))
         assert torch.equal(part.full_tensor(), param), case
         expected, found = whole.state[param], sharded.state[part]
         assert expected.keys() == found.keys(), case
-        assert (torch.int8 in {state.dtype for state in expected.values()}) == (param.shape[-1] % 32 == 0), case
+        codes = has_codes and param.shape[-1] % 32 == 0
+        assert (torch.int8 in {state.dtype for state in expected.values()}) == codes, case
         for name in expected.keys() - {"step"}:
             assert has_shard_of(found[name], expected[name]), (name, *case)
 
@@ -98,8 +124,16 @@ def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Pla
     assert f"state_dtype=int8: a parameter of shape {shape}" in refusal, refusal
     assert "cuts blocks of 32" in refusal, refusal
     assert torch.equal(part.to_local(), before)
-    AdamW([part], state_dtype=torch.bfloat16).step()
+    in_bf16 = AdamW([part], state_dtype=torch.bfloat16)
+    in_bf16.step()
     assert not torch.equal(part.full_tensor(), random(shape, 0))
+    try:
+        optimizer.load_state_dict(in_bf16.state_dict())
+    except ValueError as error:
+        assert str(error) == refusal
+        assert not any(optimizer.state.values())
+    else:
+        raise AssertionError("states whose blocks are cut were converted")
 
 
 def check() -> None:
