@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import TrainerCallback
 
-from hf_lowprec import fp32_state_dict
+from hf_lowprec import AdamW, fp32_state_dict
+from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.training.tiny_trainer import llama, losses, optimizer_of, trained
 
 SAVING = {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
@@ -192,6 +194,36 @@ def test_the_mode_changes_by_the_option_alone(runs, tmp_path, first, then):
     assert {group["rounding"] for group in optimizer_of(resumed).param_groups} == {modes[then]}
     for name, value in within.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("after", [torch.int8, torch.float32, {"exp_avg": torch.int8}])
+def test_the_dtype_of_states_changes_by_the_option_alone(runs, tmp_path, after):
+    """Before the first step, states are what an optimizer of its own makes of the checkpoint's file."""
+    source = runs("adamw_bf16_kahan", optim_args="state_dtype=bf16")
+    text = "exp_avg:int8" if isinstance(after, dict) else str(after).removeprefix("torch.")
+    settings = {"optim_args": f"state_dtype={text}", "callbacks": [(start := AtTheFirstStep())]}
+    with pytest.warns(RuntimeWarning, match="saved states were converted to the state_dtype that this AdamW was given"):
+        resumed = resume(source, tmp_path, "adamw_bf16_kahan", **settings)
+    groups = optimizer_of(resumed).param_groups
+    assert [group["state_dtype"] for group in groups] == [after, after]
+    reference = AdamW([{"params": group["params"]} for group in groups], lr=1e-3, state_dtype=after)
+    with pytest.warns(RuntimeWarning, match="saved states were converted"):
+        reference.load_state_dict(torch.load(tmp_path / "checkpoint-6" / "optimizer.pt", weights_only=True))
+    assert_equal(start.states, list(reference.state.values()))
+    assert torch.int8 in {state["exp_avg"].dtype for state in start.states} or after == torch.float32
+    dtypes = [{name: value.dtype for name, value in state.items()} for state in start.states]
+    after_training = optimizer_of(resumed).state.values()
+    assert dtypes == [{name: value.dtype for name, value in state.items()} for state in after_training]
+
+
+class AtTheFirstStep(TrainerCallback):
+    """Copies the optimizer's states before the first step."""
+
+    def __init__(self) -> None:
+        self.states: list[dict] = []
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        self.states = copy.deepcopy([*optimizer.state.values()])
 
 
 def test_a_schedule_survives_resuming_on_either_side(tmp_path):
