@@ -149,13 +149,10 @@ def sharded_param_groups(stored: ShardedFolder) -> Iterable[Mapping[str, Any]]:
     """The param groups of a folder, whose entries are stored one by one, those of a mapping as well."""
     groups: dict[int, dict[str, Any]] = {}
     for path in stored.paths():
-        if path[:2] != ("optimizer", _GROUPS):
-            continue
-        group = groups.setdefault(path[2], {})
-        if len(path) == 4:
-            group[path[3]] = stored.read(path)
-        elif len(path) == 5:
-            group.setdefault(path[3], {})[path[4]] = stored.read(path)
+        if path[:2] == ("optimizer", _GROUPS) and len(path) in (4, 5):
+            group = groups.setdefault(path[2], {})
+            entries = group if len(path) == 4 else group.setdefault(path[3], {})
+            entries[path[-1]] = stored.read(path)
     return [groups[k] for k in sorted(groups)]
 
 
