@@ -440,15 +440,3 @@ def test_the_private_names_are_where_they_were():
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original
-
-
-def test_an_accelerator_that_accumulates_does_not_take_an_optimizer_that_releases():
-    built = accelerator(gradient_accumulation_steps=2)
-    hf_lowprec.prepare_accelerator(built)
-    model = torch.nn.Linear(2, 2).bfloat16()
-    optimizer = hf_lowprec.AdamW(model.parameters(), gradient_release=True)
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\) cannot accumulate gradients; set it to 1"):
-        built.prepare(optimizer)
-    assert private_apis.prepared_optimizers(built) == []
-    optimizer.stop_gradient_release()
-    assert built.prepare(optimizer).optimizer is optimizer
