@@ -129,6 +129,16 @@ def test_numbers_by_kind_and_tensor():
     assert precision.by_tensor["norm.bias"]["lost_updates"] == pytest.approx(0, abs=0.01)
 
 
+@pytest.mark.parametrize("cls", [hf_lowprec.SGD, torch.optim.SGD])
+def test_a_learning_rate_that_was_loaded(cls):
+    """Loading replaces the dictionaries of the parameter groups."""
+    optimizer, other = cls([weights()], lr=2.0**-8), cls([weights()], lr=2.0**-7)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    for rate, loaded in ((2.0**-8, optimizer), (2.0**-7, other)):
+        optimizer.load_state_dict(loaded.state_dict())
+        assert measured(optimizer, monitor=monitor).by_kind["all"]["update_to_weight"] == pytest.approx(rate, rel=0.01)
+
+
 def test_names_are_those_without_wrappers():
     """As of a model that DDP wraps and `torch.compile` compiles."""
     model = nn.ModuleDict(

@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import hf_lowprec
+from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import gradient_buckets
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import PRECISION_LOGS, counting_data, llama, optimizer_of, trained
@@ -164,6 +165,7 @@ def test_an_accelerator_that_accumulates_is_refused():
     model = llama()
     with pytest.raises(ValueError, match=r"Accelerator\(gradient_accumulation_steps=2\) cannot accumulate"):
         accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
+    assert private_apis.prepared_optimizers(accelerator) == []
 
 
 def test_a_loop_with_accelerate():
