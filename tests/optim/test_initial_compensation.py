@@ -221,7 +221,8 @@ def test_optimizers_of_one_parameter_have_dithers_of_their_own():
         train(optimizer, range(1))
     dithers = [optimizer.state[param]["compensation"] for optimizer, param in zip(optimizers, params, strict=True)]
     assert not any(torch.equal(dithers[k], dithers[k - 1]) for k in range(3))
-    with warnings.catch_warnings(action="ignore"):  # the others' parameters
+    with warnings.catch_warnings():  # the others' parameters
+        warnings.simplefilter("ignore")
         for name, optimizer in enumerate(optimizers):
             assert (fp32_state_dict(params, optimizer)[str(name)] == 1.5).all()
 
