@@ -171,6 +171,18 @@ def test_measurements_happen_when_they_are_asked_for():
         hf_lowprec.PrecisionMonitor(optimizer, every=-1)
 
 
+def test_findings_of_a_monitor_that_was_never_asked_to_measure():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    assert monitor.findings() == []
+    step(optimizer)
+    with pytest.raises(RuntimeError, match=r"any of the 1 steps so far; set every=100 .* call measure_next_step\(\)"):
+        monitor.findings()
+    monitor.measure_next_step()
+    step(optimizer)
+    assert [finding.code for finding in monitor.findings()] == ["updates_vanish"]
+
+
 def test_measurements_that_nobody_reads_count_as_well():
     first, second = weights(), weights()
     optimizer = torch.optim.SGD([first, second], lr=0.5)

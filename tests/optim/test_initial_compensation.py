@@ -350,6 +350,12 @@ def test_clipping_before_the_first_step_creates_the_same_compensations(kind, rou
     assert same(*found)
 
 
+def test_the_note_on_dropped_low_bits_names_no_mode_that_fp16_weights_cannot_have():
+    _, params = model(torch.float16)
+    with pytest.warns(RuntimeWarning, match=r"are dropped.*Use rounding='kahan' with"):
+        train(AdamW(params, rounding="nearest"), range(1))
+
+
 def test_weights_that_are_all_zero_are_not_dithered():
     """They move to values whose dither nothing has added."""
     params = nn.ParameterList([torch.zeros(64, dtype=BF16)])

@@ -150,8 +150,14 @@ def test_what_cannot_be_is_refused_before_training(tmp_path, settings, message):
         trained(tmp_path, optim="adamw_bf16_kahan", **settings)
 
 
+@pytest.mark.parametrize("mode", ["kahan", "split", "sr"])
+def test_stableadamw_is_named_in_the_mode_that_was_chosen(tmp_path, mode):
+    with pytest.raises(ValueError, match=rf"max_grad_norm=0 \(optim='stableadamw_bf16_{mode}' clips each tensor"):
+        trained(tmp_path, optim=f"adamw_bf16_{mode}", optim_args=RELEASED)
+
+
 def test_an_optimizer_that_is_handed_over_is_checked_when_training_begins(tmp_path):
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0.*\(hf_lowprec\.StableAdamW clips"):
         trained(
             tmp_path,
             optimizer_cls_and_kwargs=hf_lowprec.optimizer_factory("adamw_bf16_kahan", gradient_release=True),
