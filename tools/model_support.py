@@ -50,7 +50,7 @@ supports both. A class counts as *trains* if
 
 Only activations among the inputs are rounded to BF16; labels, numbers, weights and positions are not
 ([the rules](concepts/casting.md#what-enters-a-model)). One step of a tiny model shows that training works, but not how
-accurate a long run is. For that, see [performance and evidence](performance.md).
+accurate a long run is. For that, see [performance and evidence](performance/index.md).
 
 Notes in the tables: *text alone* means that the model also accepts images or audio, which the batch does not contain;
 *without labels* means that the loss is the mean square of the model's outputs.

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md from what `compiled_step.py` has recorded."""
+"""The tables of docs/performance/gpu-step.md from what `compiled_step.py` has recorded."""
 
 from __future__ import annotations
 

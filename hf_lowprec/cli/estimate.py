@@ -94,7 +94,7 @@ def estimate(
     from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
     from hf_lowprec.user_inputs.input_errors import InputError
 
-    names = list(dict.fromkeys(optim or ("adamw_bf16_kahan", "adamw_bf16_sr")))
+    names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))
     if unknown := [name for name in names if name not in OPTIMIZER_NAMES]:
         raise typer.BadParameter(
             f"unknown: {', '.join(unknown)}; valid are {', '.join(OPTIMIZER_NAMES)}", param_hint="--optim"

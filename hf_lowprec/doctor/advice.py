@@ -12,7 +12,7 @@ TOLERATED_STEPS = 0.1
 """Updates may vanish in this share of the steps: at the ends of a schedule, learning rates are small anyway."""
 MUCH_NOISE = 3.0
 """A problem. As much noise as updates move weights (1) is none: fine-tuning then ends 0.0002 nats per byte above FP32
-(`docs/performance.md`). More than that was not measured."""
+(`docs/performance/accuracy.md`). More than that was not measured."""
 SOME_NOISE = 0.5
 """Up to here stochastic rounding is recommended: weights then move 12% further than their updates move them (√1.25)."""
 TOLERATED_LOSS = 0.5

@@ -35,17 +35,21 @@ def prediction_table(prediction: Prediction) -> Table:
         nearest = prediction.by_mode["nearest"].get(kind)
         cells = [kind, f"{parameters:,}"]
         cells += [_FP32, ""] if nearest is None else [
-            f"{nearest.lost_in_run:.2f}", _ranges(nearest.vanishing)
+            _two_digits(nearest.lost_in_run), _ranges(nearest.vanishing)
         ]  # fmt: skip
         for mode in ("stochastic", "kahan"):
             part = prediction.by_mode[mode].get(kind)
             cells += (
                 [_FP32, ""]
                 if part is None
-                else [f"{part.noise:.2f}", _ranges([(part.blurs_from, run.steps)] if part.blurs_from else [])]
+                else [_two_digits(part.noise), _ranges([(part.blurs_from, run.steps)] if part.blurs_from else [])]
             )
         table.add_row(*cells)
     return table
+
+
+def _two_digits(number: float) -> str:
+    return f"{round(number, 2) + 0.0:.2f}"  # + 0.0 makes 0 of -0
 
 
 def _ranges(stretches: list[tuple[int, int]]) -> str:

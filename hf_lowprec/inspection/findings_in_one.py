@@ -17,8 +17,6 @@ from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
 from hf_lowprec.inspection.tensor_facts import TensorFacts
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 
-USE_KAHAN = 'train with optim="adamw_bf16_kahan" (hf_lowprec.AdamW), whose norms stay in FP32'
-KEEP_NORMS = f"Keep norms in FP32: {USE_KAHAN}"
 _COARSE_SHARE = 0.5
 """The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
 
@@ -44,6 +42,18 @@ def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Co
     ]
 
 
+def low_precision_training(facts: CheckpointFacts) -> str:
+    """The advice to train with an optimizer that loses no updates, as a clause; FP16 weights cannot be split."""
+    has_fp16 = any(tensor.dtype == torch.float16 for tensor in facts.tensors.values())
+    mode = "kahan" if has_fp16 else "split"
+    return f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
+
+
+def capitalized(clause: str) -> str:
+    """A clause as the beginning of a sentence."""
+    return clause[0].upper() + clause[1:]
+
+
 def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "nonfinite",
@@ -63,7 +73,8 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
             "norms_at_initial_value",
             stepped,
             "{count} stayed at the initial value although gradients arrived: {names}. In 16 bits, a norm at 1.0 "
-            f"does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). {KEEP_NORMS}.",
+            "does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). Keep norms in FP32: "
+            f"{low_precision_training(facts)}.",
             noun="norm",
         )
     if {*at_start} <= {*compared}:
@@ -85,7 +96,8 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
             "norms_at_initial_value",
             still,
             "every norm is at its initial value, although the other weights have been trained: {names}. This happens "
-            f"if norms are trained in 16 bits with rounding to nearest. To train them, {USE_KAHAN}.",
+            "if norms are trained in 16 bits with rounding to nearest. To train them, "
+            f"{low_precision_training(facts)}.",
             noun="norm",
         )
     return []
@@ -243,7 +255,7 @@ def _updates_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Findin
         names,
         f"{coarse / total:.1%} of the 16-bit weights of {{count}} ({{names}}) have a spacing of more than twice the "
         f"highest learning rate, {highest:.2g}, and their optimizer rounds to nearest: updates of that size are lost. "
-        f"{USE_KAHAN[0].upper()}{USE_KAHAN[1:]}.",
+        f"{capitalized(low_precision_training(facts))}.",
     )
 
 
@@ -261,5 +273,5 @@ def _weight_decay_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[F
         names,
         f"weight decay changes nothing in {{count}}: {{names}}. The optimizer multiplies their 16-bit weights by "
         f"1 - lr * weight_decay, at least {factor:.8g}, and rounding to nearest gives the same weights again. "
-        f"{USE_KAHAN[0].upper()}{USE_KAHAN[1:]}, where decay and update are rounded together.",
+        f"{capitalized(low_precision_training(facts))}, where decay and update are rounded together.",
     )

@@ -11,7 +11,7 @@ import torch
 from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.tensor_names import layer, name_pattern
 from hf_lowprec.inspection.findings import finding
-from hf_lowprec.inspection.findings_in_one import KEEP_NORMS, USE_KAHAN, has_been_stepped
+from hf_lowprec.inspection.findings_in_one import capitalized, has_been_stepped, low_precision_training
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import StateFacts
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
@@ -47,12 +47,15 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
     kinds = comparison.later.kinds
     norms = [name for name in unmoved if kinds[name] == "norms"]
     others = [name for name in unmoved if kinds[name] != "norms"]
+    advice = low_precision_training(comparison.later)
     return [
         *finding(
             "norms_never_moved",
             norms,
             "{count} did not move while other weights did: {names}. Check requires_grad and the param groups."
-            + _if_in_16_bits(comparison, norms, f"Norms in 16 bits lose their updates in rounding. {KEEP_NORMS}"),
+            + _if_in_16_bits(
+                comparison, norms, f"Norms in 16 bits lose their updates in rounding. Keep norms in FP32: {advice}"
+            ),
             noun="norm",
         ),
         *finding(
@@ -60,7 +63,7 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
             others,
             "nothing moved {count}, while the weights around moved: {names}. Check requires_grad, the param groups, "
             "and that the loss depends on them."
-            + _if_in_16_bits(comparison, others, f"If the optimizer rounds to nearest, {USE_KAHAN}"),
+            + _if_in_16_bits(comparison, others, f"If the optimizer rounds to nearest, {advice}"),
         ),
         *_updates_lost(comparison),
         *_weight_decay_lost(comparison),
@@ -82,7 +85,8 @@ def _nothing_moved(comparison: Comparison) -> list[Finding]:
         "nothing_moved",
         comparison.changes,
         "the two checkpoints are the same bit for bit in all of {count} that both have ({names}). Check that the "
-        f"second one was saved after training. If it was trained in 16 bits with rounding to nearest, {USE_KAHAN}.",
+        "second one was saved after training. If it was trained in 16 bits with rounding to nearest, "
+        f"{low_precision_training(comparison.later)}.",
     )
 
 
@@ -191,7 +195,7 @@ def _updates_lost(comparison: Comparison) -> list[Finding]:
         changes if share > _FEWEST_LOST else (),
         f"in 16-bit weights of {{count}} ({{names}}), nearly all small weights moved and none of those above "
         f"{2.0 ** (first_lost - 127):.2g}, {share:.1%} of all: their updates are smaller than half their spacing and "
-        f"were lost in rounding to nearest. {USE_KAHAN[0].upper()}{USE_KAHAN[1:]}.",
+        f"were lost in rounding to nearest. {capitalized(low_precision_training(comparison.later))}.",
     )
 
 
@@ -204,7 +208,7 @@ def _weight_decay_lost(comparison: Comparison) -> list[Finding]:
     }
     elements = sum(change.shrunk_not_moved for change in lost.values())
     low = all(change.dtype in LOW_PRECISION_DTYPES for change in lost.values())
-    remedy = f"{USE_KAHAN[0].upper()}{USE_KAHAN[1:]}" if low else "Check that nothing resets the weights"
+    remedy = capitalized(low_precision_training(comparison.later)) if low else "Check that nothing resets the weights"
     return finding(
         "weight_decay_lost",
         lost,

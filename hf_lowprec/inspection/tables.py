@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+import torch
 from rich import box
 from rich.table import Table
 
@@ -66,10 +67,15 @@ def lines_on_one(facts: CheckpointFacts) -> Iterator[str]:
         yield f"{counted(len(constant), 'other tensor')} with one value everywhere: {listed(constant)}."
     low = [tensor for tensor in facts.tensors.values() if tensor.dtype in LOW_PRECISION_DTYPES]
     if low:
+        keeping = (
+            "Kahan summation keeps"
+            if any(t.dtype == torch.float16 for t in low)
+            else "split weights, Kahan summation and stochastic rounding keep"
+        )
         coarse = share(sum(t.coarser_than(facts.update) for t in low), sum(t.parameters for t in low))
         yield (
             f"Rounding to nearest would lose updates of {facts.update:.2g} in {coarse} of the 16-bit weights, whose "
-            "spacing is more than twice as large; Kahan summation and stochastic rounding keep them."
+            f"spacing is more than twice as large; {keeping} them."
         )
     yield from _lines_on_optimizer(facts)
     yield from facts.notes

@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
-from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.reduction.private_torch_apis import reduce_scatters_in_16_bits
+from hf_lowprec.reduction.private_torch_apis import comm_hook_states, reduce_scatters_in_16_bits
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _MATRIX = 1024
@@ -137,7 +136,7 @@ def _ddp_sums(params: list[Tensor]) -> str | None:
     wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
     if not any(
         any(id(param) in ids for param in module.parameters())
-        and not private_apis.has_communication_hook(module)
+        and not comm_hook_states(module)
         and module.process_group.size() > 1
         for module in wrapped
     ):

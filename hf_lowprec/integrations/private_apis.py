@@ -18,7 +18,6 @@ import transformers.modeling_utils
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, StateDictType
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainerState, trainer_optimizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -172,11 +171,6 @@ def ignored_by_fsdp2(accelerator: Any, model: nn.Module) -> Collection[nn.Parame
     """The parameters of `model` that FSDP2 will not shard, by the `ignored_modules` of accelerate's plugin."""
     ignored = accelerator.state.fsdp_plugin.ignored_modules
     return get_parameters_from_modules(ignored, model, accelerator.device)
-
-
-def has_communication_hook(model: DistributedDataParallel) -> bool:
-    """Return whether a hook was registered by `DistributedDataParallel.register_comm_hook`."""
-    return bool(model._comm_hooks)
 
 
 def has_adapters(model: Any) -> bool:

@@ -74,7 +74,7 @@ def _updates_vanish(evidence: Evidence) -> Finding | None:
     return Finding(
         "updates_vanish",
         f"{share:.0%} of {subject} of step {evidence.precision.step} were lost in rounding "
-        f"({_describe(evidence)}): they are too small for 16-bit weights. {_remedy(evidence.optimizer)}",
+        f"({_describe(evidence)}): they are too small for 16-bit weights. {_remedy(evidence)}",
         tensors,
     )
 
@@ -90,7 +90,7 @@ def _few_weights_change(evidence: Evidence) -> Finding | None:
     return Finding(
         "updates_vanish",
         f"only {min(changed):.1%} of the 16-bit weights changed in step {evidence.precision.step} "
-        f"({_describe(evidence)}): the other updates were lost in rounding. {_remedy(optimizer)}",
+        f"({_describe(evidence)}): the other updates were lost in rounding. {_remedy(evidence)}",
     )
 
 
@@ -102,7 +102,7 @@ def _second_moment_frozen(evidence: Evidence) -> Finding | None:
     if isinstance(optimizer, LowPrecisionOptimizer):
         remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
     else:
-        remedy = f"Use {_ours(optimizer)}, which rounds states stochastically, or keep its states in FP32"
+        remedy = f"Use {_ours(evidence)}, which rounds states stochastically, or keep its states in FP32"
     return Finding(
         "second_moment_frozen",
         f"{numbers['lost_second_moment']:.0%} of the decay of the second moment is lost in rounding "
@@ -121,7 +121,7 @@ def _weight_decay_lost(evidence: Evidence) -> Finding | None:
         "weight_decay_lost",
         f"{numbers['lost_weight_decay']:.0%} of the weight decay does not arrive in the weights "
         f"({_describe(evidence)}, weight_decay={decay:g}): a step shrinks a weight by less than its 16-bit dtype can "
-        f"represent. {_remedy(optimizer)}",
+        f"represent. {_remedy(evidence)}",
     )
 
 
@@ -212,21 +212,34 @@ def _describe(evidence: Evidence) -> str:
     return text if rate is None else f"{text}, learning rate {rate:g}"
 
 
-def _remedy(optimizer: torch.optim.Optimizer) -> str:
+def _remedy(evidence: Evidence) -> str:
+    """What to do about lost updates. Stored weights of every mode but nearest lose only what FP32 weights lose."""
+    optimizer = evidence.optimizer
     if not isinstance(optimizer, LowPrecisionOptimizer):
-        return f"Use {_ours(optimizer)}, which stores all of them"
-    if all(MODES[group["rounding"]].has_compensation for group in optimizer.param_groups):
+        return f"Use {_ours(evidence)}, which stores all of them"
+    modes = [MODES[group["rounding"]] for group in optimizer.param_groups]
+    if any(mode.name == "nearest" for mode in modes):
+        return f"Use rounding={_mode(evidence)!r}, which stores all of them"
+    if any(
+        mode.has_compensation and group["state_rounding"] == "nearest"
+        for mode, group in zip(modes, optimizer.param_groups, strict=True)
+    ):
         return "Remove state_rounding='nearest', with which the compensation loses them"
-    return "Use rounding='split' or 'kahan', which store all of them"
+    return "They are too small for FP32 weights as well: raise the learning rate"
 
 
-def _ours(optimizer: torch.optim.Optimizer) -> str:
+def _ours(evidence: Evidence) -> str:
     """The algorithm of this package to use in place of an optimizer."""
-    name = type(optimizer).__name__
-    optim = f"{name.lower()}_bf16_kahan"
+    name, mode = type(evidence.optimizer).__name__, _mode(evidence)
+    optim = f"{name.lower()}_bf16_{mode}"
     if optim not in OPTIMIZER_NAMES:
-        name, optim = "AdamW", "adamw_bf16_kahan"
-    return f"optim='{optim}' or hf_lowprec.{name}"
+        name, optim = "AdamW", f"adamw_bf16_{mode}"
+    return f"optim='{optim}' or hf_lowprec.{name} with rounding={mode!r}"
+
+
+def _mode(evidence: Evidence) -> str:
+    """The recommended rounding mode: split weights, or Kahan summation for FP16 weights, which cannot be split."""
+    return "kahan" if torch.float16 in evidence.dtypes else "split"
 
 
 def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:

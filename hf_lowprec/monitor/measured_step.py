@@ -143,13 +143,14 @@ class MeasuredBlocks:
         blocks: dict[Any, ParameterBlock] = {}
         for rows in self._watched.alike(with_grad, list(map(id, group_of)), signatures):
             params = [self._watched.params[row] for row in rows]
-            is_measured = params[0].dtype in self._dtypes
-            key = (tuple(rows), self.refusal is None and is_measured)
+            group, is_measured = group_of[rows[0]], params[0].dtype in self._dtypes
+            is_replayed = self.refusal is None and is_measured
+            key = tuple(rows), id(group), is_replayed
             block = self._blocks.get(key)
             if block is None:
                 weights = list(map(local_shard, params))
                 samples = ParameterSamples(weights, self._watched.sample_size)
-                updates = ReplayedUpdates(self._optimizer, params, group_of[rows[0]], samples) if key[1] else None
+                updates = ReplayedUpdates(self._optimizer, params, group, samples) if is_replayed else None
                 block = ParameterBlock(rows, weights, samples, sharding_of(params[0]), updates)
             blocks[key] = block
             if block.updates is not None:

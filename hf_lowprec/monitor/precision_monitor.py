@@ -60,7 +60,8 @@ class PrecisionMonitor:
         optimizer: the optimizer, or Accelerate's wrapper of it.
         model: the model, for the names and kinds of its parameters. Build the monitor where training begins: "moved"
             means moved since then.
-        every: measure the first step and then every `every`-th; 0 measures only when `measure_next_step` was called.
+        every: measure the first step and then every `every`-th. 0, the default, measures nothing by itself, but only
+            steps before which `measure_next_step` was called.
         dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
         on_error: is called with an error in the hooks, after which nothing more is measured. Without it, the error ends
@@ -93,6 +94,7 @@ class PrecisionMonitor:
         """Steps that the optimizer has taken since the monitor was built."""
         self._number: int | None = None
         self._due = False
+        self._was_asked = False
         self._depth = 0
         self._last: StepPrecision | None = None
         self._running: MeasuredStep | None = None
@@ -109,6 +111,7 @@ class PrecisionMonitor:
     def measure_next_step(self, number: int | None = None) -> None:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
         self._due, self._number, self._depth, self._begun = True, number, 0, False
+        self._was_asked = True
 
     @property
     def refusal(self) -> str | None:
@@ -124,7 +127,16 @@ class PrecisionMonitor:
         return self._last
 
     def findings(self) -> list[Finding]:
-        """Warnings from the last measurement and the run up to it; empty for a healthy run."""
+        """Warnings from the last measurement and the run up to it; empty for a healthy run.
+
+        Raises:
+            RuntimeError: steps were taken, and the monitor was never asked to measure any.
+        """
+        if self.steps and not self.every and not self._was_asked:
+            raise RuntimeError(
+                f"PrecisionMonitor(every=0) was not asked to measure any of the {self.steps} steps so far; set "
+                "every=100 to measure each hundredth step, or call measure_next_step() before a step"
+            )
         precision = self.last
         if precision is None:
             return []

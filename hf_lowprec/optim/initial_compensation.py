@@ -77,10 +77,11 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
     ]
     if unused:
         settings = _settings(optimizer, unused[0][0])
+        modes = "'kahan'" if any(param.dtype == torch.float16 for _, param in unused) else "'split' or 'kahan'"
         warnings.warn(
             f"the low bits that cast_model(keep_low_bits=True) has kept of {len(unused)} parameters are dropped: "
             f"rounding={settings['rounding']!r} with initial_compensation={settings['initial_compensation']!r} has no "
-            "use for them. Use rounding='split' or 'kahan' with initial_compensation='low_bits', or cast without "
+            f"use for them. Use rounding={modes} with initial_compensation='low_bits', or cast without "
             "keep_low_bits",
             RuntimeWarning,
             stacklevel=2,

@@ -1,5 +1,6 @@
 """The benchmark of Muon's step, once on tiny matrices."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 
 import muon_step_time  # noqa: E402
+from cpu_step.processes import write_result  # noqa: E402
 
 SHAPES: list = [(2, (8, 16)), (1, (3, 8, 8))]
 
@@ -29,3 +31,11 @@ def test_it_runs(same_threads):
     assert all(row["ratio"] > 0 and row["peak_bytes"] > 0 for row in rows[1])
     printed = muon_step_time.table([rows, rows], SHAPES)
     assert len(printed.splitlines()) == 4 and "| 1 × (3 × 8 × 8) |" in printed
+
+
+def test_a_result_says_what_it_was_measured_on(tmp_path):
+    write_result(tmp_path / "new" / "result.json", 2, clock="CPU time", processes=[[1.5]])
+    result = json.loads((tmp_path / "new" / "result.json").read_text())
+    assert list(result) == ["machine", "versions", "clock", "processes"]
+    assert result["machine"].endswith(", 2 threads") and result["versions"]["torch"] == torch.__version__
+    assert result["processes"] == [[1.5]]

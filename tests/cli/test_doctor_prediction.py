@@ -9,6 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from hf_lowprec.cli import app
+from hf_lowprec.doctor.prediction import ModePrediction
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from tests.support.command_output import unboxed
 from tests.support.training.tiny_trainer import llama, trained
@@ -102,6 +103,14 @@ def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
     part = found["kinds"]["mlp"]
     assert part["requested"]["vanishing_steps"][-1][1] <= 25 < part["nearest"]["vanishing_steps"][-1][1]
     assert 0 < part["requested"]["lost_updates"] < part["nearest"]["lost_updates"]
+
+
+@pytest.mark.parametrize(("number", "text"), [(-0.004, "0.00"), (-0.006, "-0.01")])
+def test_zero_has_no_sign_in_the_table(model, monkeypatch, number, text):
+    """What updates gain on average is a loss below zero, which may round to zero."""
+    monkeypatch.setattr(ModePrediction, "lost_in_run", number)
+    (line,) = (line for line in run(model, *FINE_TUNING).output.splitlines() if line.split()[:1] == ["mlp"])
+    assert line.split()[2] == text
 
 
 def test_norms_stay_in_fp32_only_with_our_optimizers(model):

@@ -113,7 +113,7 @@ def test_the_table_of_a_large_model(tmp_path):
     wider = run(folder, "--gpus", 8, "--gpu-memory", 80, "--compare")
     assert max(map(len, wider.output.splitlines()[1:])) <= 80
     assert [line.strip() for line in wider.output.splitlines()].count("AdamW") > 0  # the end of a wrapped name
-    for name, each in ((FP32_ROW, 16), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
+    for name, each in ((FP32_ROW, 16), ("adamw_bf16_split", 10), ("adamw_bf16_kahan", 10), ("adamw_bf16_sr", 8)):
         (line,) = (line for line in result.output.splitlines() if line.strip().startswith(name))
         total = each * matrices + 16 * norms
         expected = [total, total / (matrices + norms) * GIB, total / 8, 80 * GIB - total / 8]
@@ -216,7 +216,7 @@ def test_residual_bytes_are_those_held(mode, each, norm):
 
 def test_the_options_are_named_below_the_table(tmp_path):
     folder = write_config(tmp_path / "bert", BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]))
-    said = "Rows of adamw_bf16_kahan, adamw_bf16_sr: with optim_args='state_dtype=int8'."
+    said = "Rows of adamw_bf16_split, adamw_bf16_kahan, adamw_bf16_sr: with optim_args='state_dtype=int8'."
     assert said in unboxed(run(folder, "--optim-args", "state_dtype=int8"))
     assert "optim_args" not in unboxed(run(folder))
 
@@ -381,12 +381,12 @@ def test_every_gpu_keeps_whole_gradients(tmp_path):
     """With gradient accumulation: 8 GPUs hold 8 times all gradients, and their shards once."""
     folder = tiny(tmp_path)
     settings = ("--gpus", 8, "--gradient-accumulation-steps", 4, "--json")
-    fp32, kahan, _ = json.loads(run(folder, *settings).output)["rows"]
+    fp32, split, *_ = json.loads(run(folder, *settings).output)["rows"]
     count = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**TINY)).parameters())
     assert fp32["total"] == 16 * count + 8 * 4 * count == 8 * fp32["per_gpu"]
     assert fp32["gradients"] == 4 * count + 8 * 4 * count
     assert fp32["bytes_per_parameter"] == 16 + 32
-    assert kahan["total"] == 8 * kahan["per_gpu"] > 10 * count + 8 * 2 * count
+    assert split["total"] == 8 * split["per_gpu"] > 10 * count + 8 * 2 * count
     text = run(folder, *settings[:-1]).output
     assert "Weights, grads, state, total and bytes per parameter are those of all 8 GPUs." in text
 
@@ -429,9 +429,9 @@ def test_activations_may_be_missing_in_one_dtype_only(monkeypatch, tmp_path):
     config = MixtralConfig(**TINY, num_local_experts=2, num_key_value_heads=2)
     folder = write_config(tmp_path / "moe", config, architectures=["MixtralForCausalLM"])
     result = json.loads(run(folder, "--batch-size", 1, "--sequence-length", 16, "--lora", 2, "--json").output)
-    fp32, kahan, _, lora = result["rows"]
+    fp32, split, *_, lora = result["rows"]
     assert fp32["activations_per_gpu"] is None and lora["activations_per_gpu"] is None
-    assert kahan["activations_per_gpu"] > 0
+    assert split["activations_per_gpu"] > 0
     missing, counted, of_lora = result["notes"]
     assert missing.startswith(
         "Activations in FP32 are not included: MixtralForCausalLM does not run on tensors without"

@@ -35,7 +35,8 @@ def record(algorithm: str, mode: str, backend: str, folder: Path = FOLDER) -> di
     training = Training(algorithm, mode, backend, CASE)
     saved = torch.load(path(algorithm, mode, folder), weights_only=True)
     training.model.load_state_dict(saved["weights"])
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         training.optimizer.load_state_dict(saved["optimizer"])
     loaded = {**training.digests(), "step": digest(state["step"] for state in training.optimizer.state.values())}
     training.step(4)

@@ -1,13 +1,14 @@
 """What the sentences about a checkpoint's optimizer call the low bits of weights."""
 
 import pytest
+import torch
 
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.inspection.tables import lines_on_one
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from tests.support.training.tiny_trainer import optimizer_of, trained
+from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,21 @@ def test_compensations_and_remainders_are_told_apart(tmp_path, mode, state, kind
         tensors = {key: value for key, value in held[parameters[each.name]].items() if key != "step"}
         assert each.nbytes == sum(tensor.nbytes for tensor in tensors.values())
         assert each.dtypes == {k: v.dtype for k, v in tensors.items() if not k.endswith(SCALE_SUFFIX)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keeping", "mode"),
+    [
+        (torch.bfloat16, "; split weights, Kahan summation and stochastic rounding keep them.", "split"),
+        (torch.float16, "; Kahan summation keeps them.", "kahan"),
+    ],
+)
+def test_advice_names_modes_that_the_dtype_supports(tmp_path, dtype, keeping, mode):
+    for name in ("start", "end"):
+        llama().to(dtype).save_pretrained(tmp_path / name)
+    given = Hyperparameters(steps=10)
+    (facts, _), _, findings = inspect_checkpoints(str(tmp_path / "start"), str(tmp_path / "end"), given=given)
+    (line,) = (line for line in lines_on_one(facts) if line.startswith("Rounding to nearest"))
+    assert line.endswith(keeping)
+    (message,) = (finding.message for finding in findings if finding.code == "nothing_moved")
+    assert f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}")' in message

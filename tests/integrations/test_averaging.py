@@ -194,7 +194,8 @@ def test_an_optimizer_that_knows_no_more_than_the_weights_is_said_once(build, me
         full = hf_lowprec.fp32_state_dict(model, optimizer)
     assert [warning.filename for warning in caught] == [__file__]
     assert torch.equal(full["lm_head.weight"], model.lm_head.weight.float())
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         averaged.update_parameters(model, optimizer)
 
 
@@ -204,11 +205,13 @@ def test_what_loses_nothing_is_not_warned_of():
         model, _ = prepared()
         model.lm_head.requires_grad_(False)
         optimizer = hf_lowprec.AdamW([p for p in model.parameters() if p.requires_grad], rounding=rounding)
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             hf_lowprec.AveragedModel(model).update_parameters(model, optimizer)
             hf_lowprec.fp32_state_dict(model, optimizer)
     plain = torch.nn.Linear(2, 2)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         hf_lowprec.AveragedModel(plain).update_parameters(plain, torch.optim.AdamW(plain.parameters()))
 
 

@@ -23,7 +23,6 @@ import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
-from hf_lowprec.reduction import reduce_in_fp32
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -182,18 +181,6 @@ def test_autocast_of_an_accelerator_is_seen():
             "accelerate no longer keeps `_original_forward`; adapt hf_lowprec/integrations/private_apis.py"
         )
         AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_a_communication_hook_is_seen():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        assert not private_apis.has_communication_hook(model)
-        reduce_in_fp32(model)
-        where = f"in torch {torch.__version__}; adapt hf_lowprec/integrations/private_apis.py"
-        assert private_apis.has_communication_hook(model), f"DistributedDataParallel._comm_hooks has changed {where}"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_model_that_is_sharded_is_known_behind_a_compiled_one():

@@ -66,7 +66,7 @@ def test_a_stock_optimizer_on_bf16_weights():
     message = only(findings, "updates_vanish").message
     assert re.match("9[5-9]% of the weight updates of step 1 were lost in rounding", message)
     assert "(torch.optim.AdamW, learning rate 1e-06)" in message
-    assert "optim='adamw_bf16_kahan' or hf_lowprec.AdamW" in message
+    assert "optim='adamw_bf16_split' or hf_lowprec.AdamW with rounding='split'" in message
     norms = only(findings, "norms_stand_still")
     assert "model.norm.weight" in norms.tensors
     assert "cast_model, which keeps norms in FP32" in norms.message
@@ -74,7 +74,7 @@ def test_a_stock_optimizer_on_bf16_weights():
 
 def test_other_algorithms_are_told_of_their_own_counterpart():
     findings = train(model_of(torch.bfloat16), lambda p: torch.optim.SGD(p, lr=1e-5), steps=1, every=1)
-    assert "optim='sgd_bf16_kahan' or hf_lowprec.SGD" in only(findings, "updates_vanish").message
+    assert "optim='sgd_bf16_split' or hf_lowprec.SGD with rounding='split'" in only(findings, "updates_vanish").message
 
 
 def test_an_optimizer_whose_updates_are_unknown():
@@ -94,7 +94,30 @@ def test_rounding_to_nearest_says_so():
     findings = train(model_of(None), adamw(1e-6, rounding="nearest"), steps=1, every=1)
     finding = only(findings, "updates_vanish")
     assert "rounding='nearest', learning rate 1e-06" in finding.message
-    assert "Use rounding='split' or 'kahan'" in finding.message
+    assert finding.message.endswith("Use rounding='split', which stores all of them")
+
+
+def test_fp16_weights_are_not_told_of_split_weights():
+    """Only Kahan summation supports them."""
+    for make, advice in (
+        (lambda p: torch.optim.SGD(p, lr=1e-6), "optim='sgd_bf16_kahan' or hf_lowprec.SGD with rounding='kahan'"),
+        (adamw(1e-7, rounding="nearest"), "Use rounding='kahan', which stores all of them"),
+    ):
+        model = model_of(torch.float16)
+        message = only(train(model, make, steps=1, every=1), "updates_vanish").message
+        assert advice in message and "split" not in message
+
+
+def test_updates_that_fp32_weights_would_lose_too():
+    """Another mode is no remedy."""
+    findings = train(model_of(None), adamw(1e-13, rounding="split", weight_decay=0), steps=1, every=1)
+    message = only(findings, "updates_vanish").message
+    assert message.endswith("They are too small for FP32 weights as well: raise the learning rate")
+
+
+def test_a_compensation_that_is_rounded_to_nearest():
+    findings = train(model_of(None), adamw(1e-9, rounding="kahan", state_rounding="nearest"), steps=1, every=1)
+    assert "Remove state_rounding='nearest', with" in only(findings, "updates_vanish").message
 
 
 def test_a_frozen_second_moment():

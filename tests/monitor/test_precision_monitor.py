@@ -129,6 +129,16 @@ def test_numbers_by_kind_and_tensor():
     assert precision.by_tensor["norm.bias"]["lost_updates"] == pytest.approx(0, abs=0.01)
 
 
+@pytest.mark.parametrize("cls", [hf_lowprec.SGD, torch.optim.SGD])
+def test_a_learning_rate_that_was_loaded(cls):
+    """Loading replaces the dictionaries of the parameter groups."""
+    optimizer, other = cls([weights()], lr=2.0**-8), cls([weights()], lr=2.0**-7)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    for rate, loaded in ((2.0**-8, optimizer), (2.0**-7, other)):
+        optimizer.load_state_dict(loaded.state_dict())
+        assert measured(optimizer, monitor=monitor).by_kind["all"]["update_to_weight"] == pytest.approx(rate, rel=0.01)
+
+
 def test_names_are_those_without_wrappers():
     """As of a model that DDP wraps and `torch.compile` compiles."""
     model = nn.ModuleDict(
@@ -159,6 +169,18 @@ def test_measurements_happen_when_they_are_asked_for():
     assert monitor.last.step == 100
     with pytest.raises(ValueError, match="every=-1 is negative"):
         hf_lowprec.PrecisionMonitor(optimizer, every=-1)
+
+
+def test_findings_of_a_monitor_that_was_never_asked_to_measure():
+    optimizer = torch.optim.SGD([weights()], lr=1e-3)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    assert monitor.findings() == []
+    step(optimizer)
+    with pytest.raises(RuntimeError, match=r"any of the 1 steps so far; set every=100 .* call measure_next_step\(\)"):
+        monitor.findings()
+    monitor.measure_next_step()
+    step(optimizer)
+    assert [finding.code for finding in monitor.findings()] == ["updates_vanish"]
 
 
 def test_measurements_that_nobody_reads_count_as_well():

@@ -18,7 +18,7 @@ from tests.support.triton_available import device_of, quiet_interpreter, require
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 pytestmark = [quiet_interpreter, pytest.mark.usefixtures("private_cache")]
 GPU = torch.cuda.is_available()
-STEPS = {"native": 50, "triton": 50 if GPU else 3}
+STEPS = {"native": 20, "triton": 50 if GPU else 3}
 CHUNK = triton_launch.CHUNK if GPU else 2 * triton_launch.BLOCK
 """Elements per program: in the interpreter, where each iteration takes milliseconds, two of them instead of eight."""
 # Around a thread's and a program's share, one element, none, no dimension, and several at once.

@@ -535,7 +535,8 @@ def test_profiles_name_it(name):
 def test_no_step_warns(name):
     params = parameters()
     optimizer = build(name, params, **OPTIONS[name][0])
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         train(optimizer, params, range(2))
         optimizer.load_state_dict(optimizer.state_dict())
         repr(optimizer)

@@ -221,7 +221,8 @@ def test_optimizers_of_one_parameter_have_dithers_of_their_own():
         train(optimizer, range(1))
     dithers = [optimizer.state[param]["compensation"] for optimizer, param in zip(optimizers, params, strict=True)]
     assert not any(torch.equal(dithers[k], dithers[k - 1]) for k in range(3))
-    with warnings.catch_warnings(action="ignore"):  # the others' parameters
+    with warnings.catch_warnings():  # the others' parameters
+        warnings.simplefilter("ignore")
         for name, optimizer in enumerate(optimizers):
             assert (fp32_state_dict(params, optimizer)[str(name)] == 1.5).all()
 
@@ -347,6 +348,12 @@ def test_clipping_before_the_first_step_creates_the_same_compensations(kind, rou
         optimizer.step()
         found.append(contents(params, optimizer))
     assert same(*found)
+
+
+def test_the_note_on_dropped_low_bits_names_no_mode_that_fp16_weights_cannot_have():
+    _, params = model(torch.float16)
+    with pytest.warns(RuntimeWarning, match=r"are dropped.*Use rounding='kahan' with"):
+        train(AdamW(params, rounding="nearest"), range(1))
 
 
 def test_weights_that_are_all_zero_are_not_dithered():

@@ -187,7 +187,8 @@ def test_a_checkpoint_between_the_change_and_the_step_loses_nothing(then):
     within = stepped()
     set_mode(within, then)
     resumed = AdamW([nn.Parameter(p.detach().clone()) for p in params_of(within)], lr=1e-5, rounding=then)
-    with warnings.catch_warnings(action="error"):  # both have the new mode
+    with warnings.catch_warnings():  # both have the new mode
+        warnings.simplefilter("error")
         resumed.load_state_dict(copy.deepcopy(within.state_dict()))
     for made in (within, resumed):
         train(made, 3, seed=1)

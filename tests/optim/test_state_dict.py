@@ -69,7 +69,8 @@ def test_format_1_resumes_bit_for_bit(saved):
         for key, (value, dtype) in found["state"].items()
     }
     resumed = build(*saved.split(), torch.tensor(found["weight"], dtype=torch.bfloat16))
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         resumed.load_state_dict({"state": {0: state}, "param_groups": found["param_groups"]})
     assert train_on(resumed, FURTHER).tolist() == found["weight after further steps"]
 
@@ -323,7 +324,8 @@ def test_keys_that_schedulers_write_are_not_changed_options(name, make, schedule
         schedule.step()
     if scheduled_again:
         make(target)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         target.load_state_dict(source.state_dict())
     assert target.param_groups[0]["lr"] == source.param_groups[0]["lr"]
 
@@ -358,7 +360,8 @@ def test_replaced_options_are_warned_about_once(cls, saved, given, message):
     assert str(caught[0].message).count("(was") == message.count("(was")
     assert_equal(target.state_dict(), source.state_dict())
     train(target, 1)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         target.load_state_dict(source.state_dict())
 
 
@@ -369,7 +372,8 @@ def test_added_keys_of_groups_are_saved_in_the_header():
     saved = source.state_dict()
     assert "first_parameter" not in saved["param_groups"][0]
     assert saved["param_groups"][0]["state_rounding"] == header(first_parameter=3)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         target.load_state_dict(saved)
         assert target.param_groups[0]["first_parameter"] == 3
         target.load_state_dict(in_format_1(saved))

@@ -79,6 +79,7 @@ def test_ddp_leaves_gradients_to_its_hook(one_rank):
     left = []
     for leave in (False, True):
         model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert comm_hook_states(model) == [], HERE
 
         def doubled(state, bucket):
             future = torch.futures.Future()

@@ -286,21 +286,22 @@ def _warn_of_different_weights(accelerator: Accelerator, model: nn.Module) -> No
         )
 
 
-def _prepare_optimizer(comparison: RankComparison, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _prepare_optimizer(
+    comparison: RankComparison, original: Callable, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
     """`Accelerator.prepare_optimizer`: compare the ranks before the first step.
 
     Raises:
         ValueError: the optimizer releases gradients that the accelerator would accumulate.
     """
-    prepared = original(*args, **kwargs)
-    optimizer = unwrap_optimizer(prepared)
     steps = comparison.accelerator.gradient_accumulation_steps
-    if gradient_release_of(optimizer) and steps > 1:
+    if gradient_release_of(unwrap_optimizer(optimizer)) and steps > 1:
         raise ValueError(
             f"gradient_release=True steps in every backward pass, so Accelerator(gradient_accumulation_steps={steps}) "
             "cannot accumulate gradients; set it to 1 and use larger batches, or remove gradient_release"
         )
-    comparison.watch(optimizer)
+    prepared = original(optimizer, *args, **kwargs)
+    comparison.watch(unwrap_optimizer(prepared))
     return prepared
 
 

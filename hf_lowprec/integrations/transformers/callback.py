@@ -322,9 +322,8 @@ class LowPrecisionCallback(TrainerCallback):
             release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
             return
-        if not any(
-            map(is_sharded, kwargs["model"].parameters())
-        ):  # FSDP2 loads into the existing tensors and keeps their dtypes
+        # FSDP2 loads into the existing tensors and keeps their dtypes.
+        if not any(map(is_sharded, kwargs["model"].parameters())):
             cast_model(kwargs["model"], self.dtype, self._patterns)
         if isinstance(optimizer, LowPrecisionOptimizer):
             reset_compensations(optimizer)

@@ -79,10 +79,12 @@ def check_gradient_release(args: Any, clip: str) -> None:
             "gradient_release"
         )
     if args.max_grad_norm and clip == "exact":
+        mode = optimizer_name(args).partition("_bf16_")[2]
+        stable = f"optim='stableadamw_bf16_{mode}'" if mode else "hf_lowprec.StableAdamW"
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
             "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
-            "max_grad_norm=0 (StableAdamW, optim='stableadamw_bf16_kahan', clips each tensor's update by itself); or "
+            f"max_grad_norm=0 ({stable} clips each tensor's update by itself); or "
             "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before"
         )
 

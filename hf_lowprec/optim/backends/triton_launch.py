@@ -43,7 +43,7 @@ for 32 and 28 warps per multiprocessor. The compiler would take a few more. With
 """
 SUM_REGISTERS = 56
 """Registers of a thread that sums a `tensor_mean` formula with inlined PTX: room for 36 warps per multiprocessor. These
-kernels are short, so they mostly wait for what they load. With FP32 numbers, the compiler would spill some to memory.
+kernels are short, so they mostly wait for what they load. With FP32 numbers or states in 8 bits, some would be spilled.
 """
 WAVES_PER_SIMD = 4
 """Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
@@ -192,7 +192,7 @@ def max_registers(spec: StepSpec) -> int | None:
 
 def max_sum_registers(spec: StepSpec) -> int | None:
     """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
-    return None if torch.float32 in spec.tensors.values() else SUM_REGISTERS
+    return None if spec.per_block_tensors or torch.float32 in spec.tensors.values() else SUM_REGISTERS
 
 
 def waves_per_simd(spec: StepSpec) -> int:

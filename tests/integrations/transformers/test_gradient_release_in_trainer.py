@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import hf_lowprec
+from hf_lowprec.integrations import private_apis
 from hf_lowprec.optim import gradient_buckets
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import PRECISION_LOGS, counting_data, llama, optimizer_of, trained
@@ -149,8 +150,14 @@ def test_what_cannot_be_is_refused_before_training(tmp_path, settings, message):
         trained(tmp_path, optim="adamw_bf16_kahan", **settings)
 
 
+@pytest.mark.parametrize("mode", ["kahan", "split", "sr"])
+def test_stableadamw_is_named_in_the_mode_that_was_chosen(tmp_path, mode):
+    with pytest.raises(ValueError, match=rf"max_grad_norm=0 \(optim='stableadamw_bf16_{mode}' clips each tensor"):
+        trained(tmp_path, optim=f"adamw_bf16_{mode}", optim_args=RELEASED)
+
+
 def test_an_optimizer_that_is_handed_over_is_checked_when_training_begins(tmp_path):
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0.*\(hf_lowprec\.StableAdamW clips"):
         trained(
             tmp_path,
             optimizer_cls_and_kwargs=hf_lowprec.optimizer_factory("adamw_bf16_kahan", gradient_release=True),
@@ -164,6 +171,7 @@ def test_an_accelerator_that_accumulates_is_refused():
     model = llama()
     with pytest.raises(ValueError, match=r"Accelerator\(gradient_accumulation_steps=2\) cannot accumulate"):
         accelerator.prepare(model, hf_lowprec.AdamW(model.parameters(), gradient_release=True))
+    assert private_apis.prepared_optimizers(accelerator) == []
 
 
 def test_a_loop_with_accelerate():

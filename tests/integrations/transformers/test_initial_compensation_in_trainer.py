@@ -62,7 +62,8 @@ def test_a_model_in_bf16_is_dithered(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["dither", "zero"])
 def test_optim_args_choose_it(tmp_path, capsys, kind):
-    with warnings.catch_warnings(action="error", category=RuntimeWarning):  # of low bits that nobody uses
+    with warnings.catch_warnings():  # of low bits that nobody uses
+        warnings.simplefilter("error", RuntimeWarning)
         trainer = trained(tmp_path, max_steps=1, optim_args=f"initial_compensation={kind}", **KAHAN)
     assert initial_values(capsys.readouterr().out) == {kind: in_16_bits(trainer.model)}
     assert optimizer_of(trainer).initial_compensation == kind
@@ -75,7 +76,8 @@ def test_bad_values_name_the_valid_ones(tmp_path):
 
 def test_modes_without_a_compensation_keep_no_low_bits(tmp_path, capsys):
     first = FirstStep()
-    with warnings.catch_warnings(action="error", category=RuntimeWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
         trained(tmp_path, max_steps=1, callbacks=[first], optim="adamw_bf16_sr")
     assert not first.with_low_bits
     assert "starts with" not in capsys.readouterr().out
@@ -142,7 +144,8 @@ def test_the_best_weights_have_no_compensation_of_others(tmp_path, kind):
 def test_an_optimizer_that_was_passed_decides(tmp_path, capsys):
     for kind, expected in (("low_bits", "low bits"), ("zero", "zero")):
         factory = hf_lowprec.optimizer_factory("adamw_bf16_kahan", lr=1e-3, initial_compensation=kind)
-        with warnings.catch_warnings(action="error", category=RuntimeWarning):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
             trained(
                 tmp_path, max_steps=1, optimizer_cls_and_kwargs=factory, callbacks=[hf_lowprec.LowPrecisionCallback()]
             )

@@ -29,7 +29,7 @@ def test_vanishing_updates_are_warned_of_once(tmp_path, caplog):
     trainer = trained(tmp_path, model=llama().bfloat16(), logging_steps=1, **SETTINGS)
     (message,) = warnings(caplog)
     assert "of the weight updates of step 1 were lost in rounding (torch.optim.AdamW, learning rate 1e-06)" in message
-    assert "optim='adamw_bf16_kahan'" in message
+    assert "optim='adamw_bf16_split'" in message
     assert all(PRECISION_LOGS.isdisjoint(entry) for entry in trainer.state.log_history)
     assert hooks(trainer) == 0  # after the warning it no longer watches
 
