@@ -71,7 +71,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         accelerator: an Accelerator that has not prepared a model yet.
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
             parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
-            parameter).
+            parameter). Parameters that are unfrozen or replaced later are included if `accelerator.backward` is called.
 
     Returns:
         A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.
@@ -110,6 +110,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
         # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
+        # Parameters may have become trainable since the model was prepared.
+        "backward": functools.partial(_backward, reduction),
         # DDP over one process need not synchronize micro-batches.
         "no_sync": functools.partial(_no_sync, accelerator),
         # Our optimizers clip inside their step.
@@ -322,6 +324,13 @@ def _forbid_later_cast(model: nn.Module) -> None:
     """Make `cast_model` refuse a prepared model that is not cast: it would miss what `prepare` does for cast models."""
     if not cast_dtypes(model) and any(param.requires_grad for param in model.parameters()):
         PREPARED_UNCAST.add(model)
+
+
+def _backward(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
+    for accumulator in reduction.accumulators:
+        accumulator.watch_parameters()
+    return original(*args, **kwargs)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:
