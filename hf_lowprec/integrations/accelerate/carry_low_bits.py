@@ -7,6 +7,7 @@ the other ranks' weights by those of rank 0. So every rank gets rank 0's low bit
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,30 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.object_gather import gather_objects
-from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits, set_low_bits
+from hf_lowprec.rounding.low_bits import dither_stream_of, drop_low_bits, low_bits, set_low_bits
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameters' names that preparing a model adds."""
 
 
-def take_low_bits(model: nn.Module) -> dict[str, Tensor]:
+class TakenLowBits(NamedTuple):
+    """The low bits of a parameter, and the random stream of the dither that they include."""
+
+    low_bits: Tensor
+    dither_stream: tuple[int, int] | None
+
+
+def take_low_bits(model: nn.Module) -> dict[str, TakenLowBits]:
     """The low bits kept for parameters of `model`, by name. The parameters do not keep them."""
     kept = {}
     for name, param in _named(model):
         if (low := low_bits(param)) is not None:
-            kept[name] = low
+            kept[name] = TakenLowBits(low, dither_stream_of(param))
         drop_low_bits(param)
     return kept
 
 
-def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.device) -> None:
+def give_low_bits(model: nn.Module, kept: dict[str, TakenLowBits], device: torch.device) -> None:
     """Give the parameters of a prepared model the low bits that rank 0 has taken. Every rank must call it.
 
     Args:
@@ -40,13 +48,13 @@ def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.devic
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
-    dtypes = {name: low.dtype for name, low in kept.items()}
-    for name, dtype in gather_objects(dtypes, "preparing a model")[0].items():
+    described = {name: (taken.low_bits.dtype, taken.dither_stream) for name, taken in kept.items()}
+    for name, (dtype, dither_stream) in gather_objects(described, "preparing a model")[0].items():
         param = params[name]
-        ours = kept.pop(name) if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
+        ours = kept.pop(name).low_bits if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
-        set_low_bits(param, shard_like(full, param).to(local_shard(param).device))
+        set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
