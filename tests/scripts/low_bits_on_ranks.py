@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import hf_lowprec
+from hf_lowprec.optim.fp32_weights import keep_low_bits_of
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.scripts.trainer_ranks import digest, llama, text
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
@@ -38,6 +39,19 @@ def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
     estimates = full_estimates(model, optimizer)
     for name, weights in exact.items():
         assert ((estimates[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
+
+
+def check_next_optimizer(model, optimizer) -> None:
+    """An optimizer that is built after the training begins with the FP32 weights at its end, in the same shards."""
+    expected = full_estimates(model, optimizer)
+    keep_low_bits_of(optimizer)
+    following = hf_lowprec.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, rounding="split", seed=5)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    following.step()
+    found = full_estimates(model, following)
+    assert all(torch.equal(found[name], weights) for name, weights in expected.items())
+    assert not following.dithered
 
 
 def run(kind: str) -> str:
@@ -69,7 +83,9 @@ def run(kind: str) -> str:
         wrapped.zero_grad()
     assert not optimizer.dithered
     assert not any(hasattr(param, "_low_bits") for param in model.parameters())
-    return digest(model, optimizer)
+    found = digest(model, optimizer)
+    check_next_optimizer(model, optimizer)
+    return found
 
 
 def main(kinds: str) -> None:

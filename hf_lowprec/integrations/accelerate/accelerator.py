@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
+from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
@@ -202,7 +202,9 @@ def _prepare(
         return {child for module in in_fp32.values() for child in module.modules()}
 
     low_bits = take_low_bits(model)
-    with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
+    is_sharded = private_apis.is_sharded_model(model)
+    grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
+    with returned_on_error(model, low_bits), grouping:
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
     for optimizer in private_apis.prepared_optimizers(accelerator):
@@ -244,7 +246,8 @@ def _prepare_model(
         reduction.accumulators.append(accumulator)
     wrapped = {id(module) for module in model.modules()}
     low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
-    prepared = original(model, *args, **kwargs)
+    with returned_on_error(model, low_bits):
+        prepared = original(model, *args, **kwargs)
     if accelerator.num_processes > 1:
         give_low_bits(prepared, low_bits, accelerator.device)
     for module in prepared.modules():

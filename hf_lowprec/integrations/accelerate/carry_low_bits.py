@@ -6,40 +6,56 @@ the other ranks' weights by those of rank 0. So every rank gets rank 0's low bit
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.object_gather import gather_objects
-from hf_lowprec.rounding.low_bits import dither_stream_of, drop_low_bits, low_bits, set_low_bits
+from hf_lowprec.rounding.low_bits import (
+    drop_low_bits,
+    low_bits,
+    low_bits_to_save,
+    restore_saved_low_bits,
+    set_low_bits,
+)
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameters' names that preparing a model adds."""
 
 
-class TakenLowBits(NamedTuple):
-    """The low bits of a parameter, and the random stream of the dither that they include."""
-
-    low_bits: Tensor
-    dither_stream: tuple[int, int] | None
+TakenLowBits = dict[str, dict[str, Any]]
+"""What `low_bits_to_save` returns of parameters, by name."""
 
 
-def take_low_bits(model: nn.Module) -> dict[str, TakenLowBits]:
-    """The low bits kept for parameters of `model`, by name. The parameters do not keep them."""
+def take_low_bits(model: nn.Module) -> TakenLowBits:
+    """Take the low bits kept for parameters of `model` away from them."""
     kept = {}
     for name, param in _named(model):
-        if (low := low_bits(param)) is not None:
-            kept[name] = TakenLowBits(low, dither_stream_of(param))
+        if low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
+            kept[name] = saved
         drop_low_bits(param)
     return kept
 
 
-def give_low_bits(model: nn.Module, kept: dict[str, TakenLowBits], device: torch.device) -> None:
+@contextlib.contextmanager
+def returned_on_error(model: nn.Module, kept: TakenLowBits) -> Iterator[None]:
+    """If there is an error inside, return what `take_low_bits` has taken, so that the model can be prepared again."""
+    try:
+        yield
+    except BaseException:
+        for name, param in _named(model):
+            if name in kept:
+                restore_saved_low_bits(param, kept[name])
+        raise
+
+
+def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) -> None:
     """Give the parameters of a prepared model the low bits that rank 0 has taken. Every rank must call it.
 
     Args:
@@ -48,10 +64,10 @@ def give_low_bits(model: nn.Module, kept: dict[str, TakenLowBits], device: torch
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
-    described = {name: (taken.low_bits.dtype, taken.dither_stream) for name, taken in kept.items()}
+    described = {name: (saved["low_bits"].dtype, saved.get("dither_stream")) for name, saved in kept.items()}
     for name, (dtype, dither_stream) in gather_objects(described, "preparing a model")[0].items():
         param = params[name]
-        ours = kept.pop(name).low_bits if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
+        ours = kept.pop(name)["low_bits"] if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
         set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)

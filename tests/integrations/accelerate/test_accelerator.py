@@ -25,6 +25,7 @@ from transformers import Trainer
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
+from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
@@ -469,3 +470,14 @@ def test_parameters_that_become_trainable_after_prepare_are_accumulated_like_the
 
     assert torch.equal(gradient(mode, change), gradient(mode, "none"))
     assert not torch.equal(gradient(mode, "none"), gradient("nearest", "none"))
+
+
+def test_low_bits_survive_a_prepare_that_fails():
+    ours = fsdp(fsdp_version=2)
+    model = nn.Linear(8, 8)
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    before = low_bits(model.weight).clone()
+    hf_lowprec.prepare_accelerator(ours)
+    with pytest.raises(ValueError, match="optimizer"):
+        ours.prepare(model)
+    assert torch.equal(low_bits(model.weight), before)
