@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
-from hf_lowprec.optim.sharding import dtensor_like, local_shard
+from hf_lowprec.optim.sharding import dtensor_like
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, set_low_bits
+from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits
 
 _NAMED = 3
 """The number of parameters that the warning names."""
@@ -90,19 +90,6 @@ def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomSt
         for number, param in enumerate(group["params"], first + first_parameter(group)):
             yield param, RandomStream(group.get("seed", 0), number)
         first += len(group["params"])
-
-
-@torch.no_grad()
-def keep_low_bits_of(optimizer: Algorithm) -> None:
-    """Keep the compensations and remainders of `optimizer` as low bits of its parameters, for the next optimizer.
-
-    The tensors are shared, not copied: they take no memory while `optimizer` exists, and follow its further steps. They
-    count while the weights are those of the last call.
-    """
-    for param, stream in random_streams(optimizer.param_groups):
-        state = low_bits_state(optimizer.state.get(param, {}))
-        if state is not None and param.dtype in LOW_PRECISION_DTYPES:
-            set_low_bits(param, local_shard(state), stream if param in optimizer.dithered else None)
 
 
 def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:

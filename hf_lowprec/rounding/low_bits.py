@@ -2,7 +2,7 @@
 
 They are an attribute of the `Parameter`, 2 bytes per element, from the cast until the optimizer has created the
 parameter's state (see `optim/initial_compensation.py`). When a Trainer has finished, they are the compensation or
-remainder of its optimizer, kept for the next one (see `keep_low_bits_of` in `optim/fp32_weights.py`).
+remainder of its optimizer, kept for the next one (see `optim/kept_low_bits.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import hf_lowprec
-from hf_lowprec.optim.fp32_weights import keep_low_bits_of
 from hf_lowprec.rounding.low_bits import low_bits
 from tests.scripts.trainer_ranks import digest, llama, text
 from tests.support.processes.fsdp_on_cpu import accelerator_arguments, allow_fsdp_on_cpu
@@ -44,7 +43,7 @@ def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
 def check_next_optimizer(model, optimizer) -> None:
     """An optimizer that is built after the training begins with the FP32 weights at its end, in the same shards."""
     expected = full_estimates(model, optimizer)
-    keep_low_bits_of(optimizer)
+    hf_lowprec.keep_low_bits(optimizer)
     following = hf_lowprec.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, rounding="split", seed=5)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)

@@ -25,9 +25,9 @@ from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.fp32_weights import keep_low_bits_of
 from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import reset_compensations
+from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
@@ -324,7 +324,7 @@ class LowPrecisionCallback(TrainerCallback):
             release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
             if isinstance(optimizer, LowPrecisionOptimizer):
-                keep_low_bits_of(optimizer)
+                keep_low_bits(optimizer)
             return
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if not any(map(is_sharded, kwargs["model"].parameters())):
