@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.fp32_weights import fp32_state_dict
     from hf_lowprec.optim.hidden_matrices import hidden_matrices
+    from hf_lowprec.optim.kept_low_bits import drop_low_bits, keep_low_bits
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
 
 try:
@@ -33,9 +34,11 @@ _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
+    "drop_low_bits": "optim.kept_low_bits",
     "export_checkpoint": "integrations.export.checkpoint_export",
     "fp32_state_dict": "optim.fp32_weights",
     "hidden_matrices": "optim.hidden_matrices",
+    "keep_low_bits": "optim.kept_low_bits",
     "LowPrecisionCallback": "integrations.transformers.callback",
     "PrecisionMonitor": "monitor",
     "prepare_accelerator": "integrations.accelerate.accelerator",
@@ -60,9 +63,11 @@ __all__ = [
     "RAdam",
     "StableAdamW",
     "cast_model",
+    "drop_low_bits",
     "export_checkpoint",
     "fp32_state_dict",
     "hidden_matrices",
+    "keep_low_bits",
     "optimizer_factory",
     "prepare_accelerator",
     "register",

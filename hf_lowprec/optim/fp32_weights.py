@@ -14,7 +14,7 @@ from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.low_bits import low_bits
+from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits
 
 _NAMED = 3
 """The number of parameters that the warning names."""
@@ -70,8 +70,8 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
         kept = low_bits(tensor) if id(tensor) in streams and state is None else state
         if kept is None:
             return tensor.detach().to(torch.float32, copy=True)
-        is_dithered = state is not None and tensor in optimizer.dithered
-        return dtensor_like(fp32_values(tensor, kept, streams[id(tensor)] if is_dithered else None), tensor)
+        own = streams[id(tensor)] if tensor in optimizer.dithered else None
+        return dtensor_like(fp32_values(tensor, kept, dither_stream_of(tensor) if state is None else own), tensor)
 
     return estimate
 

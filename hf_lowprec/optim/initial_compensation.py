@@ -22,7 +22,7 @@ from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.rounding import MODES, mode_name
 from hf_lowprec.rounding.dither import dither
-from hf_lowprec.rounding.low_bits import chunk_size, low_bits
+from hf_lowprec.rounding.low_bits import chunk_size, dither_stream_of, drop_low_bits, low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.rounding.random_bits import random_bits
 from hf_lowprec.rounding.stored_pairs import fp32_value, stored_pair
@@ -48,8 +48,11 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
     # All ranks must come to the same conclusions, since they save one state dict.
     is_missing = _on_any_rank(kept is None, param)
     if kept is not None and not is_missing:
-        flat = kept.reshape(-1)
-        store_values(param, compensation, lambda weight, part, index: fp32_value(weight, flat[part]))
+        flat, stream = kept.reshape(-1), dither_stream_of(param)
+        if stream == (seed, number) and kept.dtype == compensation.dtype:  # the dither that this optimizer would draw
+            optimizer.dithered.add(param)
+            stream = None
+        store_values(param, compensation, lambda weight, part, index: undithered(weight, flat[part], index, stream))
     else:
 
         def dithered(weight: Tensor, part: slice, index: Tensor) -> Tensor:
@@ -79,10 +82,10 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
         settings = _settings(optimizer, unused[0][0])
         modes = "'kahan'" if any(param.dtype == torch.float16 for _, param in unused) else "'split' or 'kahan'"
         warnings.warn(
-            f"the low bits that cast_model(keep_low_bits=True) has kept of {len(unused)} parameters are dropped: "
-            f"rounding={settings['rounding']!r} with initial_compensation={settings['initial_compensation']!r} has no "
-            f"use for them. Use rounding={modes} with initial_compensation='low_bits', or cast without "
-            "keep_low_bits",
+            f"the low bits that cast_model(keep_low_bits=True) or an earlier Trainer has kept of {len(unused)} "
+            f"parameters are dropped: rounding={settings['rounding']!r} with "
+            f"initial_compensation={settings['initial_compensation']!r} has no use for them. Use rounding={modes} with "
+            "initial_compensation='low_bits', or cast without keep_low_bits",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -121,7 +124,8 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
 
 def reset_compensations(optimizer: Algorithm) -> None:
     """Set all compensations and remainders to zero, because other weights were loaded."""
-    for values in optimizer.state.values():
+    for param, values in optimizer.state.items():
+        drop_low_bits(param)
         for name in LOW_BITS_STATES:
             if isinstance(values, dict) and name in values:
                 values[name].zero_()

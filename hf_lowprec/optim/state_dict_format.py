@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.gradient_release import gradient_release_of
+from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
 from hf_lowprec.optim.states_in_8_bits import names_in_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES
@@ -94,7 +95,8 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     kept = {
         number: low_bits
         for param, number in numbered_parameters(optimizer, state_dict)
-        if not is_sharded(param) and (low_bits := low_bits_to_save(param)) is not None
+        if not is_sharded(param) and low_bits_state(optimizer.state.get(param, {})) is None
+        if (low_bits := low_bits_to_save(param)) is not None
     }
     return {**saved, LOW_BITS: kept} if kept else saved
 

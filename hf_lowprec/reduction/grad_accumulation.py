@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_lowprec.reduction.private_torch_apis import is_view, version_of
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -73,7 +74,8 @@ class GradientAccumulator:
     not noticed; set gradients to None instead, as `zero_grad` does by default.
 
     Args:
-        model: its trainable parameters get hooks, which replace those of an earlier accumulator.
+        model: its trainable parameters get hooks, which replace those of an earlier accumulator. Call
+            `watch_parameters` after parameters were unfrozen or replaced.
         mode: `"fp32"`, which sums gradients of FP32 parameters (norms) in FP64, as the reduction over ranks does; or
             `"kahan"`, which leaves FP32 parameters to torch.
     """
@@ -94,11 +96,21 @@ class GradientAccumulator:
             _accumulators[model].remove()
         _accumulators[model] = self
         self._remainders: dict[nn.Parameter, _Remainder] = {}
-        self._handles = [
-            param.register_hook(self._make_hook(param))
-            for param in model.parameters()
-            if _is_accumulated(param, self.mode)
-        ]
+        self._handles: Any = WeakIdKeyDictionary()  # the hook of each parameter that has one
+        self.watch_parameters()
+
+    def watch_parameters(self) -> None:
+        """Give hooks to parameters that have become trainable, and discard the sums of those that were replaced.
+
+        Sums are complete if this is called before the first backward pass that gives such a parameter a gradient.
+        """
+        model = self._model()
+        params = [] if model is None else list(model.parameters())
+        for param in params:
+            if param not in self._handles and _is_accumulated(param, self.mode):
+                self._handles[param] = param.register_hook(self._make_hook(param))
+        for replaced in self._remainders.keys() - set(params):
+            del self._remainders[replaced]
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +123,7 @@ class GradientAccumulator:
 
     def remove(self) -> None:
         """Remove the hooks and discard the sums, so that torch accumulates again."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self.restart()
 

@@ -1,7 +1,8 @@
 """The low bits of an FP32 weight, which a cast to 16 bits rounds off, kept beside the parameter until training begins.
 
 They are an attribute of the `Parameter`, 2 bytes per element, from the cast until the optimizer has created the
-parameter's state (see `optim/initial_compensation.py`).
+parameter's state (see `optim/initial_compensation.py`). When a Trainer has finished, they are the compensation or
+remainder of its optimizer, kept for the next one (see `optim/kept_low_bits.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _ATTRIBUTE = "_low_bits"
 class _LowBits(NamedTuple):
     low_bits: Tensor
     weight_checksum: list[int]
+    dither_stream: tuple[int, int] | None = None
 
 
 def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
@@ -48,20 +50,23 @@ def keep_low_bits(param: Tensor, exact: Tensor) -> bool:
     return True
 
 
-def set_low_bits(param: Tensor, low_bits: Tensor) -> None:
-    """Keep `low_bits` as an attribute of `param`.
+def set_low_bits(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] | None = None) -> None:
+    """Keep `low_bits` as an attribute of `param`, without copying them.
 
     Args:
         param: a BF16 or FP16 parameter.
-        low_bits: int16 or BF16 (see `stored_pairs.py`), of the shape of `param`; of this rank's shard for a DTensor.
+        low_bits: int16, int8 or BF16 (see `stored_pairs.py`), of the shape of `param`; of this rank's shard for a
+            DTensor.
+        dither_stream: seed and number of the random stream of a dither that they include.
     """
-    setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param)))
+    stream = None if dither_stream is None else (int(dither_stream[0]), int(dither_stream[1]))
+    setattr(param, _ATTRIBUTE, _LowBits(low_bits, _checksum(param), stream))
 
 
 def low_bits(param: Tensor) -> Tensor | None:
-    """The low bits kept for `param`, int16 or BF16 (see `stored_pairs.py`), on its device.
+    """The low bits kept for `param`, int16, int8 or BF16 (see `stored_pairs.py`), on its device.
 
-    They have its shape, for a DTensor that of this rank's shard.
+    They have its shape, for a DTensor that of this rank's shard, and may include a dither, see `dither_stream_of`.
 
     None if there are none, and if the weight has changed since: after a checkpoint was loaded, for example, they belong
     to other weights.
@@ -72,6 +77,12 @@ def low_bits(param: Tensor) -> Tensor | None:
     return kept.low_bits.to(param.device) if _checksum(param) == kept.weight_checksum else None
 
 
+def dither_stream_of(param: Tensor) -> tuple[int, int] | None:
+    """Seed and number of the random stream of the dither that the low bits of `param` include; None without one."""
+    kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
+    return None if kept is None else kept.dither_stream
+
+
 def drop_low_bits(param: Tensor) -> None:
     """Forget the low bits kept for `param`, if there are any."""
     vars(param).pop(_ATTRIBUTE, None)
@@ -80,7 +91,7 @@ def drop_low_bits(param: Tensor) -> None:
 def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
     """The low bits kept for `param`, as a state dict can hold them; None if there are none."""
     kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
-    return None if kept is None else kept._asdict()
+    return None if kept is None else {key: value for key, value in kept._asdict().items() if value is not None}
 
 
 def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:

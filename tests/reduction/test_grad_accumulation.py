@@ -1,8 +1,10 @@
 """Sums over micro-batches against FP32 and FP64 sums of the same gradients, computed with NumPy."""
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -214,3 +216,41 @@ def test_with_a_compiled_model():
     for gradient in drawn:
         compiled(gradient).backward()
     assert torch.equal(model.weight.grad, torch.from_numpy(numpy_sum(drawn, np.float32)).to(BF16))
+
+
+@pytest.mark.parametrize("mode", ["kahan", "fp32"])
+@pytest.mark.parametrize("change", ["unfrozen", "replaced"])
+def test_parameters_that_become_trainable_later_get_the_same_bits(mode, change):
+    model, from_the_start, drawn = FixedGradient(), FixedGradient(), gradients(6)
+    model.weight.requires_grad_(change == "replaced")
+    accumulator = GradientAccumulator(model, mode)
+    if change == "unfrozen":
+        model.weight.requires_grad_()
+    else:
+        model(drawn[0]).backward()
+        model.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=BF16))
+    GradientAccumulator(from_the_start, mode)
+    plain = FixedGradient()
+    for gradient in drawn:
+        accumulator.watch_parameters()
+        for module in (model, from_the_start, plain):
+            module(gradient).backward()
+    assert torch.equal(model.weight.grad, from_the_start.weight.grad)
+    assert not torch.equal(model.weight.grad, plain.weight.grad)
+
+
+def test_a_model_and_its_replaced_parameters_are_freed():
+    model = FixedGradient()
+    accumulator = GradientAccumulator(model, "fp32")
+    for gradient in gradients(2):
+        model(gradient).backward()
+    before = weakref.ref(model.weight)
+    model.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=BF16))
+    accumulator.watch_parameters()
+    gc.collect()
+    assert before() is None
+    assert accumulator.nbytes == 0
+    last = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert last() is None

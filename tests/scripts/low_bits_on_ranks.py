@@ -40,6 +40,19 @@ def check_arrived(model, optimizer, exact: dict[str, torch.Tensor]) -> None:
         assert ((estimates[name] - weights).abs() <= 2.0**-16 * weights.abs()).all(), name
 
 
+def check_next_optimizer(model, optimizer) -> None:
+    """An optimizer that is built after the training begins with the FP32 weights at its end, in the same shards."""
+    expected = full_estimates(model, optimizer)
+    hf_lowprec.keep_low_bits(optimizer)
+    following = hf_lowprec.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, rounding="split", seed=5)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    following.step()
+    found = full_estimates(model, following)
+    assert all(torch.equal(found[name], weights) for name, weights in expected.items())
+    assert not following.dithered
+
+
 def run(kind: str) -> str:
     kind, _, variant = kind.partition("-")
     sharding = accelerator_arguments(
@@ -69,7 +82,9 @@ def run(kind: str) -> str:
         wrapped.zero_grad()
     assert not optimizer.dithered
     assert not any(hasattr(param, "_low_bits") for param in model.parameters())
-    return digest(model, optimizer)
+    found = digest(model, optimizer)
+    check_next_optimizer(model, optimizer)
+    return found
 
 
 def main(kinds: str) -> None:

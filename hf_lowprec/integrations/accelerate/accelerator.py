@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_lowprec.casting import return_float32
 from hf_lowprec.casting.earlier_casts import PREPARED_UNCAST, cast_dtypes
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, take_low_bits
+from hf_lowprec.integrations.accelerate.carry_low_bits import give_low_bits, returned_on_error, take_low_bits
 from hf_lowprec.integrations.accelerate.rank_comparison import RankComparison
 from hf_lowprec.integrations.accelerate.unsupported import check_supported
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
@@ -71,7 +71,7 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         accelerator: an Accelerator that has not prepared a model yet.
         grad_accumulation: how the gradients of micro-batches are accumulated: `"nearest"` (as in torch, in the
             parameters' dtype), `"kahan"` (with a 16-bit residual, 2 bytes per parameter) or `"fp32"` (4 bytes per
-            parameter).
+            parameter). Parameters that are unfrozen or replaced later are included if `accelerator.backward` is called.
 
     Returns:
         A status that is filled in as models are prepared. `print` it to see whether FP32 sums are active.
@@ -110,6 +110,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
         "prepare_model": functools.partial(_prepare_model, accelerator, reduction, prepared_models),
         # Compares the ranks before the first step.
         "prepare_optimizer": functools.partial(_prepare_optimizer, comparison),
+        # Parameters may have become trainable since the model was prepared.
+        "backward": functools.partial(_backward, reduction),
         # DDP over one process need not synchronize micro-batches.
         "no_sync": functools.partial(_no_sync, accelerator),
         # Our optimizers clip inside their step.
@@ -200,7 +202,9 @@ def _prepare(
         return {child for module in in_fp32.values() for child in module.modules()}
 
     low_bits = take_low_bits(model)
-    with nullcontext() if private_apis.is_sharded_model(model) else private_apis.before_fully_shard(shard_fp32_modules):
+    is_sharded = private_apis.is_sharded_model(model)
+    grouping = nullcontext() if is_sharded else private_apis.before_fully_shard(shard_fp32_modules)
+    with returned_on_error(model, low_bits), grouping:
         prepared = original(*args, **kwargs)
     reduction.fp32_modules.extend(in_fp32)
     for optimizer in private_apis.prepared_optimizers(accelerator):
@@ -242,7 +246,8 @@ def _prepare_model(
         reduction.accumulators.append(accumulator)
     wrapped = {id(module) for module in model.modules()}
     low_bits = take_low_bits(model) if accelerator.num_processes > 1 else {}
-    prepared = original(model, *args, **kwargs)
+    with returned_on_error(model, low_bits):
+        prepared = original(model, *args, **kwargs)
     if accelerator.num_processes > 1:
         give_low_bits(prepared, low_bits, accelerator.device)
     for module in prepared.modules():
@@ -322,6 +327,13 @@ def _forbid_later_cast(model: nn.Module) -> None:
     """Make `cast_model` refuse a prepared model that is not cast: it would miss what `prepare` does for cast models."""
     if not cast_dtypes(model) and any(param.requires_grad for param in model.parameters()):
         PREPARED_UNCAST.add(model)
+
+
+def _backward(reduction: ReductionStatus, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.backward`: accumulate the gradients of all parameters that are trainable by now."""
+    for accumulator in reduction.accumulators:
+        accumulator.watch_parameters()
+    return original(*args, **kwargs)
 
 
 def _no_sync(accelerator: Accelerator, original: Callable, model: nn.Module) -> Any:

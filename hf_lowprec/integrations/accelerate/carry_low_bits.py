@@ -6,32 +6,56 @@ the other ranks' weights by those of rank 0. So every rank gets rank 0's low bit
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
-from torch import Tensor, nn
+from torch import nn
 
 from hf_lowprec.optim.sharding import local_shard, shard_like
 from hf_lowprec.reduction.object_gather import gather_objects
-from hf_lowprec.rounding.low_bits import drop_low_bits, low_bits, set_low_bits
+from hf_lowprec.rounding.low_bits import (
+    drop_low_bits,
+    low_bits,
+    low_bits_to_save,
+    restore_saved_low_bits,
+    set_low_bits,
+)
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Parts of parameters' names that preparing a model adds."""
 
 
-def take_low_bits(model: nn.Module) -> dict[str, Tensor]:
-    """The low bits kept for parameters of `model`, by name. The parameters do not keep them."""
+TakenLowBits = dict[str, dict[str, Any]]
+"""What `low_bits_to_save` returns of parameters, by name."""
+
+
+def take_low_bits(model: nn.Module) -> TakenLowBits:
+    """Take the low bits kept for parameters of `model` away from them."""
     kept = {}
     for name, param in _named(model):
-        if (low := low_bits(param)) is not None:
-            kept[name] = low
+        if low_bits(param) is not None and (saved := low_bits_to_save(param)) is not None:
+            kept[name] = saved
         drop_low_bits(param)
     return kept
 
 
-def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.device) -> None:
+@contextlib.contextmanager
+def returned_on_error(model: nn.Module, kept: TakenLowBits) -> Iterator[None]:
+    """If there is an error inside, return what `take_low_bits` has taken, so that the model can be prepared again."""
+    try:
+        yield
+    except BaseException:
+        for name, param in _named(model):
+            if name in kept:
+                restore_saved_low_bits(param, kept[name])
+        raise
+
+
+def give_low_bits(model: nn.Module, kept: TakenLowBits, device: torch.device) -> None:
     """Give the parameters of a prepared model the low bits that rank 0 has taken. Every rank must call it.
 
     Args:
@@ -40,13 +64,13 @@ def give_low_bits(model: nn.Module, kept: dict[str, Tensor], device: torch.devic
         device: where tensors are sent between ranks.
     """
     params = dict(_named(extract_model_from_parallel(model, keep_torch_compile=False)))
-    dtypes = {name: low.dtype for name, low in kept.items()}
-    for name, dtype in gather_objects(dtypes, "preparing a model")[0].items():
+    described = {name: (saved["low_bits"].dtype, saved.get("dither_stream")) for name, saved in kept.items()}
+    for name, (dtype, dither_stream) in gather_objects(described, "preparing a model")[0].items():
         param = params[name]
-        ours = kept.pop(name) if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
+        ours = kept.pop(name)["low_bits"] if dist.get_rank() == 0 else torch.empty(param.shape, dtype=dtype)
         full = ours.to(device)
         dist.broadcast(full.view(torch.uint8), src=0)
-        set_low_bits(param, shard_like(full, param).to(local_shard(param).device))
+        set_low_bits(param, shard_like(full, param).to(local_shard(param).device), dither_stream)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

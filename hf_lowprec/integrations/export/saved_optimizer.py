@@ -15,7 +15,7 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.state_dict_format import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
-from hf_lowprec.rounding.low_bits import low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -46,7 +46,8 @@ class SavedParameter(NamedTuple):
         if self.low_bits is not None:
             restore_saved_low_bits(weight, self.low_bits)
         kept = self.compensation() if self.compensation else low_bits(weight)
-        return weight.float() if kept is None else fp32_values(weight, kept, self.dither)
+        dither = self.dither if self.compensation else dither_stream_of(weight)
+        return weight.float() if kept is None else fp32_values(weight, kept, dither)
 
 
 class SavedOptimizer(NamedTuple):

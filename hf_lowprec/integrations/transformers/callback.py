@@ -27,6 +27,7 @@ from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import reset_compensations
+from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction import check_replicas
@@ -309,9 +310,10 @@ class LowPrecisionCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Release no more gradients; warn of findings if there was no log; if the best weights were loaded, cast again.
+        """Release no more gradients; warn of findings if there was no log; keep low bits for the next optimizer.
 
-        PEFT loads adapters in FP32. Compensations are then reset, since they belong to the last weights.
+        If the best weights were loaded, they are cast again instead, since PEFT loads adapters in FP32, and
+        compensations are reset, since they belong to the last weights.
         """
         if self._monitor is not None:
             if self._monitor.waits_for_end(args, state):
@@ -321,6 +323,8 @@ class LowPrecisionCallback(TrainerCallback):
         if release := gradient_release_of(optimizer):
             release.stop()  # so that later backward passes do not step the trained model
         if not args.load_best_model_at_end:
+            if isinstance(optimizer, LowPrecisionOptimizer):
+                keep_low_bits(optimizer)
             return
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if not any(map(is_sharded, kwargs["model"].parameters())):

@@ -19,11 +19,13 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     ParallelismConfig,
 )
+from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.accelerate import accelerator as prepared_by
+from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 
@@ -440,3 +442,42 @@ def test_the_private_names_are_where_they_were():
     with pytest.raises(RuntimeError, match=r"without torch\.distributed\.fsdp\.fully_shard"), before:
         assert torch_fsdp.fully_shard is not original
     assert torch_fsdp.fully_shard is original
+
+
+@pytest.mark.parametrize("mode", ["kahan", "fp32"])
+@pytest.mark.parametrize("change", ["unfrozen", "replaced"])
+def test_parameters_that_become_trainable_after_prepare_are_accumulated_like_the_others(mode, change):
+    """64 gradients of random rows: the BF16 sum, which `nearest` gives, differs from both."""
+    torch.manual_seed(0)
+    rows = torch.randn(64, 1, 8, dtype=torch.bfloat16)
+
+    def gradient(mode, change):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch.bfloat16)
+        model[0].requires_grad_(change != "unfrozen")
+        ours = accelerator()
+        hf_lowprec.prepare_accelerator(ours, mode)
+        prepared = ours.prepare(model)
+        ours.backward(prepared(rows[0]).float().square().sum())
+        model.zero_grad()
+        if change == "unfrozen":
+            model[0].requires_grad_()
+        elif change == "replaced":
+            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        for row in rows:
+            ours.backward(prepared(row).float().square().sum())
+        return model[0].weight.grad
+
+    assert torch.equal(gradient(mode, change), gradient(mode, "none"))
+    assert not torch.equal(gradient(mode, "none"), gradient("nearest", "none"))
+
+
+def test_low_bits_survive_a_prepare_that_fails():
+    ours = fsdp(fsdp_version=2)
+    model = nn.Linear(8, 8)
+    hf_lowprec.cast_model(model, keep_low_bits=True)
+    before = low_bits(model.weight).clone()
+    hf_lowprec.prepare_accelerator(ours)
+    with pytest.raises(ValueError, match="optimizer"):
+        ours.prepare(model)
+    assert torch.equal(low_bits(model.weight), before)

@@ -55,6 +55,8 @@ def train_in_own_loop(model: nn.Module, batches: list[Tensor], folder: Path) -> 
     monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=100)
     print(monitor.last, [finding.message for finding in monitor.findings()])
     weights: dict[str, Tensor] = hf_lowprec.fp32_state_dict(model, optimizer)
+    hf_lowprec.keep_low_bits(optimizer)
+    hf_lowprec.drop_low_bits(model)
     torch.save([weights, optimizer.state_dict()], folder / "weights.pt")
     hf_lowprec.save_pretrained(model, optimizer, folder, dtype="bfloat16")
     print(hf_lowprec.export_checkpoint(folder, folder / "out", dtype=torch.float32), reduce_in_fp32)
