@@ -107,10 +107,9 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
                 check_codes(names_saved_in_8_bits(saved, position), state, owner)
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
-                if group["state_dtype"] is not None and (changed := dtype_changes(optimizer, prepared, param, state)):
-                    state = converted_states(optimizer, prepared, param, state, changed)
-                    changes += changed
-                states[number] = state
+                changed = [] if group["state_dtype"] is None else dtype_changes(optimizer, prepared, param, state)
+                states[number] = converted_states(optimizer, prepared, param, state, changed) if changed else state
+                changes += changed
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     notes += dtype_change_note(name, changes)
     if not any(formats):
