@@ -85,7 +85,7 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
             f"the low bits that cast_model(keep_low_bits=True) or an earlier Trainer has kept of {len(unused)} "
             f"parameters are dropped: rounding={settings['rounding']!r} with "
             f"initial_compensation={settings['initial_compensation']!r} has no use for them. Use rounding={modes} with "
-            "initial_compensation='low_bits', or cast without keep_low_bits",
+            "initial_compensation='low_bits', or call hf_lowprec.drop_low_bits(model) first",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_lowprec import fp32_state_dict
+from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
@@ -98,21 +99,15 @@ def test_the_same_trainer_goes_on_with_its_optimizer(tmp_path):
         trainer.train()
         found.append(copy.deepcopy(optimizer_of(trainer).state_dict()["state"]) | trainer.model.state_dict())
         assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
-        assert torch.equal(estimates(trainer)["lm_head.weight"], Exact.of(trainer.model.lm_head.weight))
+        head = trainer.model.lm_head.weight  # the FP32 sum of two BF16 numbers of close exponents is exact
+        assert torch.equal(estimates(trainer)["lm_head.weight"], head.detach().float() + low_bits(head).float())
     for key, value in found[0].items():
         states = zip(value.values(), found[1][key].values(), strict=True) if isinstance(value, dict) else ()
         assert all(torch.equal(a, b) for a, b in states)
         assert isinstance(value, dict) or torch.equal(value, found[1][key])
 
 
-class Exact:
-    @staticmethod
-    def of(param) -> torch.Tensor:
-        """Weight plus compensation, which the FP32 sum of two BF16 numbers of close exponents holds."""
-        return param.detach().float() + low_bits(param).float()
-
-
-def test_low_bits_of_weights_that_have_changed_are_not_used(tmp_path, capsys):
+def test_low_bits_of_weights_that_have_changed_are_not_used(tmp_path):
     trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(2)
@@ -131,7 +126,12 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
 
 def test_the_best_weights_keep_none(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", **LOAD_BEST)
-    trainer.args.load_best_model_at_end = False
+    assert not with_low_bits(trainer.model)
+
+
+def test_low_bits_of_an_earlier_end_are_dropped_when_other_weights_are_loaded(tmp_path):
+    trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
+    reset_compensations(optimizer_of(trainer))
     assert not with_low_bits(trainer.model)
 
 
