@@ -1,5 +1,6 @@
 """Fork the ranks of a process group from a process that has imported everything already, with torch.multiprocessing."""
 
+import os
 import pickle
 import signal
 from collections.abc import Callable
@@ -14,10 +15,22 @@ GRACE = 2.0
 def fork_ranks(action: Callable[[int], object], size: int) -> str | None:
     """Run `action(rank)` in `size` processes; if one of them fails, end the others, which would wait for it.
 
+    No rank begins before all are forked: a connection to a store in this process takes locks in the store's thread, and
+    a fork copies locks as they are, never to be released.
+
     Returns:
         Which ranks failed by themselves, with their tracebacks; None if all succeeded.
     """
-    ranks = start_processes(action, nprocs=size, join=False, start_method="fork")
+    end_of_forks, forking = os.pipe()
+
+    def act(rank: int) -> None:
+        os.close(forking)
+        os.read(end_of_forks, 1)  # returns when no process has the other end
+        action(rank)
+
+    ranks = start_processes(act, nprocs=size, join=False, start_method="fork")
+    os.close(forking)
+    os.close(end_of_forks)
     try:
         while not ranks.join(grace_period=GRACE):
             pass
