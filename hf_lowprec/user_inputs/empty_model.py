@@ -24,8 +24,8 @@ MAX_MODULES = 200_000
 """Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
 
 _REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
-_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|s$")
-"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`."""
+_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|(?<!feature_layer)s$")
+"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`, `vision_feature_layers=[-2, -5]`."""
 _SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
 """Sizes and numbers of parts. Some may be zero (`type_vocab_size`), so they are mentioned only after an error."""
 _TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)

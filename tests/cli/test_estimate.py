@@ -28,6 +28,7 @@ from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
+from hf_lowprec.user_inputs.input_errors import InputError
 from tests.support.command_output import unboxed
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
@@ -323,6 +324,12 @@ def test_numbers_that_cannot_be_right_are_said_at_once(tmp_path, changes, messag
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY, **changes}
     assert message in refused(write_config(tmp_path / "model", LlamaConfig(), **config))
     assert time.monotonic() - start < 10  # a hundredth of that, on an idle machine
+
+
+def test_indices_of_layers_may_be_negative():
+    empty_model._check_config({"vision_feature_layer": [-2, -5], "vision_feature_layers": [-2, -5]}, "vipllava")
+    with pytest.raises(InputError, match="hidden_layers=-2 in the configuration"):
+        empty_model._check_config({"hidden_layers": -2}, "any")
 
 
 NO_DEFAULTS = {"gemma4_assistant": StrictDataclassClassValidationError, "nougat": ValueError}
