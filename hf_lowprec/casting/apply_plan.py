@@ -100,7 +100,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
 
 
 def _has_more_digits(exact: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the dtype of `exact` has more significant bits than `dtype`: FP32, and FP16 beside BF16."""
+    """Return whether a cast of `exact` to `dtype` rounds: of FP32 to 16 bits, and of FP16 to BF16."""
     return torch.finfo(exact.dtype).eps < torch.finfo(dtype).eps and exact.dtype != torch.float64 and not exact.is_meta
 
 

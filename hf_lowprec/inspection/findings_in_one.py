@@ -15,7 +15,7 @@ from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.inspection.optimizer_states import SECOND_MOMENT
 from hf_lowprec.inspection.tensor_facts import TensorFacts
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
 
 _COARSE_SHARE = 0.5
 """The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
@@ -44,8 +44,7 @@ def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Co
 
 def low_precision_training(facts: CheckpointFacts) -> str:
     """The advice to train with an optimizer that loses no updates, as a clause; FP16 weights cannot be split."""
-    has_fp16 = any(tensor.dtype == torch.float16 for tensor in facts.tensors.values())
-    mode = "kahan" if has_fp16 else "split"
+    mode = recommended_mode({tensor.dtype for tensor in facts.tensors.values()})
     return f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
 
 

@@ -19,7 +19,7 @@ from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
@@ -213,13 +213,13 @@ def _describe(evidence: Evidence) -> str:
 
 
 def _remedy(evidence: Evidence) -> str:
-    """What to do about lost updates. Stored weights of every mode but nearest lose only what FP32 weights lose."""
+    """The remedy for lost updates. In all modes but nearest, only updates that FP32 weights lose as well are lost."""
     optimizer = evidence.optimizer
     if not isinstance(optimizer, LowPrecisionOptimizer):
         return f"Use {_ours(evidence)}, which stores all of them"
     modes = [MODES[group["rounding"]] for group in optimizer.param_groups]
     if any(mode.name == "nearest" for mode in modes):
-        return f"Use rounding={_mode(evidence)!r}, which stores all of them"
+        return f"Use rounding={recommended_mode(evidence.dtypes)!r}, which stores all of them"
     if any(
         mode.has_compensation and group["state_rounding"] == "nearest"
         for mode, group in zip(modes, optimizer.param_groups, strict=True)
@@ -230,16 +230,11 @@ def _remedy(evidence: Evidence) -> str:
 
 def _ours(evidence: Evidence) -> str:
     """The algorithm of this package to use in place of an optimizer."""
-    name, mode = type(evidence.optimizer).__name__, _mode(evidence)
+    name, mode = type(evidence.optimizer).__name__, recommended_mode(evidence.dtypes)
     optim = f"{name.lower()}_bf16_{mode}"
     if optim not in OPTIMIZER_NAMES:
         name, optim = "AdamW", f"adamw_bf16_{mode}"
     return f"optim='{optim}' or hf_lowprec.{name} with rounding={mode!r}"
-
-
-def _mode(evidence: Evidence) -> str:
-    """The recommended rounding mode: split weights, or Kahan summation for FP16 weights, which cannot be split."""
-    return "kahan" if torch.float16 in evidence.dtypes else "split"
 
 
 def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is measured of one step: blocks of parameters, of one of our optimizers or of any other."""
+"""The measurement of one step, in blocks of parameters, for our optimizers and for any other."""
 
 from __future__ import annotations
 

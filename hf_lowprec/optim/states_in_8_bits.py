@@ -15,10 +15,8 @@ from torch import Tensor
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
+from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
-
-_ENCODED_AT_ONCE = 1 << 22
-"""Elements whose temporary FP32 and int32 values exist at once."""
 
 SCALE_SUFFIX = "_scale"
 """The end of the name of a state's scales, after the name of the state."""
@@ -101,8 +99,9 @@ def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
         torch.empty(shape, dtype=dtype, device=shard.device)
         for shape, dtype in ((shard.shape, torch.int8), (scale_shape(shard.shape), torch.uint8))
     )
-    parts = (each.view(-1).split(size) for each, size in ((code, _ENCODED_AT_ONCE), (scale, _ENCODED_AT_ONCE // BLOCK)))
-    for part, codes, scales in zip(shard.reshape(-1).split(_ENCODED_AT_ONCE), *parts, strict=True):
+    size = chunk_size(shard.device)
+    parts = (shard.reshape(-1).split(size), code.view(-1).split(size), scale.view(-1).split(size // BLOCK))
+    for part, codes, scales in zip(*parts, strict=True):
         middle = torch.full_like(part, 1 << 15, dtype=torch.int32)
         of_elements = encode(part.float(), middle, is_nonnegative(name))
         codes.copy_(of_elements[0].to(torch.uint8).view(torch.int8))

@@ -8,7 +8,7 @@ Triton (`optim/codegen`).
 from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.fp32_math import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.kahan import kahan_add
-from hf_lowprec.rounding.modes import MODES, Mode, Rounding, State, StateRounding, mode_name
+from hf_lowprec.rounding.modes import MODES, Mode, Rounding, State, StateRounding, mode_name, recommended_mode
 from hf_lowprec.rounding.nearest import round_nearest
 from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
 from hf_lowprec.rounding.split import join, split
@@ -29,6 +29,7 @@ __all__ = [
     "mode_name",
     "quiet_nan",
     "random_word",
+    "recommended_mode",
     "round_nearest",
     "round_stochastic",
     "split",

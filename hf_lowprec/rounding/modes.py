@@ -6,7 +6,7 @@ of `MODES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,3 +165,8 @@ change of its mode and the next step."""
 def mode_name(rounding: str) -> str:
     """The name of a mode that may be given by its short name. Other values are returned as they are."""
     return SHORT_NAMES.get(rounding, rounding) if isinstance(rounding, str) else rounding
+
+
+def recommended_mode(dtypes: Collection[torch.dtype]) -> str:
+    """The mode to advise for weights of these dtypes: split weights, or Kahan summation if some are FP16."""
+    return "kahan" if torch.float16 in dtypes else "split"

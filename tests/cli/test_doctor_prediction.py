@@ -107,7 +107,7 @@ def test_a_schedule_of_rounding_is_predicted_phase_by_phase(model):
 
 @pytest.mark.parametrize(("number", "text"), [(-0.004, "0.00"), (-0.006, "-0.01")])
 def test_zero_has_no_sign_in_the_table(model, monkeypatch, number, text):
-    """What updates gain on average is a loss below zero, which may round to zero."""
+    """Where updates move weights too far on average, the loss is below zero, and may be rounded to zero."""
     monkeypatch.setattr(ModePrediction, "lost_in_run", number)
     (line,) = (line for line in run(model, *FINE_TUNING).output.splitlines() if line.split()[:1] == ["mlp"])
     assert line.split()[2] == text

@@ -254,7 +254,7 @@ def test_a_lack_of_memory_leaves_the_optimizer_unchanged(monkeypatch):
 def test_large_states_are_encoded_in_parts(monkeypatch):
     value = torch.randn((7, 96), generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = states_in_8_bits.encoded(value, "exp_avg")
-    monkeypatch.setattr(states_in_8_bits, "_ENCODED_AT_ONCE", 64)
+    monkeypatch.setattr(states_in_8_bits, "chunk_size", lambda device: 64)
     assert_equal(states_in_8_bits.encoded(value, "exp_avg"), whole)
     assert_equal(
         states_in_8_bits.encoded(value[:, ::3], "exp_avg"), states_in_8_bits.encoded(value[:, ::3].clone(), "exp_avg")

@@ -30,7 +30,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 TakenLowBits = dict[str, dict[str, Any]]
-"""What `low_bits_to_save` returns of parameters, by name."""
+"""The results of `low_bits_to_save`, by parameter name."""
 
 
 def take_low_bits(model: nn.Module) -> TakenLowBits:

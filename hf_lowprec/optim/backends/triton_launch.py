@@ -12,7 +12,6 @@ import functools
 import linecache
 import os
 from contextlib import nullcontext
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ WARPS = 4
 
 
 class _StepInputs(NamedTuple):
-    """What all launches of a step read.
+    """The inputs that all launches of a step share.
 
     Attributes:
         chunks: from which each launch takes its entries' chunks.
@@ -107,7 +106,7 @@ class TritonStep(BackendStep):
         increment_version(group.weights[entries.start : entries.stop])
 
     def _step_inputs(self) -> _StepInputs:
-        """What this step's launches read, made on the first of them."""
+        """The inputs of this step's launches, made on the first launch."""
         if self._inputs is None:
             group, tables = self.fused_group, self._tables.of_step()
             enabled = self._tables.always if group.enabled is None else group.enabled.to(torch.int32)
@@ -149,11 +148,7 @@ class TritonStep(BackendStep):
                     **{"CHUNK": CHUNK, "TAIL": TAIL},
                     **(self._constants | self._options | self._sum_registers),
                 )
-        return sum_by_entry(sums, self._chunks_per_entry)
-
-    @cached_property
-    def _chunks_per_entry(self) -> Tensor:
-        return self._tables.chunks_per_entry()
+        return sum_by_entry(sums, self._tables.chunks_per_entry)
 
     @property
     def is_loaded(self) -> bool:

@@ -6,6 +6,7 @@ has changed. Every replay of a CUDA graph reads the tables that were there when 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ class DeviceTables:
         """True if the chunks for this step's addresses are on the device."""
         return self._known_chunks(alignment(self._group.pointers())) is not None
 
+    @cached_property
     def chunks_per_entry(self) -> Tensor:
         """The number of rows that each entry has in `all_chunks`; int64 of shape (entries) on the device."""
         group = self._group

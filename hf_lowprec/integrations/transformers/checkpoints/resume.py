@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -89,6 +90,35 @@ def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output
     _warn_of_missing_state(chosen)
     _warn_of_missing_files(chosen)
     return str(chosen)
+
+
+def check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
+    """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
+
+    Args:
+        checkpoint: the folder.
+        wanted: FSDP's state dict type; None without FSDP.
+    """
+    if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
+        found = "SHARDED_STATE_DICT"
+    elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
+        found = "FULL_STATE_DICT"
+    else:
+        found = None
+    if found == wanted:
+        return
+    saved = "without FSDP or with save_only_model=True" if found is None else f"under FSDP with {found}"
+    if found is None or wanted is None:
+        way_out = (
+            "Resume it that way, or begin a new run with its weights: hf-lowprec export CHECKPOINT FOLDER writes them, "
+            "with compensations and remainders, and from_pretrained(FOLDER) loads them"
+        )
+    else:
+        way_out = f"Set state_dict_type={found!r} in fsdp_config (fsdp_state_dict_type in accelerate's configuration)"
+    raise ValueError(
+        f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}, but this run trains "
+        f"{'without FSDP' if wanted is None else f'under FSDP with {wanted}'}. {way_out}"
+    )
 
 
 def check_good(checkpoint: Path) -> None:

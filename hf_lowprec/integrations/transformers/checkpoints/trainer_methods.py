@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
@@ -17,7 +16,12 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
 from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import keep_low_bits_of_checkpoint
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, manifest_of, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import (
+    check_best,
+    check_state_dict_type,
+    manifest_of,
+    resolve,
+)
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
@@ -35,7 +39,7 @@ def train(call: TrainerCall) -> Any:
     """
     checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
     if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
-        _check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
+        check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
     call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
     folder = private_apis.checkpoint_folder(call.trainer, call.arguments.get("trial")).parent
@@ -45,35 +49,6 @@ def train(call: TrainerCall) -> Any:
         reporting_precision(call.trainer.callback_handler, call.attachment.callback),
     ):
         return call.proceed()
-
-
-def _check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
-    """Raise ValueError unless the checkpoint holds the model as checkpoints of this run do.
-
-    Args:
-        checkpoint: the folder.
-        wanted: FSDP's state dict type; None without FSDP.
-    """
-    if (checkpoint / f"{FSDP_MODEL_NAME}_0").is_dir():
-        found = "SHARDED_STATE_DICT"
-    elif (checkpoint / f"{FSDP_MODEL_NAME}.bin").exists():
-        found = "FULL_STATE_DICT"
-    else:
-        found = None
-    if found == wanted:
-        return
-    saved = "without FSDP or with save_only_model=True" if found is None else f"under FSDP with {found}"
-    if found is None or wanted is None:
-        way_out = (
-            "Resume it that way, or begin a new run with its weights: hf-lowprec export CHECKPOINT FOLDER writes them, "
-            "with compensations and remainders, and from_pretrained(FOLDER) loads them"
-        )
-    else:
-        way_out = f"Set state_dict_type={found!r} in fsdp_config (fsdp_state_dict_type in accelerate's configuration)"
-    raise ValueError(
-        f"resume_from_checkpoint={str(checkpoint)!r} was saved {saved}, but this run trains "
-        f"{'without FSDP' if wanted is None else f'under FSDP with {wanted}'}. {way_out}"
-    )
 
 
 def run_epoch(call: TrainerCall) -> None:
