@@ -56,10 +56,6 @@ def replace_state(ranks, params, states):
     states[0]["exp_avg"] = sharded(ranks, torch.full((4, 6), 0.25).bfloat16())
 
 
-def replace_local_tensor_of_state(ranks, params, states):
-    states[2]["exp_avg_sq"]._local_tensor = torch.full((6, 6), 0.25).bfloat16()
-
-
 def move_local_tensor_of_state(ranks, params, states):
     local = states[2]["exp_avg"].to_local()
     local.data = local.data.clone()
@@ -74,10 +70,7 @@ def set_count(ranks, params, states):
     states[2]["step"] = torch.tensor(7)
 
 
-CHANGES = [
-    *(change_nothing, replace_state, replace_local_tensor_of_state, move_local_tensor_of_state),
-    *(replace_local_tensor_of_param, set_count),
-]
+CHANGES = [change_nothing, replace_state, move_local_tensor_of_state, replace_local_tensor_of_param, set_count]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

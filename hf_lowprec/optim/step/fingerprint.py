@@ -62,16 +62,16 @@ class Fingerprint:
         self._dictionaries = [state for state in self._optimizer_states if isinstance(state, dict)]
         self._state_values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
 
-        self._tensors = [*stepped, *states]
         grads = list(map(_GRAD, stepped))
-        self._sharded = any(map(is_sharded, [*self._tensors, *grads]))
+        self._sharded = any(map(is_sharded, [*stepped, *states, *grads]))
+        self._state_parts = local_tensors(states)
         self._grad_types = list(map(type, grads))
         self._grad_specs = dtensor_specs(grads) if self._sharded else []
         self._grad_placements = list(map(_placement, grads))
         self._grad_layouts = list(map(_LAYOUT, self._parts(grads)))
         self._param_layouts = list(map(_LAYOUT, stepped))
         self._contiguous = list(map(Tensor.is_contiguous, stepped))
-        self._addresses = list(map(Tensor.data_ptr, self._parts(self._tensors)))
+        self._addresses = self._current_addresses()
 
     def gradients(
         self, optimizer: Algorithm, clipped: bool, only: Set[int] | None, norm_only: bool = False
@@ -111,8 +111,15 @@ class Fingerprint:
         return (
             list(map(_LAYOUT, self._stepped)) == self._param_layouts
             and list(map(Tensor.is_contiguous, self._stepped)) == self._contiguous
-            and list(map(Tensor.data_ptr, self._parts(self._tensors))) == self._addresses
+            and self._current_addresses() == self._addresses
         )
+
+    def _current_addresses(self) -> list[int]:
+        """The addresses of parameters and states.
+
+        FSDP2 gives its parameters other local tensors when a model is moved. A state keeps the one that it has.
+        """
+        return list(map(Tensor.data_ptr, chain(self._parts(self._stepped), self._state_parts)))
 
     def _gradients_if_unchanged(self) -> GradientParts | None:
         """The gradients, if they are of the same kinds."""
