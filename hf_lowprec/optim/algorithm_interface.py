@@ -28,6 +28,7 @@ class Algorithm(torch.optim.Optimizer):
     skip_nonfinite: bool
     gradient_release: bool = False
     clip: str = "exact"
+    skipped_steps: int
 
     update: ClassVar[Update]
     """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
