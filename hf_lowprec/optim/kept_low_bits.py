@@ -20,8 +20,9 @@ def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
 
     An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
-    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends.
-    Nothing is kept of a parameter whose 16-bit values change before the next optimizer's first step.
+    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
+    and in a single process also when an exception ends it. Nothing is kept of a parameter whose 16-bit values change
+    before the next optimizer's first step.
 
     The tensors are shared: they take memory of their own, 1 or 2 bytes per parameter, only once `optimizer` is deleted.
 

@@ -480,7 +480,8 @@ class LowPrecisionOptimizer(Algorithm):
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
         optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
         `state_dtype` other than None: saved states are converted to it, rounded to nearest; else they keep their
-        dtypes. With a `state_dtype` of 8 bits, a saved `state_rounding="nearest"` becomes `"stochastic"`. Keys missing from the state dict because an earlier version did not have them get their defaults.
+        dtypes. With one of 8 bits, it also keeps its `state_rounding`. Keys missing from the state dict because an
+        earlier version did not have them get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.

@@ -65,8 +65,8 @@ class TrainedOnNoise:
 
     Attributes:
         start: the weights before.
-        error: the stored weights, plus compensation or remainder, minus the twin's; without what the first step has contributed,
-            since that is also a compensation's dither.
+        error: the stored weights, plus compensation or remainder, minus the twin's; without what the first step has
+            contributed, since that is also a compensation's dither.
         displacement: how far the twin has moved.
         lost: the lost updates of the last step.
     """
@@ -86,7 +86,9 @@ class TrainedOnNoise:
             twin.step()
             state = optimizer.state[low]
             if rounding == "split":
-                master = ((low.detach().view(torch.int16).int() << 16) + state["remainder"]).view(torch.float32).double()
+                master = (
+                    ((low.detach().view(torch.int16).int() << 16) + state["remainder"]).view(torch.float32).double()
+                )
             else:
                 master = low.detach().double() + state.get("compensation", torch.zeros(1)).double()
             stored.append(master)

@@ -31,7 +31,9 @@ class Beginning(TrainerCallback):
         self.estimates = hf_lowprec.fp32_state_dict(model, optimizer)
 
 
-def train(model: LlamaForCausalLM, optim: str, learning_rate: float) -> tuple[Weights, Weights]:
+def train(
+    model: LlamaForCausalLM, optim: str, learning_rate: float, *callbacks: TrainerCallback
+) -> tuple[Weights, Weights]:
     """Train two steps on batches that differ from rank to rank.
 
     Returns:
@@ -49,7 +51,7 @@ def train(model: LlamaForCausalLM, optim: str, learning_rate: float) -> tuple[We
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model, args, train_dataset=text(16), callbacks=[beginning])
+    trainer = Trainer(model, args, train_dataset=text(16), callbacks=[beginning, *callbacks])
     trainer.train()
     assert trainer.args.world_size > 1
     check_replicas(trainer.model, trainer.optimizer)
@@ -87,9 +89,27 @@ def check_second(model: LlamaForCausalLM, first: str, second: str) -> None:
     assert beyond_16_bits > 0
 
 
+class Interrupted(TrainerCallback):
+    """Ends a run on every rank."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def check_after_an_exception(model: LlamaForCausalLM, optim: str) -> None:
+    """Nothing is kept: to read the weights would be to wait for other ranks, which may be gone."""
+    try:
+        train(model, optim, 1e-3, Interrupted())
+    except KeyboardInterrupt:
+        assert all(low_bits(param) is None for param in model.parameters())
+    else:
+        raise AssertionError("the run was not interrupted")
+
+
 def main(first: str, second: str) -> None:
     for model in (llama(), llama().to(BF16)):  # with low bits, and with a dither
         check_second(model, first, second)
+    check_after_an_exception(llama(), second)
     print("the second Trainer has begun where the first has ended", flush=True)
     leave()
 
