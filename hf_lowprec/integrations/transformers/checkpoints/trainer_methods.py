@@ -25,8 +25,8 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.object_gather import gather_objects
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
