@@ -22,7 +22,7 @@ from hf_lowprec.optim.gradient_release import GradientRelease
 from hf_lowprec.optim.private_torch_apis import without_torch_function
 from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.state_dict import check_and_load
-from hf_lowprec.optim.state_dict_format import NORM_BEFORE, SKIPPED_STEPS, to_saved_form
+from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
@@ -361,18 +361,8 @@ class LowPrecisionOptimizer(Algorithm):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that `skip_nonfinite` has skipped. Reading it synchronizes with the device.
-
-        A state dict has it, so the count of a resumed run goes on.
-        """
-        clipping = self._clipping
-        return clipping.skipped_before + (0 if clipping.skipped_steps is None else int(clipping.skipped_steps))
-
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
-        if self._clipping.skipped_steps is not None:
-            self._clipping.skipped_steps.zero_()  # in place, for a graph that is replayed
-        self._clipping.skipped_before = count
+        """Steps that `skip_nonfinite` has skipped, before a resume too. Reading it synchronizes with the device."""
+        return self.skipped_before + int(self._clipping.skipped_steps or 0)
 
     @_never_compiled
     def global_grad_norm(self) -> Tensor:
@@ -479,9 +469,8 @@ class LowPrecisionOptimizer(Algorithm):
 
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
         optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
-        `state_dtype` other than None: saved states are converted to it, rounded to nearest; else they keep their
-        dtypes. With one of 8 bits, it also keeps its `state_rounding`. Keys missing from the state dict because an
-        earlier version did not have them get their defaults.
+        `state_dtype` other than None, and with 8 bits its `state_rounding`: saved states are converted, rounded to
+        nearest; else they keep their dtypes. Keys that an earlier version did not save get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
@@ -498,15 +487,14 @@ class LowPrecisionOptimizer(Algorithm):
         return {
             **super().__getstate__(),
             **norm_before,
-            SKIPPED_STEPS: self.skipped_steps,
+            "skipped_before": self.skipped_steps,
             **{name: getattr(self, name) for name in (*argument_checks.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        norm_before, skipped_steps = state.pop(NORM_BEFORE, 0.0), state.pop(SKIPPED_STEPS, 0)
+        norm_before = state.pop(NORM_BEFORE, 0.0)
         super().__setstate__(state)
         self._reset()
-        self.skipped_steps = skipped_steps
         self.release = vars(self).get("release")  # there is one while torch loads a state dict
         if self.gradient_release:
             self.release = self.release or GradientRelease(self)

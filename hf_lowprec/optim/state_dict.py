@@ -361,7 +361,7 @@ def check_and_load(
     _restore_dtypes(optimizer, final[0].state_dict)
     _restore_low_bits(optimizer, final[0].state_dict)
     norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
-    optimizer.skipped_steps = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
+    optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
     if release := gradient_release_of(optimizer):
         release.resume(float(norms[0]))
     return final[0].notes

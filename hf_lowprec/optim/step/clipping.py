@@ -91,14 +91,12 @@ class GradientClipping:
         pending: what `clip_grad_norm_` or `global_grad_norm` computed for the gradients that are there; None if neither
             was called for them.
         skipped_steps: number of steps left out by `skip_nonfinite`, int64 scalar on the norm's device; None before the
-            first step that could have been. Those before a checkpoint was loaded are in `skipped_before`.
-        skipped_before: number of steps left out before the loaded states were saved.
+            first step that could have been.
     """
 
     def __init__(self) -> None:
         self.pending: PendingClip | None = None
         self.skipped_steps: Tensor | None = None
-        self.skipped_before = 0
 
     def limit(self, max_grad_norm: float | None, max_norm: float | None = None) -> float | None:
         """The norm to which the coming step clips gradients, or None.
