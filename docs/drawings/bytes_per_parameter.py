@@ -10,22 +10,23 @@ from matplotlib.figure import Figure
 from style import Theme, figure
 
 import hf_lowprec
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 ELEMENTS = 1024
-PARTS = ("weight", "gradient", "states", "compensation")
+PARTS = ("weight", "gradient", "states", "low_bits")
 
 
 def bars() -> dict[str, tuple[torch.dtype, Callable[[list], torch.optim.Optimizer]]]:
     """Label of each bar, the dtype of its weights and what makes its optimizer."""
-    bf16, sr = torch.bfloat16, {"rounding": "stochastic"}
-    return {
-        "FP32 AdamW": (torch.float32, torch.optim.AdamW),
-        "adamw_bf16_kahan": (bf16, hf_lowprec.AdamW),
-        "adamw_bf16_sr": (bf16, functools.partial(hf_lowprec.AdamW, **sr)),
-        "lion_bf16_kahan": (bf16, hf_lowprec.Lion),
-        "lion_bf16_sr": (bf16, functools.partial(hf_lowprec.Lion, **sr)),
-        "sgd_bf16_kahan": (bf16, hf_lowprec.SGD),
-        "sgd_bf16_sr": (bf16, functools.partial(hf_lowprec.SGD, **sr)),
+    ours = {
+        "adamw": (hf_lowprec.AdamW, ("split", "kahan", "split24", "sr")),
+        "lion": (hf_lowprec.Lion, ("split", "sr")),
+        "sgd": (hf_lowprec.SGD, ("split", "sr")),
+    }
+    return {"FP32 AdamW": (torch.float32, torch.optim.AdamW)} | {
+        f"{name}_bf16_{mode}": (torch.bfloat16, functools.partial(cls, rounding=mode))
+        for name, (cls, modes) in ours.items()
+        for mode in modes
     }
 
 
@@ -36,14 +37,14 @@ def counted(dtype: torch.dtype, make: Callable[[list], torch.optim.Optimizer]) -
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     sizes = {name: s.nbytes / ELEMENTS for name, s in optimizer.state[weight].items() if s.shape == weight.shape}
-    compensation = sizes.pop("compensation", 0.0)
-    return dict(zip(PARTS, (weight.itemsize, weight.grad.itemsize, sum(sizes.values()), compensation), strict=True))
+    low_bits = sum(sizes.pop(name, 0.0) for name in LOW_BITS_STATES)
+    return dict(zip(PARTS, (weight.itemsize, weight.grad.itemsize, sum(sizes.values()), low_bits), strict=True))
 
 
 def draw(theme: Theme) -> Figure:
     """A stacked bar for each optimizer."""
-    found, (ax,) = figure(theme, 3.9)
-    found.subplots_adjust(left=0.33, right=0.93, top=0.9, bottom=0.05)
+    found, (ax,) = figure(theme, 4.8)
+    found.subplots_adjust(left=0.33, right=0.93, top=0.9, bottom=0.04)
     colors = dict(zip(PARTS, (theme.kahan, theme.nearest, theme.faint, theme.stochastic), strict=True))
     labels = list(bars())
     for row, (dtype, make) in enumerate(bars().values()):
@@ -55,7 +56,8 @@ def draw(theme: Theme) -> Figure:
         ax.text(start + 0.25, row, f"{start:g}", color=theme.ink, va="center", weight="bold")
     for x, part in ((2, "weight"), (6, "gradient"), (12, "moments")):
         ax.text(x, -0.5, part, color=colors["states" if part == "moments" else part], ha="center", va="bottom")
-    ax.text(11.95, 1, "compensation", color=theme.stochastic, ha="left", va="center")
+    for row, text in ((1, "remainder"), (2, "compensation"), (3, "remainder")):
+        ax.text(11.95, row, text, color=colors["low_bits"], ha="left", va="center")
     ax.set(xlim=(0, 16.9), ylim=(len(labels) - 0.5, -0.6), xticks=[])
     ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(length=0, axis="y", colors=theme.ink)

@@ -66,9 +66,9 @@ def doctor(
 
     The prediction reads the model's weights and builds the learning rates of
     the run. For each part of the model it tells from which step on rounding to
-    nearest loses updates, and how much noise stochastic rounding and Kahan
-    summation add; then it recommends an optimizer. It exits with 1 if --optim
-    will lose updates or blur weights.
+    nearest loses updates, how much noise stochastic rounding and Kahan summation
+    add, and what split weights lose, which are FP32 weights; then it recommends
+    an optimizer. It exits with 1 if --optim will lose updates or blur weights.
     """
     if model is None:
         given = {"--lr": lr, "--steps": steps, "--optim-args": optim_args, "--json": as_json or None, "--plot": plot}
@@ -150,7 +150,8 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         sizes = "as in the checkpoint's moments" if prediction.measured else "as if gradients were noise"
         legend = (
             f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of "
-            "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come."
+            "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come. "
+            "split: FP32 weights, stored as BF16 weights and 16 bits more."
         )
         typer.echo(textwrap.fill(legend, width))
         typer.echo(f"\noptim={run.optim!r}:{'' if problems else ' no problem found.'}")

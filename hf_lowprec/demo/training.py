@@ -27,7 +27,7 @@ from hf_lowprec.diagnostics.memory_estimate import memory_use
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.monitor import PrecisionMonitor, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL, sum_over_steps
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 EVALUATIONS = 10
 """Evaluations in a run, in addition to the one before the first step."""

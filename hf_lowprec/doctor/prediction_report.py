@@ -16,7 +16,7 @@ _FP32 = "FP32"
 
 
 def prediction_table(prediction: Prediction) -> Table:
-    """One row for each part of the model: what is lost to nearest, and what noise the other modes add.
+    """One row for each part of the model: what nearest and split weights lose, and what noise the other modes add.
 
     It fits 80 columns, unless updates vanish in several stretches of steps.
     """
@@ -28,22 +28,23 @@ def prediction_table(prediction: Prediction) -> Table:
     for heading, justify in (
         ("part", "left"), ("parameters", "right"), ("nearest\n\nlost", "right"), ("\nvanishing\nin steps", "left"),
         ("stochastic\n\nnoise", "right"), ("\nblurred\nin steps", "left"), ("kahan\n\nnoise", "right"),
-        ("\nblurred\nin steps", "left"),
+        ("split\n\nlost", "right"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for kind, parameters in prediction.parameters.items():
-        nearest = prediction.by_mode["nearest"].get(kind)
+        nearest, stochastic, kahan, split = (
+            prediction.by_mode[mode].get(kind) for mode in ("nearest", "stochastic", "kahan", "split")
+        )
         cells = [kind, f"{parameters:,}"]
         cells += [_FP32, ""] if nearest is None else [
             _two_digits(nearest.lost_in_run), _ranges(nearest.vanishing)
         ]  # fmt: skip
-        for mode in ("stochastic", "kahan"):
-            part = prediction.by_mode[mode].get(kind)
-            cells += (
-                [_FP32, ""]
-                if part is None
-                else [_two_digits(part.noise), _ranges([(part.blurs_from, run.steps)] if part.blurs_from else [])]
-            )
+        cells += [_FP32, ""] if stochastic is None else [
+            _two_digits(stochastic.noise),
+            _ranges([(stochastic.blurs_from, run.steps)] if stochastic.blurs_from else []),
+        ]  # fmt: skip
+        cells.append(_FP32 if kahan is None else _two_digits(kahan.noise))
+        cells.append(_FP32 if split is None else _two_digits(split.lost_in_run))
         table.add_row(*cells)
     return table
 

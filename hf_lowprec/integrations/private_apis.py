@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 SAVE_RANDOM_STATE = "_save_rng_state"
 """Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""

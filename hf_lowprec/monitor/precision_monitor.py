@@ -25,6 +25,7 @@ from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.step.step_plan import StepPlan
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 DECAY_EVERY = 8
@@ -83,7 +84,7 @@ class PrecisionMonitor:
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} is negative; use 0 to measure only when measure_next_step() was called")
-        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizer: torch.optim.Optimizer = unwrap_optimizer(optimizer)
         self.model = model
         self.every = every
         self.dtypes = dtypes

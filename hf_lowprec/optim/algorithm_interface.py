@@ -28,6 +28,8 @@ class Algorithm(torch.optim.Optimizer):
     skip_nonfinite: bool
     gradient_release: bool = False
     clip: str = "exact"
+    skipped_before: int = 0
+    """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
 
     update: ClassVar[Update]
     """The formula, a static method: `(weight, grad, state, scalars, **options) -> (change of the weight, new states)`.
@@ -40,6 +42,11 @@ class Algorithm(torch.optim.Optimizer):
 
     flags: ClassVar[tuple[str, ...]] = ()
     """Boolean keys of parameter groups that the constructor does not take."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that `skip_nonfinite` has skipped."""
+        raise NotImplementedError
 
     def states(self, group: ParamGroup) -> tuple[State, ...]:
         """The states of a parameter in `group`, in the order in which they are stored."""

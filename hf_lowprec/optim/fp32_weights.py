@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits
@@ -56,7 +57,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     Raises:
         ValueError: `optimizer` holds none of the model's parameters.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
     if not any(id(param) in streams for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
@@ -97,7 +98,7 @@ def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
 
     It may be from another library, which has none, or not be the optimizer that trains them, which may have one.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     stepped = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
     names = [
         name

@@ -10,6 +10,7 @@ from torch import nn
 from hf_lowprec.optim.fp32_weights import random_streams
 from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.low_bits import set_low_bits
@@ -20,8 +21,9 @@ def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
 
     An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
-    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends.
-    Nothing is kept of a parameter whose 16-bit values change before the next optimizer's first step.
+    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
+    and in a single process also when an exception ends it. Nothing is kept of a parameter whose 16-bit values change
+    before the next optimizer's first step.
 
     The tensors are shared: they take memory of their own, 1 or 2 bytes per parameter, only once `optimizer` is deleted.
 
@@ -31,7 +33,7 @@ def keep_low_bits(optimizer: Any) -> None:
     Raises:
         TypeError: it is not an hf_lowprec optimizer.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if not all("rounding" in group for group in optimizer.param_groups):
         raise TypeError(f"{type(optimizer).__name__} has no low bits to keep; pass an hf_lowprec optimizer")
     for param, stream in random_streams(optimizer.param_groups):

@@ -361,8 +361,8 @@ class LowPrecisionOptimizer(Algorithm):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that `skip_nonfinite` has skipped. Reading it synchronizes with the device."""
-        return 0 if self._clipping.skipped_steps is None else int(self._clipping.skipped_steps)
+        """Steps that `skip_nonfinite` has skipped, before a resume too. Reading it synchronizes with the device."""
+        return self.skipped_before + int(self._clipping.skipped_steps or 0)
 
     @_never_compiled
     def global_grad_norm(self) -> Tensor:
@@ -469,8 +469,8 @@ class LowPrecisionOptimizer(Algorithm):
 
         As in torch, the saved options replace those of this optimizer; a warning names those that differ. This
         optimizer keeps its rounding mode: states of another one are converted before the next step. It keeps a
-        `state_dtype` other than None: saved states are converted to it, rounded to nearest; else they keep their
-        dtypes. Keys missing from the state dict because an earlier version did not have them get their defaults.
+        `state_dtype` other than None, and with 8 bits its `state_rounding`: saved states are converted, rounded to
+        nearest; else they keep their dtypes. Keys that an earlier version did not save get their defaults.
 
         Raises:
             ValueError: the state dict does not fit, or a newer version saved it. The optimizer is left unchanged.
@@ -487,6 +487,7 @@ class LowPrecisionOptimizer(Algorithm):
         return {
             **super().__getstate__(),
             **norm_before,
+            "skipped_before": self.skipped_steps,
             **{name: getattr(self, name) for name in (*argument_checks.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 

@@ -23,6 +23,7 @@ from hf_lowprec.optim.state_dict_format import (
     HEADER,
     LOW_BITS,
     NORM_BEFORE,
+    SKIPPED_STEPS,
     algorithm_name,
     dithered_numbers,
     from_saved_form,
@@ -32,7 +33,7 @@ from hf_lowprec.optim.state_dict_format import (
 from hf_lowprec.optim.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
 from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.states_in_8_bits import check_codes
-from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys
+from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import drop_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -59,7 +60,7 @@ class Prepared(NamedTuple):
     Attributes:
         state_dict: the state dict.
         notes: a warning each for state of another library, for changed options, for states that were converted to
-            another dtype and for changed rounding modes.
+            another dtype, for a replaced `state_rounding` and for changed rounding modes.
     """
 
     state_dict: dict[str, Any]
@@ -70,7 +71,8 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
     State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
-    and so is each `state_dtype` that is not None, to which states are converted.
+    and so is each `state_dtype` that is not None, to which states are converted. With states in 8 bits, so is the
+    `state_rounding`.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -94,11 +96,13 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
     changes: list[DtypeChange] = []
+    was_nearest = False
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
         converted = saved if foreign is None else foreign.group(name, group, saved, where)
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
+        was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
         for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
@@ -112,6 +116,11 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
                 changes += changed
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
     notes += dtype_change_note(name, changes)
+    if was_nearest:
+        notes.append(
+            f"steps of this {name} round 16-bit states and compensations stochastically, as its states in 8 bits "
+            "require, in place of the saved state_rounding='nearest'"
+        )
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
@@ -150,6 +159,8 @@ def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
     saved = _with_defaults(optimizer, group, saved, where)
     if group["state_dtype"] is not None:
         saved["state_dtype"] = group["state_dtype"]
+        if requests_8_bits(group):
+            saved["state_rounding"] = group["state_rounding"]  # "nearest" would exclude them
     check_group(optimizer, saved, f"{where} of the state dict")
     for flag in optimizer.flags:
         if bool(saved[flag]) != bool(group[flag]):
@@ -350,6 +361,7 @@ def check_and_load(
     _restore_dtypes(optimizer, final[0].state_dict)
     _restore_low_bits(optimizer, final[0].state_dict)
     norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
+    optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
     if release := gradient_release_of(optimizer):
         release.resume(float(norms[0]))
     return final[0].notes

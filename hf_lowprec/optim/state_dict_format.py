@@ -35,7 +35,10 @@ HEADER = "header"
 NORM_BEFORE = "norm_before"
 """Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
 
-ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE)
+SKIPPED_STEPS = "skipped_steps"
+"""Key of the first group: how many steps `skip_nonfinite` has left out; missing if none."""
+
+ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS)
 """Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
 group are those of format 1."""
 
@@ -86,6 +89,8 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     release = gradient_release_of(optimizer)
     if release is not None and optimizer.clip == "delayed":
         state_dict["param_groups"][0][NORM_BEFORE] = float(release.clipping.norm_before)
+    if skipped_steps := optimizer.skipped_steps:
+        state_dict["param_groups"][0][SKIPPED_STEPS] = skipped_steps
     groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     saved = {
         **state_dict,

@@ -157,19 +157,24 @@ def _check_state_dtype(value: Any, names: list[str], where: str) -> None:
         )
 
 
+def requests_8_bits(group: ParamGroup) -> bool:
+    """Return whether the `state_dtype` of `group` stores some states in 8 bits."""
+    requested = group["state_dtype"]
+    return torch.int8 in (requested.values() if isinstance(requested, Mapping) else [requested])
+
+
 def _check_8_bits(group: ParamGroup, states: Iterable[State], where: str) -> None:
     """Raise ValueError if `group` asks for states in 8 bits that cannot be."""
-    requested = group["state_dtype"]
-    dtypes = requested if isinstance(requested, Mapping) else {"": requested}
-    if torch.int8 not in dtypes.values():
+    if not requests_8_bits(group):
         return
+    requested = group["state_dtype"]
     if group["state_rounding"] == "nearest":
         raise ValueError(
             f"state_rounding='nearest' in {where} is not supported with state_dtype={requested!r}: states in 8 bits "
-            "are always rounded stochastically; remove state_rounding, or use state_dtype=torch.bfloat16"
+            "are always rounded stochastically; use state_rounding='stochastic', or state_dtype=torch.bfloat16"
         )
     for state in states:
-        if not state.averages and dtypes.get(state.name) == torch.int8:
+        if not state.averages and isinstance(requested, Mapping) and requested.get(state.name) == torch.int8:
             raise ValueError(
                 f"state_dtype={requested!r} in {where} is not supported: {state.name} does not average over steps, so "
                 "the errors of 8 bits would not average out; use torch.bfloat16 or torch.float32 for it"

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from hf_lowprec.reduction.object_gather import gather_if_different
 from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
 from hf_lowprec.reduction.tensor_checksum import checksum
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -33,7 +32,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     if not dist.is_initialized():
         return
-    tensors = with_optimizer_states(synchronized_parameters(model), unwrap_optimizer(optimizer))
+    tensors = with_optimizer_states(synchronized_parameters(model), optimizer)
     difference = find_replica_difference(tensors)
     if difference is not None:
         raise RuntimeError(difference)

@@ -52,7 +52,7 @@ def test_stock_bf16_at_a_small_learning_rate_goes_wrong(model):
     assert "The second moment will not decay" in text
     assert 'Use optim="adamw_bf16_split".' in text
     rows = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
-    assert rows["norms"][2:] == ["1.00", "1-1000", "FP32", "FP32"]
+    assert rows["norms"][2:] == ["1.00", "1-1000", "FP32", "FP32", "FP32"]
     assert rows["all"][1] == f"{sum(param.numel() for param in llama().parameters()):,}"
 
 
@@ -90,6 +90,21 @@ def test_advice_for_fine_tuning_pretraining_and_no_training_at_all(model):
     assert (status, advised["problems"]) == (0, [])
     _, tiny = numbers(model, "--lr", 1e-10, "--steps", 1000)
     assert tiny["advice"]["optim"] is None and "even for FP32 weights" in tiny["advice"]["text"]
+
+
+@pytest.mark.parametrize(("lr", "lost"), [(2e-5, "0.00"), (1e-9, None)])
+def test_the_table_has_what_split_weights_lose(model, lr, lost):
+    """Nothing at a usual learning rate, and at a tiny one the share that `--json` has. Five digits of steps fit."""
+    words = (model, "--lr", lr, "--steps", 99999, "--optim", "adamw_bf16_split")
+    result = run(*words)
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if "nearest" in line).split() == ["nearest", "stochastic", "kahan", "split"]
+    assert "split: FP32 weights" in " ".join(lines)
+    (mlp,) = (line.split() for line in lines if line.split()[:1] == ["mlp"])
+    share = numbers(*words)[1]["kinds"]["mlp"]["split"]["lost_updates"]
+    assert mlp[-1] == (lost or f"{share:.2f}")
+    assert (share > 0.5) == (lost is None)
 
 
 def test_options_of_another_library_are_not_recommended(model):

@@ -28,6 +28,19 @@ def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds
     assert digests(ranks, kinds) == dict.fromkeys(kinds.split(","), alone)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("adamw_bf16_split", "adamw_bf16_split"),  # the same seed: the second optimizer would draw the same dither
+        ("adamw_bf16_split", "adamw_bf16_kahan"),
+        ("loop", "adamw_bf16_split"),
+    ],
+)
+def test_a_second_trainer_under_ddp_begins_where_the_first_training_has_ended(first, second):
+    lines = run_ranks("second_trainer.py", 2, first, second).splitlines()
+    assert lines.count("the second Trainer has begun where the first has ended") == 2
+
+
 def report(ranks: int, kind: str, *words: str, folder: str) -> dict[str, str]:
     fixed = "--max_steps 4 --learning_rate 1e-3 --per_device_train_batch_size 2 --optim adamw_bf16_kahan"
     words = (*fixed.split(), "--output_dir", folder, *words)

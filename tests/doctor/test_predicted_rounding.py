@@ -11,6 +11,7 @@ from hf_lowprec.doctor.update_sizes import Directions, noise_directions
 from hf_lowprec.doctor.weight_spacings import count_spacings
 
 NEAREST, STOCHASTIC = Storage(((1.0, 1.0),), False), Storage(((1.0, 1.0),), True)
+SPLIT = Storage(((2.0**-16, 1.0),), False)
 KAHAN, KAHAN_NEAREST = Storage(COMPENSATION, True), Storage(COMPENSATION, False)
 SPACING = 2.0**-13
 """Of weights from 2^-6 to 2^-5."""
@@ -64,8 +65,8 @@ class TrainedOnNoise:
 
     Attributes:
         start: the weights before.
-        error: the stored weights, plus compensation, minus the twin's; without what the first step has contributed,
-            since that is also a compensation's dither.
+        error: the stored weights, plus compensation or remainder, minus the twin's; without what the first step has
+            contributed, since that is also a compensation's dither.
         displacement: how far the twin has moved.
         lost: the lost updates of the last step.
     """
@@ -84,7 +85,13 @@ class TrainedOnNoise:
             optimizer.step()
             twin.step()
             state = optimizer.state[low]
-            stored.append(low.detach().double() + state.get("compensation", torch.zeros(1)).double())
+            if rounding == "split":
+                master = (
+                    ((low.detach().view(torch.int16).int() << 16) + state["remainder"]).view(torch.float32).double()
+                )
+            else:
+                master = low.detach().double() + state.get("compensation", torch.zeros(1)).double()
+            stored.append(master)
             errors.append(stored[-1] - high.detach().double())
         self.error = errors[-1] - errors[0]
         self.displacement = high.detach().double() - self.start.double()
@@ -103,6 +110,15 @@ def test_nearest_in_an_optimizer(lr):
     trained = TrainedOnNoise("nearest", lr)
     rounded = predicted(trained.start, lr, NEAREST)
     assert float(1 - rounded.stored[-1] / rounded.square[-1]) == pytest.approx(trained.lost, abs=0.02)
+
+
+@pytest.mark.parametrize("lr", [1e-6, 3e-9, 1e-9])
+def test_split_weights_in_an_optimizer(lr):
+    """They lose what FP32 weights lose: updates below about 1e-9."""
+    trained = TrainedOnNoise("split", lr)
+    rounded = predicted(trained.start, lr, SPLIT)
+    assert float(1 - rounded.stored[-1] / rounded.square[-1]) == pytest.approx(trained.lost, abs=0.02)
+    assert (trained.lost > 0.1) == (lr < 1e-8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import math
+import pickle
 import weakref
 
 import pytest
@@ -155,6 +156,34 @@ def test_a_step_with_a_non_finite_norm_leaves_everything_as_it_is(backend, round
         assert ours.state[mine]["step"] == 3
         for name, value in other.state[theirs].items():
             assert torch.equal(ours.state[mine][name], value), name
+
+
+def skipping(*bad_steps: int) -> AdamW:
+    """An optimizer of two groups after four steps, of which it has skipped `bad_steps`."""
+    trained = params("eager")
+    optimizer = AdamW([{"params": trained[:2]}, {"params": trained[2:]}], backend="eager", skip_nonfinite=True)
+    for step in range(4):
+        give_gradients(trained, step, math.inf if step in bad_steps else 1.0)
+        optimizer.step()
+    return optimizer
+
+
+def test_the_count_of_skipped_steps_is_saved():
+    """A copy and a resumed optimizer count on. Before any was skipped, state dicts are those of earlier versions."""
+    optimizer, other = skipping(1, 3), skipping(2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(saved)
+    assert other.state_dict()["param_groups"] == saved["param_groups"]
+    for resumed in (other, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert resumed.skipped_steps == 2
+        assert all("skipped_steps" not in group for group in resumed.param_groups)
+        give_gradients([p for group in resumed.param_groups for p in group["params"]], 0, math.nan)
+        resumed.step()
+        assert resumed.skipped_steps == 3
+    without = skipping().state_dict()
+    assert "skipped_steps" not in repr(without["param_groups"])
+    other.load_state_dict(without)
+    assert other.skipped_steps == 0
 
 
 def test_without_it_a_non_finite_gradient_is_seen(backend):

@@ -32,6 +32,7 @@ from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release import gradient_release_of
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32
 from hf_lowprec.reduction.fsdp2 import fp32_modules, reduce_scatter_in_fp32, shard_together
@@ -39,7 +40,6 @@ from hf_lowprec.reduction.grad_accumulation import GradAccumulation, GradientAcc
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.reduction_status import ReducedModel, ReductionStatus
 from hf_lowprec.reduction.same_settings import check_same_settings, model_settings
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 _REDUCTION = "_hf_lowprec"
 """The accelerator's attribute that holds what `prepare_accelerator` returned for it."""

@@ -23,7 +23,7 @@ from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.model_folder import is_peft
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.reduction.reduction_status import ReductionStatus
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
@@ -125,6 +125,8 @@ class LowPrecisionCallback(TrainerCallback):
         """The measurement of the step that is being logged; None if it was not measured."""
         self.findings: list[Finding] = []
         """The findings at this log."""
+        self.has_own_weights = False
+        """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
         self._monitor: RunMonitor | None = None
         self._found: set[str] = set()
         self._noted_unused = False
@@ -218,6 +220,7 @@ class LowPrecisionCallback(TrainerCallback):
             self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
             if self.report:
                 print(self.report_text)
+        self.has_own_weights = True
 
     def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
@@ -315,13 +318,11 @@ class LowPrecisionCallback(TrainerCallback):
         If the best weights were loaded, they are cast again instead, since PEFT loads adapters in FP32, and
         compensations are reset, since they belong to the last weights.
         """
-        if self._monitor is not None:
-            if self._monitor.waits_for_end(args, state):
-                self._look(state, self._monitor)
-            self._monitor.close()
+        if self._monitor is not None and self._monitor.waits_for_end(args, state):
+            self._look(state, self._monitor)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
-        if release := gradient_release_of(optimizer):
-            release.stop()  # so that later backward passes do not step the trained model
+        self._stop_watching(optimizer)
+        self.has_own_weights = False
         if not args.load_best_model_at_end:
             if isinstance(optimizer, LowPrecisionOptimizer):
                 keep_low_bits(optimizer)
@@ -331,6 +332,24 @@ class LowPrecisionCallback(TrainerCallback):
             cast_model(kwargs["model"], self.dtype, self._patterns)
         if isinstance(optimizer, LowPrecisionOptimizer):
             reset_compensations(optimizer)
+
+    def end_by_error(self, args: TrainingArguments, optimizer: Any) -> None:
+        """End a run that an exception has ended as `on_train_end` would: in a notebook, another Trainer may follow.
+
+        With several ranks, no low bits are kept: reading the weights would wait for collectives that other ranks may
+        never join.
+        """
+        self._stop_watching(optimizer)
+        has_own_weights, self.has_own_weights = self.has_own_weights, False
+        if has_own_weights and isinstance(optimizer, LowPrecisionOptimizer) and args.world_size == 1:
+            keep_low_bits(optimizer)
+
+    def _stop_watching(self, optimizer: Any) -> None:
+        """Leave later backward passes and steps alone."""
+        if self._monitor is not None:
+            self._monitor.close()
+        if release := gradient_release_of(optimizer):
+            release.stop()
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hf_lowprec.metrics_file import (
 from hf_lowprec.metrics_file.writer import parts_until
 from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 
 _SUMMARY = "train_runtime"

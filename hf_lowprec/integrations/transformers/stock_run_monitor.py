@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 _MEASURED_LOGS = (1, 2, 4, 8, 16, 32, 64)
 """The numbers of the logs whose steps are measured. Later ones are for schedules that begin or end with small rates."""

@@ -93,6 +93,14 @@ def test_a_step_with_infinite_gradients_is_left_out_and_logged(tmp_path):
     assert {float(state["step"]) for state in optimizer_of(trainer).state.values()} == {steps - 1}
 
 
+def test_the_count_of_a_resumed_run_goes_on(tmp_path):
+    options = {"optim": "adamw_bf16_sr", "optim_args": "skip_nonfinite=True", "max_steps": 8, "logging_steps": 1}
+    options |= {"save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path, callbacks=[Poison()], **options)
+    resumed = trained(tmp_path, callbacks=[Poison()], resume=str(tmp_path / "checkpoint-4"), **options)
+    assert logged(resumed, "skipped_steps") == [0, 0, 1, 1, 1, 1, 2, 2]
+
+
 def test_nothing_is_said_of_skipped_steps_where_none_can_be(tmp_path):
     assert logged(trained(tmp_path, optim="adamw_bf16_sr"), "skipped_steps") == []
 

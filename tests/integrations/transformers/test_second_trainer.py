@@ -5,15 +5,18 @@ import warnings
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_lowprec import fp32_state_dict
+from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.transformers import callback
+from hf_lowprec.optim import gradient_buckets
 from hf_lowprec.optim.initial_compensation import reset_compensations
 from hf_lowprec.optim.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
 from tests.support.training.peft_adapters import adapted
-from tests.support.training.tiny_trainer import LOAD_BEST, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
 
 BF16 = torch.bfloat16
 STILL = {"learning_rate": 0.0, "max_steps": 1}
@@ -139,3 +142,102 @@ def test_released_gradients_leave_them_too(tmp_path):
     args = {"optim_args": "gradient_release=True", "max_grad_norm": 0}
     trainer = trained(tmp_path, max_steps=2, optim="adamw_bf16_kahan", **args)
     assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+
+
+class EndsBy(TrainerCallback):
+    """Raises an exception in the forward pass of a step, or after the step with `after=True`."""
+
+    def __init__(self, error: BaseException, step: int = 3, after: bool = False) -> None:
+        self.error, self.step, self.after = error, step, after
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 == self.step and not self.after:
+            model.lm_head.register_forward_pre_hook(self._raise)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.after:
+            raise self.error
+
+    def _raise(self, module, inputs):
+        module._forward_pre_hooks.clear()
+        raise self.error
+
+
+def ended_by(error: BaseException, tmp_path, step: int = 3, after: bool = False, **settings) -> Trainer:
+    """A Trainer whose run has raised `error`."""
+    args = arguments(tmp_path, learning_rate=1e-4, **{"optim": "adamw_bf16_split", **settings})
+    trainer = Trainer(llama(), args, train_dataset=counting_data(), callbacks=[EndsBy(error, step, after)])
+    with pytest.raises(type(error)) as caught:
+        trainer.train()
+    assert caught.value is error
+    return trainer
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA out of memory"), ValueError("of a callback")]
+)
+def test_a_run_that_ends_by_an_exception_keeps_them(tmp_path, error, after):
+    """As in a notebook, where another Trainer follows, with a smaller batch for example."""
+    earlier = ended_by(error, tmp_path, after=after)
+    expected, beginning = estimates(earlier), Beginning()
+    assert {float(state["step"]) for state in optimizer_of(earlier).state.values()} == {2 + after}
+    assert with_low_bits(earlier.model) == in_16_bits(earlier.model)
+    found = estimates(trained(tmp_path, earlier.model, callbacks=[beginning], optim="adamw_bf16_split", **STILL))
+    for name, value in expected.items():
+        assert torch.equal(beginning.estimates[name], value), name
+        assert torch.equal(found[name], value), name
+
+
+def test_an_exception_before_the_first_step_leaves_what_the_cast_has_kept(tmp_path):
+    earlier, beginning = ended_by(KeyboardInterrupt(), tmp_path, step=1), Beginning()
+    trained(tmp_path, earlier.model, callbacks=[beginning], optim="adamw_bf16_split", **STILL)
+    exact = dict(llama().named_parameters())
+    # A tie that the cast has rounded down is kept as the next smaller number.
+    for name, param in exact.items():
+        assert ((beginning.estimates[name] - param).abs() <= 2.0**-23 * param.abs()).all(), name
+
+
+def test_compensations_of_other_weights_are_not_kept(tmp_path, monkeypatch):
+    """The weights are those of step 2, or the best ones, and the compensations still those of the last step."""
+
+    def no_space(*args, **kwargs):
+        raise OSError("no space left")
+
+    options = {"max_steps": 4, "optim": "adamw_bf16_split", "save_strategy": "steps", "save_steps": 2}
+    trainer = trained(tmp_path / "a", **options)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Trainer, private_apis.LOAD_OPTIMIZER, no_space)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert not with_low_bits(trainer.model)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callback.LowPrecisionCallback, "on_train_end", no_space)
+        best = Trainer(
+            llama(),
+            arguments(tmp_path / "b", optim="adamw_bf16_split", learning_rate=1e-4, **LOAD_BEST),
+            train_dataset=counting_data(),
+            eval_dataset=counting_data(16),
+        )
+        with pytest.raises(OSError, match="no space"):
+            best.train()
+    assert not with_low_bits(best.model)
+
+
+def test_what_goes_wrong_in_keeping_them_does_not_hide_the_exception(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(callback, "keep_low_bits", broken)
+    ended_by(KeyboardInterrupt(), tmp_path)
+
+
+def test_an_exception_ends_the_release_of_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", 1)
+    args = {"optim_args": "gradient_release=True", "max_grad_norm": 0}
+    trainer = ended_by(KeyboardInterrupt(), tmp_path, after=True, **args)
+    before = copy.deepcopy(trainer.model.state_dict())
+    row = counting_data(1)[0]["input_ids"][None]
+    trainer.model(input_ids=row, labels=row).loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert trainer.model.lm_head.weight.grad is not None

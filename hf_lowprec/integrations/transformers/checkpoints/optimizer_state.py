@@ -19,7 +19,7 @@ from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
 from hf_lowprec.optim.states_for_torch import ForTorch, convert_for_torch, is_ours
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,16 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.object_gather import gather_objects
-from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
 
 def train(call: TrainerCall) -> Any:
     """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
+
+    If training raises an exception, end the run as far as the callback can.
 
     Raises:
         ValueError: see `resume.resolve`; or the checkpoint holds the model in another way than those of this run.
@@ -47,8 +49,22 @@ def train(call: TrainerCall) -> Any:
     with (
         private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
         reporting_precision(call.trainer.callback_handler, call.attachment.callback),
+        _ending_by_error(call),
     ):
         return call.proceed()
+
+
+@contextmanager
+def _ending_by_error(call: TrainerCall) -> Iterator[None]:
+    """Call the callback's `end_by_error` after an exception inside, which it never replaces by one of its own."""
+    try:
+        yield
+    except BaseException:
+        try:
+            call.attachment.callback.end_by_error(call.trainer.args, unwrap_optimizer(call.trainer.optimizer))
+        except Exception as error:  # of a device, say, on which nothing works any more
+            logger.info("hf_lowprec: the low bits of the weights could not be kept: %r", error)
+        raise
 
 
 def run_epoch(call: TrainerCall) -> None:
@@ -145,5 +161,6 @@ def load_best(call: TrainerCall) -> None:
         ValueError: the files are not intact.
     """
     check_best(Path(call.trainer.state.best_model_checkpoint))
+    call.attachment.callback.has_own_weights = False
     with load_in_place(call.trainer.model):
         call.proceed()
