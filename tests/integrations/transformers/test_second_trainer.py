@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_lowprec import fp32_state_dict
-from hf_lowprec.optim.initial_compensation import reset_compensations
+from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
+from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
 from hf_lowprec.optim.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
@@ -18,6 +19,8 @@ from tests.support.training.tiny_trainer import LOAD_BEST, llama, optimizer_of, 
 BF16 = torch.bfloat16
 STILL = {"learning_rate": 0.0, "max_steps": 1}
 """A first step that creates the states and moves nothing."""
+FIRST_IS_BEST = {**LOAD_BEST, "max_steps": 8, "metric_for_best_model": "loss", "greater_is_better": True}
+"""Of two checkpoints, the first is loaded in the end: losses fall."""
 
 
 def estimates(trainer) -> dict[str, torch.Tensor]:
@@ -124,15 +127,78 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
         trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
 
 
-def test_the_best_weights_keep_none(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", **LOAD_BEST)
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_split24"])
+@pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
+def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
+    """What `load_best_model_at_end` has loaded is what an export of the best checkpoint contains."""
+    model = llama() if loaded_in == "FP32" else llama().to(BF16)
+    trainer = trained(tmp_path, model, optim=optim, **FIRST_IS_BEST)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert with_low_bits(model) == in_16_bits(model)
+    assert bool(optimizer_of(trainer).dithered) == (loaded_in == "BF16")
+    found = estimates(trainer)
+    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
+    expected = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    beginning = Beginning()
+    del trainer
+    trained(tmp_path / "second", model, callbacks=[beginning], optim=optim, **STILL)
+    assert all(torch.equal(beginning.estimates[name], value) for name, value in expected.items())
+
+
+def test_best_adapters_are_fp32_weights_too(tmp_path):
+    trainer = trained(tmp_path, adapted("lora"), optim="adamw_bf16_split", **FIRST_IS_BEST)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
+    save_pretrained(trainer.model, trainer.optimizer, tmp_path / "saved")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "exported"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
+def test_the_best_weights_keep_none_if_the_checkpoint_has_none(tmp_path, caplog):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", save_only_model=True, **FIRST_IS_BEST)
     assert not with_low_bits(trainer.model)
+    assert f"the best weights, of {tmp_path / 'checkpoint-4'}, were loaded as they are stored" in caplog.text
+    stored = trainer.model.state_dict()
+    assert all(torch.equal(value, stored[name].float()) for name, value in estimates(trainer).items())
 
 
-def test_low_bits_of_an_earlier_end_are_dropped_when_other_weights_are_loaded(tmp_path):
+@pytest.mark.parametrize("steps", [4, 3])
+def test_the_last_weights_keep_theirs_if_they_are_the_best(tmp_path, caplog, steps):
+    """Also without a file to read them from, and after three steps, when no weights have been evaluated."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == steps
+
+    trainer = trained(tmp_path, optim="adamw_bf16_split", callbacks=[Stop()], save_only_model=True, **FIRST_IS_BEST)
+    assert bool(trainer.state.best_model_checkpoint) == (steps == 4)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+    found = estimates(trainer)["lm_head.weight"]
+    assert not torch.equal(found, found.to(BF16).float())
+    assert "best weights" not in caplog.text
+
+
+def test_a_damaged_optimizer_file_does_not_stop_the_end_of_training(tmp_path, caplog):
+    class Damage(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"0")
+
+    trainer = trained(tmp_path, optim="adamw_bf16_split", callbacks=[Damage()], **FIRST_IS_BEST)
+    assert not with_low_bits(trainer.model)
+    assert "were loaded as they are stored" in caplog.text
+
+
+def test_compensations_of_weights_that_were_replaced_become_zero(tmp_path):
     trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
-    reset_compensations(optimizer_of(trainer))
-    assert not with_low_bits(trainer.model)
+    head, optimizer = trainer.model.lm_head.weight, optimizer_of(trainer)
+    with torch.no_grad():
+        head.mul_(2)
+    assert reset_outdated_compensations(optimizer) == 1
+    assert not optimizer.state[head]["compensation"].any() and "_low_bits" not in vars(head)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
 
 
 def test_released_gradients_leave_them_too(tmp_path):
