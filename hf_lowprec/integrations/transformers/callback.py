@@ -195,7 +195,7 @@ class LowPrecisionCallback(TrainerCallback):
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
         if release := gradient_release_of(optimizer):
-            check_gradient_release(args, optimizer.clip)
+            check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             if self._accumulation != "nearest":
                 raise ValueError(
                     f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "

@@ -205,3 +205,30 @@ def test_released_gradients_leave_them_too(tmp_path):
     args = {"optim_args": "gradient_release=True", "max_grad_norm": 0}
     trainer = trained(tmp_path, max_steps=2, optim="adamw_bf16_kahan", **args)
     assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+
+
+class Interrupt(TrainerCallback):
+    """Interrupts the backward pass after two steps, and keeps the optimizer of the run."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.optimizer = optimizer
+        if state.global_step == 2:
+            self.hook = model.lm_head.weight.register_hook(self.stop)
+
+    def stop(self, gradient):
+        self.hook.remove()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("optim_args", ["seed=0", "seed=0,gradient_release=True"])
+def test_a_trainer_after_an_interrupted_one_begins_with_its_fp32_weights(tmp_path, optim_args):
+    """The optimizer of the first, which a notebook keeps, steps the model no more."""
+    model, interrupt, beginning = llama(), Interrupt(), Beginning()
+    settings = {"optim": "adamw_bf16_split", "max_grad_norm": 0}
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, model, callbacks=[interrupt], optim_args=optim_args, **settings)
+    assert with_low_bits(model) == in_16_bits(model)
+    expected = fp32_state_dict(model, interrupt.optimizer)
+    later = trained(tmp_path, model, callbacks=[beginning], **settings, **STILL)
+    for found in (beginning.estimates, estimates(later)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -30,6 +30,7 @@ from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_
 from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.reduction.object_gather import gather_objects
 from hf_lowprec.reduction.unwrap_optimizer import unwrap_optimizer
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 def train(call: TrainerCall) -> Any:
     """`Trainer.train`: choose a good checkpoint to resume from, begin the run's manifests and its metrics file.
+
+    A run that is interrupted leaves its weights as one that ends.
 
     Raises:
         ValueError: see `resume.resolve`; or the checkpoint holds the model in another way than those of this run.
@@ -50,11 +53,26 @@ def train(call: TrainerCall) -> Any:
     call.attachment.manifests = ManifestWriter(manifest_of(checkpoint))
     folder = private_apis.checkpoint_folder(call.trainer, call.arguments.get("trial")).parent
     call.attachment.metrics.begin(folder, Path(checkpoint) if isinstance(checkpoint, str) else None)
-    with (
-        private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
-        reporting_precision(call.trainer.callback_handler, call.attachment.callback),
-    ):
-        return call.proceed()
+    try:
+        with (
+            private_apis.trainer_states_read_by(read_trainer_state) if checkpoint else nullcontext(),
+            reporting_precision(call.trainer.callback_handler, call.attachment.callback),
+        ):
+            return call.proceed()
+    except BaseException:  # an interrupted cell of a notebook, for example, whose model another Trainer goes on with
+        try:
+            _leave_weights(unwrap_optimizer(call.trainer.optimizer))
+        except Exception as error:  # the device may be out of order
+            logger.info("hf_lowprec: the low bits of the weights were not kept: %r", error)
+        raise
+
+
+def _leave_weights(optimizer: Any) -> None:
+    """Release no more gradients, and keep the low bits of the weights for the next optimizer."""
+    if release := gradient_release_of(optimizer):
+        release.stop()
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        keep_low_bits(optimizer)
 
 
 def run_epoch(call: TrainerCall) -> None:
