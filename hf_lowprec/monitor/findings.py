@@ -75,8 +75,8 @@ def _not_finite(evidence: Evidence) -> Finding | None:
         remedy += "; skip_nonfinite=True skips such steps"
     return Finding(
         "not_finite",
-        f"updates or weights of {listed(names)} are NaN or infinite in step {precision.step} ({_describe(evidence)}): a "
-        f"gradient was not finite. They remain so, and Trainer logs such losses as 0. {remedy}",
+        f"updates or weights of {listed(names)} are NaN or infinite in step {precision.step} ({_describe(evidence)}): "
+        f"a gradient was not finite. They remain so, and Trainer logs such losses as 0. {remedy}",
         names,
     )
 
