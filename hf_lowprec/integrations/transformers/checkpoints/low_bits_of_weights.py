@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from hf_lowprec.integrations.export.saved_optimizer import read_optimizer_file
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.initial_compensation import low_bits_state
+from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state, store_values
 from hf_lowprec.optim.kept_low_bits import keep_low_bits as keep_low_bits_of_optimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -54,8 +54,8 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
 def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> None:
     """Give the compensations and remainders of `optimizer` their values in a checkpoint whose weights were loaded.
 
-    They are then kept with the parameters, as when training ends. One that the checkpoint has not, or of another
-    rounding mode, becomes zero. If the file cannot be read, nothing is changed.
+    They are then kept with the parameters, as when training ends. Those of another rounding mode are converted, and
+    those that the checkpoint has not become zero. If the file cannot be read, nothing is changed.
 
     Args:
         optimizer: the optimizer that has saved the checkpoint.
@@ -73,8 +73,17 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         own = low_bits_state(optimizer.state.get(param, {}))
         if own is None:
             continue
-        value = torch.zeros_like(own) if other.compensation is None else other.compensation()
+        value = torch.zeros_like(own) if other.compensation is None else other.compensation().to(own.device)
         fits = (value.dtype, value.shape) == (own.dtype, own.shape)
-        own.copy_(value) if fits else own.zero_()
+        if fits:
+            own.copy_(value)
+        else:
+            _convert(value, own, param, other.dither)
         (optimizer.dithered.add if fits and other.dither else optimizer.dithered.discard)(param)
     keep_low_bits_of_optimizer(optimizer)
+
+
+def _convert(saved: Tensor, own: Tensor, param: Tensor, dither: tuple[int, int] | None) -> None:
+    """Store in `own`, for its rounding mode, what `saved` holds in another one beyond the loaded weights of `param`."""
+    exact = fp32_values(param, saved, dither).view(-1)
+    store_values(param, own, lambda weight, part, index: exact[part])
