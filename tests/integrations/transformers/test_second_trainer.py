@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
 from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
@@ -223,12 +223,12 @@ def test_released_gradients_leave_them_too(tmp_path):
 
 
 class Interrupt(TrainerCallback):
-    """Interrupts the backward pass after two steps, and keeps the optimizer of the run."""
+    """Interrupts the backward pass after two steps, at its end, and keeps the optimizer of the run."""
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.optimizer = optimizer
         if state.global_step == 2:
-            self.hook = model.lm_head.weight.register_hook(self.stop)
+            self.hook = model.get_input_embeddings().weight.register_hook(self.stop)
 
     def stop(self, gradient):
         self.hook.remove()
@@ -247,3 +247,18 @@ def test_a_trainer_after_an_interrupted_one_begins_with_its_fp32_weights(tmp_pat
     later = trained(tmp_path, model, callbacks=[beginning], **settings, **STILL)
     for found in (beginning.estimates, estimates(later)):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_same_trainer_says_how_to_go_on_after_a_backward_pass_that_it_had_begun_to_step(tmp_path):
+    trainers: list[Trainer] = []
+
+    class Kept(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    settings = {"optim": "adamw_bf16_split", "optim_args": "gradient_release=True", "max_grad_norm": 0}
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, callbacks=[Interrupt()], trainer_cls=Kept, **settings)
+    with pytest.raises(RuntimeError, match=r"backward pass was interrupted.*resume from a checkpoint.*new Trainer"):
+        trainers[0].train()
