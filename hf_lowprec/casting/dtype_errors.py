@@ -86,8 +86,9 @@ def _conversion_advice(model: nn.Module) -> str | None:
     now, before = min(map(dtype_name, dtypes)), min(map(dtype_name, cast_to))
     return (
         f"hf_lowprec: the model was converted to {now} after cast_model had converted it to {before}. Remove that line "
-        "(`model.half()`, `model.float()`, `model.to(…)`). Accelerate converts as well, under FSDP2 with mixed "
-        "precision: call `prepare_accelerator(accelerator)` before `accelerator.prepare`."
+        "(`model.half()`, `model.float()`, `model.to(…)`); for another dtype after training, load the folder that "
+        "`hf_lowprec.save_pretrained` writes. Accelerate converts as well, under FSDP2 with mixed precision: call "
+        "`prepare_accelerator(accelerator)` before `accelerator.prepare`."
     )
 
 

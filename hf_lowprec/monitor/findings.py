@@ -17,7 +17,9 @@ from hf_lowprec.diagnostics.finding import Finding
 from hf_lowprec.diagnostics.tensor_names import listed
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
+from hf_lowprec.monitor.step_statistics import COLUMN
 from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 
@@ -60,6 +62,23 @@ def find(evidence: Evidence) -> list[Finding]:
 def is_lost(numbers: dict[str, float], name: str) -> bool:
     """Whether a share is significantly above `LOST`."""
     return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > LOST
+
+
+def _not_finite(evidence: Evidence) -> Finding | None:
+    precision = evidence.precision
+    finite = precision.sums[:, [COLUMN["update_square"], COLUMN["weight_square"]]].isfinite().all(1).tolist()
+    names = tuple(name for name, is_finite in zip(precision.names, finite, strict=True) if not is_finite)
+    if not names:
+        return None
+    remedy = "Find the batch or the layer that begins it, and resume from an earlier checkpoint"
+    if getattr(evidence.optimizer, "skip_nonfinite", None) is False and gradient_release_of(evidence.optimizer) is None:
+        remedy += "; skip_nonfinite=True skips such steps"
+    return Finding(
+        "not_finite",
+        f"updates or weights of {listed(names)} are NaN or infinite in step {precision.step} ({_describe(evidence)}): "
+        f"a gradient was not finite. They remain so, and Trainer logs such losses as 0. {remedy}",
+        names,
+    )
 
 
 def _updates_vanish(evidence: Evidence) -> Finding | None:
@@ -197,7 +216,7 @@ def _left_in_fp32(evidence: Evidence) -> Finding | None:
 
 
 RULES = (
-    *(_updates_vanish, _second_moment_frozen, _weight_decay_lost),
+    *(_not_finite, _updates_vanish, _second_moment_frozen, _weight_decay_lost),
     *(_norms_stand_still, _never_stepped, _left_in_fp32),
 )
 

@@ -343,8 +343,10 @@ class GradientRelease:
             f"{self._name(param)} got a second gradient since the last step(), but gradient_release=True steps "
             "parameters with their first one. Call step() after every backward pass: gradients of micro-batches cannot "
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
-            "gradient checkpointing, or build the optimizer without gradient_release. If another optimizer trains this "
-            "model now, remove this one's hooks: call its zero_grad(), step() and stop_gradient_release(), or delete it"
+            "gradient checkpointing, or build the optimizer without gradient_release. If a backward pass was "
+            "interrupted or ran out of memory, it has stepped some parameters: resume from a checkpoint, or go on with "
+            "a new Trainer or optimizer. If another optimizer trains this model now, remove this one's hooks: call its "
+            "zero_grad(), step() and stop_gradient_release(), or delete it"
         )
 
 

@@ -122,14 +122,24 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
     return +count
 
 
-def reset_compensations(optimizer: Algorithm) -> None:
-    """Set all compensations and remainders to zero, because other weights were loaded."""
+def reset_outdated_compensations(optimizer: Algorithm) -> int:
+    """Set compensations and remainders to zero if they are not the low bits kept for their weights.
+
+    When other weights are loaded, these no longer belong to them.
+
+    Returns:
+        The number of parameters whose compensation or remainder was not zero.
+    """
+    count = 0
     for param, values in optimizer.state.items():
+        state = low_bits_state(values) if isinstance(values, dict) else None
+        if state is None or low_bits(param) is not None:
+            continue
         drop_low_bits(param)
-        for name in LOW_BITS_STATES:
-            if isinstance(values, dict) and name in values:
-                values[name].zero_()
-    optimizer.dithered.clear()
+        count += bool(local_shard(state).any())
+        state.zero_()
+        optimizer.dithered.discard(param)
+    return count
 
 
 def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:

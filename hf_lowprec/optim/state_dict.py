@@ -270,12 +270,16 @@ def _check_state(
     if missing := sorted(expected - state.keys()):
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
-            f"dict (distributed checkpoints: with an optimizer built with rounding={saved_group['rounding']!r}; then "
-            f"change the groups' 'rounding'), or {START_AGAIN}"
+            "dict, with the dtypes of the model, so the keep_fp32, of that run (distributed checkpoints: with an "
+            f"optimizer built with rounding={saved_group['rounding']!r}; then change the groups' 'rounding'), or "
+            f"{START_AGAIN}"
         )
     # A compensation means that the weight was in 16 bits.
     if param.dtype == torch.float32 and (foreign := sorted(AUXILIARY_STATES.keys() & state.keys())):
-        raise ValueError(f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}")
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}. It was in 16 bits when it was "
+            f"saved: cast the model as then, with the same keep_fp32, or {START_AGAIN}"
+        )
     # A group may have been given another rounding mode between two steps.
     possible = expected | _states_of_any_option(optimizer, saved_group) | AUXILIARY_STATES.keys()
     if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):

@@ -246,3 +246,40 @@ def test_a_head_kept_in_fp32_on_request():
     model = llama()
     hf_lowprec.cast_model(model, keep_fp32=["lm_head"])
     assert train(model, adamw(), steps=12) == []
+
+
+def train_on_a_bad_batch(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list, list]:
+    """The findings after each of three steps, the second of which has a loss of NaN; and the weights' finiteness."""
+    monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=1)
+    ids = torch.stack([row["input_ids"] for row in counting_data(8)])
+    found = []
+    for factor in (1.0, float("nan"), 1.0):
+        (model(input_ids=ids, labels=ids).loss * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({finding.code: finding for finding in monitor.findings()})
+    return found, [bool(param.isfinite().all()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [({}, True), ({"rounding": "stochastic"}, True), ({"gradient_release": True}, False), (None, False)],
+)
+def test_weights_that_a_bad_batch_has_made_nan(options, advised):
+    """Training goes on with them, and Trainer logs losses of 0."""
+    model = model_of(None)
+    params = model.parameters()
+    optimizer = torch.optim.AdamW(params) if options is None else adamw(**options)(params)
+    (before, *after), finite = train_on_a_bad_batch(optimizer, model)
+    assert "not_finite" not in before and not any(finite)
+    for step, found in enumerate(after, 2):
+        finding = found["not_finite"]
+        assert "lm_head.weight" in finding.tensors and f"NaN or infinite in step {step}" in finding.message
+        assert ("skip_nonfinite=True" in finding.message) == advised
+
+
+def test_a_bad_batch_that_is_skipped_is_no_finding():
+    model = model_of(None)
+    optimizer = adamw(skip_nonfinite=True)(model.parameters())
+    found, finite = train_on_a_bad_batch(optimizer, model)
+    assert optimizer.skipped_steps == 1 and all(finite) and found == [{}, {}, {}]

@@ -143,11 +143,15 @@ def test_a_parameter_without_gradient_may_be_converted():
     assert [optimizer.state[param]["step"] for param in params] == [2, 1]
 
 
-def test_a_compensation_for_an_fp32_parameter_is_refused():
+def test_the_state_of_a_parameter_that_was_in_16_bits_or_is_now_is_refused():
     _, optimizer = stepped()
     uncast = AdamW([nn.Parameter(torch.zeros(8))], lr=0.01)
-    with pytest.raises(ValueError, match=r"'compensation'.*a float32 parameter of AdamW"):
+    with pytest.raises(ValueError, match=r"'compensation'.*a float32 parameter of AdamW.*the same keep_fp32"):
         uncast.load_state_dict(optimizer.state_dict())
+    uncast.param_groups[0]["params"][0].grad = torch.ones(8)
+    uncast.step()
+    with pytest.raises(ValueError, match=r"has no 'compensation'.*the keep_fp32, of that run"):
+        stepped()[1].load_state_dict(uncast.state_dict())
 
 
 def replace_state(optimizer, params):

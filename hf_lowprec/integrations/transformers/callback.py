@@ -26,7 +26,7 @@ from hf_lowprec.monitor import Finding, StepPrecision
 from hf_lowprec.monitor.step_precision import ALL
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release import gradient_release_of
-from hf_lowprec.optim.initial_compensation import reset_compensations
+from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
 from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
@@ -197,7 +197,7 @@ class LowPrecisionCallback(TrainerCallback):
                 "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
             )
         if release := gradient_release_of(optimizer):
-            check_gradient_release(args, optimizer.clip)
+            check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             if self._accumulation != "nearest":
                 raise ValueError(
                     f"grad_accumulation={self._accumulation!r} keeps sums of gradients that gradient_release=True "
@@ -315,23 +315,30 @@ class LowPrecisionCallback(TrainerCallback):
     ) -> None:
         """Release no more gradients; warn of findings if there was no log; keep low bits for the next optimizer.
 
-        If the best weights were loaded, they are cast again instead, since PEFT loads adapters in FP32, and
-        compensations are reset, since they belong to the last weights.
+        If the best weights were loaded, they are cast again, since PEFT loads adapters in FP32. Their low bits were
+        loaded with them; compensations that belong to the last weights are reset.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
             self._look(state, self._monitor)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.has_own_weights = False
-        if not args.load_best_model_at_end:
-            if isinstance(optimizer, LowPrecisionOptimizer):
-                keep_low_bits(optimizer)
-            return
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
-        if not any(map(is_sharded, kwargs["model"].parameters())):
+        if best and not any(map(is_sharded, kwargs["model"].parameters())):
             cast_model(kwargs["model"], self.dtype, self._patterns)
-        if isinstance(optimizer, LowPrecisionOptimizer):
-            reset_compensations(optimizer)
+        if not isinstance(optimizer, LowPrecisionOptimizer):
+            return
+        if not best:
+            keep_low_bits(optimizer)
+        elif reset_outdated_compensations(optimizer) and state.is_world_process_zero:
+            logger.warning(
+                "hf_lowprec: the best weights, of %s, were loaded as they are stored, in 16 bits, since this run could "
+                "not read their compensations or remainders. `hf-lowprec export %s FOLDER` writes the FP32 weights, if "
+                "the checkpoint has an optimizer state",
+                best,
+                best,
+            )
 
     def end_by_error(self, args: TrainingArguments, optimizer: Any) -> None:
         """End a run that an exception has ended as `on_train_end` would: in a notebook, another Trainer may follow.

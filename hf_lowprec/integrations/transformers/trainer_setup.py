@@ -53,8 +53,8 @@ def build(call: TrainerCall) -> None:
     optim_args = OptimArgs()
     if args is not None and named:
         kwargs = checked_arguments(args)
-        _move_to_fields(args, kwargs)
         optim_args = optim_args_of(args)
+        _move_to_fields(args, optim_args.optimizer)
         settings: Sequence[Mapping[str, Any]] = [kwargs]
     else:
         settings = _optimizer_settings(arguments)
@@ -120,7 +120,7 @@ def optimizer_for(context: Any) -> tuple[Any, dict[str, Any]]:
         if not _low_precision_dtypes(model):
             raise ValueError(
                 f"optim={optimizer_name(args)!r} found no 16-bit parameters in the model; set `optim` before the "
-                "Trainer is built, so that the model is cast"
+                "Trainer is built, so that the model is cast, and leave parameters out of keep_fp32"
             )
         if "matrices" in keywords(cls):
             kwargs["matrices"] = hidden_matrices(model)
@@ -216,21 +216,21 @@ def _check_precision(args: Any) -> None:
             )
 
 
-def _move_to_fields(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+def _move_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
     Unless told otherwise, its DDP looks for unused parameters, which excludes gradient release.
     """
-    if "weight_decay" in kwargs:
-        if args.weight_decay not in (0, kwargs["weight_decay"]):
+    if "weight_decay" in options:
+        if args.weight_decay not in (0, options["weight_decay"]):
             raise ValueError(
-                f"weight_decay={args.weight_decay} and weight_decay={kwargs['weight_decay']} in optim_args differ"
+                f"weight_decay={args.weight_decay} and weight_decay={options['weight_decay']} in optim_args differ"
             )
-        args.weight_decay = kwargs["weight_decay"]
-    if "max_grad_norm" in kwargs:
-        args.max_grad_norm = kwargs["max_grad_norm"]
-    if kwargs.get("gradient_release") and args.ddp_find_unused_parameters is None:
+        args.weight_decay = options["weight_decay"]
+    if "max_grad_norm" in options:
+        args.max_grad_norm = options["max_grad_norm"]
+    if options.get("gradient_release") and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = False
 
 

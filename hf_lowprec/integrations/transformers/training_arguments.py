@@ -35,7 +35,10 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in options})
     if options.get("clip") == "delayed" and args.max_grad_norm:
         kwargs["max_grad_norm"] = args.max_grad_norm  # known before the backward pass, unlike in other modes
-    return cls, {**kwargs, **copy.deepcopy(dict(options))}  # a copy, because the parsed options are cached
+    kwargs |= copy.deepcopy(dict(options))  # a copy, because the parsed options are cached
+    if kwargs.get("max_grad_norm") == 0:  # as in Trainer's field, for no clipping
+        del kwargs["max_grad_norm"]
+    return cls, kwargs
 
 
 def checked_arguments(args: Any) -> dict[str, Any]:
@@ -57,17 +60,19 @@ def checked_arguments(args: Any) -> dict[str, Any]:
         )
     param = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     if kwargs.get("gradient_release"):
-        check_gradient_release(args, str(kwargs.get("clip", "exact")))
+        norm = optim_args_of(args).optimizer.get("max_grad_norm", args.max_grad_norm)
+        check_gradient_release(args, norm, str(kwargs.get("clip", "exact")))
     # An explicit index, so that this optimizer is not counted when one-parameter optimizers are numbered.
     cls([param], **{"first_parameter": 0, **kwargs})
     return kwargs
 
 
-def check_gradient_release(args: Any, clip: str) -> None:
+def check_gradient_release(args: Any, max_grad_norm: float, clip: str) -> None:
     """Raise ValueError if Trainer's arguments are incompatible with an optimizer with `gradient_release=True`.
 
     Args:
         args: Trainer's arguments.
+        max_grad_norm: the norm to which it clips, 0 for no clipping.
         clip: the optimizer's argument.
     """
     steps = args.gradient_accumulation_steps
@@ -78,11 +83,11 @@ def check_gradient_release(args: Any, clip: str) -> None:
             "per_device_train_batch_size, with gradient_checkpointing=True if activations do not fit; or remove "
             "gradient_release"
         )
-    if args.max_grad_norm and clip == "exact":
+    if max_grad_norm and clip == "exact":
         mode = optimizer_name(args).partition("_bf16_")[2]
         stable = f"optim='stableadamw_bf16_{mode}'" if mode else "hf_lowprec.StableAdamW"
         raise ValueError(
-            f"max_grad_norm={args.max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
+            f"max_grad_norm={max_grad_norm} (Trainer's default is 1.0) needs the norm of all gradients before the "
             "first parameter is stepped, but gradient_release=True frees gradients during the backward pass. Set "
             f"max_grad_norm=0 ({stable} clips each tensor's update by itself); or "
             "optim_args='gradient_release=True,clip=delayed', which clips by the norm of the step before"

@@ -67,8 +67,10 @@ def test_trainers_own_argument_clips_in_the_step(tmp_path):
     assert logged(theirs, "grad_norm") == pytest.approx(watch.norms, rel=2**-24)
 
 
-def test_zero_does_not_clip_and_the_norm_is_still_reported(tmp_path):
-    unclipped = trained(tmp_path / "a", optim="adamw_bf16_kahan", max_grad_norm=0.0, logging_steps=1)
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.0}, {"optim_args": "max_grad_norm=0"}])
+def test_zero_does_not_clip_and_the_norm_is_still_reported(tmp_path, settings):
+    unclipped = trained(tmp_path / "a", optim="adamw_bf16_kahan", logging_steps=1, **settings)
+    assert unclipped.args.max_grad_norm == 0 and optimizer_of(unclipped).max_grad_norm is None
     clipped = trained(tmp_path / "b", optim="adamw_bf16_kahan", max_grad_norm=1e6)
     assert all(norm > 0 for norm in logged(unclipped, "grad_norm"))
     for name, tensor in unclipped.model.state_dict().items():

@@ -124,6 +124,12 @@ def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
     assert 0 < alive.most < 0.35
 
 
+def test_no_clipping_can_be_said_in_optim_args_as_well(tmp_path):
+    settings = ({"optim_args": RELEASED, "max_grad_norm": 0}, {"optim_args": f"{RELEASED},max_grad_norm=0"})
+    one, other = (trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, **each) for each in settings)
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
 # What is refused, before anything is changed.
 
 
@@ -137,6 +143,7 @@ def test_nothing_is_stepped_after_training_until_it_begins_again(tmp_path):
         ),
         ({"optim_args": "gradient_release=True,skip_nonfinite=True", "max_grad_norm": 0}, "skip_nonfinite=True"),
         ({"optim_args": DELAYED, "max_grad_norm": 0}, "clip='delayed' needs max_grad_norm"),
+        ({"optim_args": f"{DELAYED},max_grad_norm=0"}, "clip='delayed' needs max_grad_norm"),
         ({"optim_args": "clip=delayed"}, "only for gradient_release=True"),
         ({"optim_args": "gradient_release=perhaps"}, "gradient_release='perhaps' cannot be parsed"),
         (

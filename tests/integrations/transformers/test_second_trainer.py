@@ -5,13 +5,15 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
-from hf_lowprec import fp32_state_dict
+from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import callback
+from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.optim import gradient_buckets
-from hf_lowprec.optim.initial_compensation import reset_compensations
+from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
 from hf_lowprec.optim.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
@@ -21,6 +23,8 @@ from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_d
 BF16 = torch.bfloat16
 STILL = {"learning_rate": 0.0, "max_steps": 1}
 """A first step that creates the states and moves nothing."""
+FIRST_IS_BEST = {**LOAD_BEST, "max_steps": 8, "metric_for_best_model": "loss", "greater_is_better": True}
+"""Of two checkpoints, the first is loaded in the end: losses fall."""
 
 
 def estimates(trainer) -> dict[str, torch.Tensor]:
@@ -127,15 +131,93 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
         trained(tmp_path, model, max_steps=1, optim="adamw_bf16_sr")
 
 
-def test_the_best_weights_keep_none(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", **LOAD_BEST)
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_split24"])
+@pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
+def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
+    """What `load_best_model_at_end` has loaded is what an export of the best checkpoint contains."""
+    model = llama() if loaded_in == "FP32" else llama().to(BF16)
+    trainer = trained(tmp_path, model, optim=optim, **FIRST_IS_BEST)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert with_low_bits(model) == in_16_bits(model)
+    assert bool(optimizer_of(trainer).dithered) == (loaded_in == "BF16")
+    found = estimates(trainer)
+    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
+    expected = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    beginning = Beginning()
+    del trainer
+    trained(tmp_path / "second", model, callbacks=[beginning], optim=optim, **STILL)
+    assert all(torch.equal(beginning.estimates[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("first", ["stochastic", "split", "kahan"])
+def test_the_best_weights_of_an_earlier_rounding_mode_are_fp32_weights_too(tmp_path, first):
+    """A remainder holds what a compensation does; the reverse rounds it to the 8 bits of a BF16 number."""
+    schedule = f"rounding={first}:0.5|{'kahan' if first == 'split' else 'split'}"
+    trainer = trained(tmp_path, optim="adamw_bf16_split", optim_args=schedule, **FIRST_IS_BEST)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
+    found, differences = estimates(trainer), 0
+    for name, value in load_file(tmp_path / "exported" / "model.safetensors").items():
+        lost = 2.0**-9 * spacing(value, BF16) if first == "split" and "norm" not in name else 0.0
+        assert ((found[name] - value).abs() <= lost).all(), name
+        differences += int((value != value.to(BF16)).sum()) if "norm" not in name else 0
+    assert bool(differences) == (first != "stochastic")
+
+
+def test_best_adapters_are_fp32_weights_too(tmp_path):
+    trainer = trained(tmp_path, adapted("lora"), optim="adamw_bf16_split", **FIRST_IS_BEST)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+    export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "exported")
+    save_pretrained(trainer.model, trainer.optimizer, tmp_path / "saved")
+    saved, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "exported"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
+def test_the_best_weights_keep_none_if_the_checkpoint_has_none(tmp_path, caplog):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", save_only_model=True, **FIRST_IS_BEST)
     assert not with_low_bits(trainer.model)
+    assert f"the best weights, of {tmp_path / 'checkpoint-4'}, were loaded as they are stored" in caplog.text
+    stored = trainer.model.state_dict()
+    assert all(torch.equal(value, stored[name].float()) for name, value in estimates(trainer).items())
 
 
-def test_low_bits_of_an_earlier_end_are_dropped_when_other_weights_are_loaded(tmp_path):
+@pytest.mark.parametrize("steps", [4, 3])
+def test_the_last_weights_keep_theirs_if_they_are_the_best(tmp_path, caplog, steps):
+    """Also without a file to read them from, and after three steps, when no weights have been evaluated."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == steps
+
+    trainer = trained(tmp_path, optim="adamw_bf16_split", callbacks=[Stop()], save_only_model=True, **FIRST_IS_BEST)
+    assert bool(trainer.state.best_model_checkpoint) == (steps == 4)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model)
+    found = estimates(trainer)["lm_head.weight"]
+    assert not torch.equal(found, found.to(BF16).float())
+    assert "best weights" not in caplog.text
+
+
+def test_a_damaged_optimizer_file_does_not_stop_the_end_of_training(tmp_path, caplog):
+    class Damage(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"0")
+
+    trainer = trained(tmp_path, optim="adamw_bf16_split", callbacks=[Damage()], **FIRST_IS_BEST)
+    assert not with_low_bits(trainer.model)
+    assert "were loaded as they are stored" in caplog.text
+
+
+def test_compensations_of_weights_that_were_replaced_become_zero(tmp_path):
     trainer = trained(tmp_path, max_steps=1, optim="adamw_bf16_kahan")
-    reset_compensations(optimizer_of(trainer))
-    assert not with_low_bits(trainer.model)
+    head, optimizer = trainer.model.lm_head.weight, optimizer_of(trainer)
+    with torch.no_grad():
+        head.mul_(2)
+    assert reset_outdated_compensations(optimizer) == 1
+    assert not optimizer.state[head]["compensation"].any() and "_low_bits" not in vars(head)
+    assert with_low_bits(trainer.model) == in_16_bits(trainer.model) - {"lm_head.weight"}
 
 
 def test_released_gradients_leave_them_too(tmp_path):
@@ -213,9 +295,10 @@ def test_compensations_of_other_weights_are_not_kept(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(callback.LowPrecisionCallback, "on_train_end", no_space)
+        patch.setattr(trainer_methods, "load_low_bits_of_optimizer", lambda *_: None)  # those of the best weights
         best = Trainer(
             llama(),
-            arguments(tmp_path / "b", optim="adamw_bf16_split", learning_rate=1e-4, **LOAD_BEST),
+            arguments(tmp_path / "b", optim="adamw_bf16_split", learning_rate=1e-4, **FIRST_IS_BEST),
             train_dataset=counting_data(),
             eval_dataset=counting_data(16),
         )
@@ -241,3 +324,45 @@ def test_an_exception_ends_the_release_of_gradients(tmp_path, monkeypatch):
     trainer.model(input_ids=row, labels=row).loss.backward()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert trainer.model.lm_head.weight.grad is not None
+
+
+class Interrupt(TrainerCallback):
+    """Interrupts the backward pass after two steps, at its end, and keeps the optimizer of the run."""
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.optimizer = optimizer
+        if state.global_step == 2:
+            self.hook = model.get_input_embeddings().weight.register_hook(self.stop)
+
+    def stop(self, gradient):
+        self.hook.remove()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("optim_args", ["seed=0", "seed=0,gradient_release=True"])
+def test_a_trainer_after_an_interrupted_one_begins_with_its_fp32_weights(tmp_path, optim_args):
+    """The optimizer of the first, which a notebook keeps, steps the model no more."""
+    model, interrupt, beginning = llama(), Interrupt(), Beginning()
+    settings = {"optim": "adamw_bf16_split", "max_grad_norm": 0}
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, model, callbacks=[interrupt], optim_args=optim_args, **settings)
+    assert with_low_bits(model) == in_16_bits(model)
+    expected = fp32_state_dict(model, interrupt.optimizer)
+    later = trained(tmp_path, model, callbacks=[beginning], **settings, **STILL)
+    for found in (beginning.estimates, estimates(later)):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_same_trainer_says_how_to_go_on_after_a_backward_pass_that_it_had_begun_to_step(tmp_path):
+    trainers: list[Trainer] = []
+
+    class Kept(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    settings = {"optim": "adamw_bf16_split", "optim_args": "gradient_release=True", "max_grad_norm": 0}
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, callbacks=[Interrupt()], trainer_cls=Kept, **settings)
+    with pytest.raises(RuntimeError, match=r"backward pass was interrupted.*resume from a checkpoint.*new Trainer"):
+        trainers[0].train()

@@ -1,16 +1,24 @@
-"""Keeps the low bits of a checkpoint's FP32 weights, which loading them into a cast model rounds off."""
+"""Reads from a checkpoint what a cast model does not take in of its FP32 weights: their low bits."""
 
 from __future__ import annotations
 
+import logging
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from hf_lowprec.integrations.export.saved_optimizer import read_optimizer_file
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state, store_values
+from hf_lowprec.optim.kept_low_bits import keep_low_bits as keep_low_bits_of_optimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -40,3 +48,42 @@ def keep_low_bits_of_checkpoint(model: nn.Module, checkpoint: Path) -> int:
                 if exact.shape == param.shape and torch.equal(exact.to(param.dtype), param):
                     count += keep_low_bits(param, exact)
     return count
+
+
+@torch.no_grad()
+def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> None:
+    """Give the compensations and remainders of `optimizer` their values in a checkpoint whose weights were loaded.
+
+    They are then kept with the parameters, as when training ends. Those of another rounding mode are converted, and
+    those that the checkpoint has not become zero. If the file cannot be read, nothing is changed.
+
+    Args:
+        optimizer: the optimizer that has saved the checkpoint.
+        path: the file of its state dict.
+    """
+    try:
+        saved = read_optimizer_file(path, None)
+    except Exception as error:  # training is over, and the weights are loaded
+        logger.info("hf_lowprec: no compensations or remainders can be read from %s: %r", path, error)
+        return
+    groups = [group["params"] for group in optimizer.param_groups]
+    if [*map(len, groups)] != [*map(len, saved.groups)]:
+        return
+    for param, other in zip(chain(*groups), chain(*saved.groups), strict=True):
+        own = low_bits_state(optimizer.state.get(param, {}))
+        if own is None:
+            continue
+        value = torch.zeros_like(own) if other.compensation is None else other.compensation().to(own.device)
+        fits = (value.dtype, value.shape) == (own.dtype, own.shape)
+        if fits:
+            own.copy_(value)
+        else:
+            _convert(value, own, param, other.dither)
+        (optimizer.dithered.add if fits and other.dither else optimizer.dithered.discard)(param)
+    keep_low_bits_of_optimizer(optimizer)
+
+
+def _convert(saved: Tensor, own: Tensor, param: Tensor, dither: tuple[int, int] | None) -> None:
+    """Store in `own`, for its rounding mode, what `saved` holds in another one beyond the loaded weights of `param`."""
+    exact = fp32_values(param, saved, dither).view(-1)
+    store_values(param, own, lambda weight, part, index: exact[part])

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
-from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import keep_low_bits_of_checkpoint
+from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import (
+    keep_low_bits_of_checkpoint,
+    load_low_bits_of_optimizer,
+)
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank
 from hf_lowprec.integrations.transformers.checkpoints.resume import (
     check_best,
@@ -25,6 +29,8 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.kept_low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.object_gather import gather_objects
 
@@ -155,12 +161,17 @@ def load_checkpoint(call: TrainerCall) -> None:
 
 
 def load_best(call: TrainerCall) -> None:
-    """Let Trainer load the best weights at the end of a run, if their files are intact.
+    """Let Trainer load the best weights at the end of a run, if their files are intact, and load their low bits.
 
     Raises:
         ValueError: the files are not intact.
     """
-    check_best(Path(call.trainer.state.best_model_checkpoint))
+    best, optimizer = Path(call.trainer.state.best_model_checkpoint), unwrap_optimizer(call.trainer.optimizer)
+    check_best(best)
     call.attachment.callback.has_own_weights = False
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model):
         call.proceed()
+    if isinstance(optimizer, LowPrecisionOptimizer) and (best / OPTIMIZER_NAME).exists():
+        load_low_bits_of_optimizer(optimizer, best / OPTIMIZER_NAME)
