@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits
@@ -41,7 +41,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
 
     Raises:
-        ValueError: `optimizer` has none of the model's parameters.
+        TypeError: `optimizer` is no optimizer.
+        ValueError: it has none of the model's parameters.
     """
     estimate = fp32_estimates(model, optimizer)
     warn_of_weights_as_stored(model, optimizer)
@@ -55,9 +56,10 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
 
     Raises:
-        ValueError: `optimizer` holds none of the model's parameters.
+        TypeError: `optimizer` is no optimizer.
+        ValueError: it holds none of the model's parameters.
     """
-    optimizer = unwrap_optimizer(optimizer)
+    optimizer = unwrap_given_optimizer(optimizer)
     streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
     if not any(id(param) in streams for param in model.parameters()):
         raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")

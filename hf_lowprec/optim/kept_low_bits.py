@@ -10,7 +10,7 @@ from torch import nn
 from hf_lowprec.optim.fp32_weights import random_streams
 from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
+from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.low_bits import set_low_bits
@@ -33,7 +33,7 @@ def keep_low_bits(optimizer: Any) -> None:
     Raises:
         TypeError: it is not an hf_lowprec optimizer.
     """
-    optimizer = unwrap_optimizer(optimizer)
+    optimizer = unwrap_given_optimizer(optimizer)
     if not all("rounding" in group for group in optimizer.param_groups):
         raise TypeError(f"{type(optimizer).__name__} has no low bits to keep; pass an hf_lowprec optimizer")
     for param, stream in random_streams(optimizer.param_groups):

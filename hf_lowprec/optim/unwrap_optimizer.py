@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's `AcceleratedOptimizer`; return anything else, None included, unchanged.
@@ -11,3 +13,15 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     The argument is untyped because this layer may not import accelerate.
     """
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def unwrap_given_optimizer(optimizer: Any) -> Any:
+    """The same for the argument of a public function.
+
+    Raises:
+        TypeError: it is no optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):  # accelerate's wrapper is one
+        way_out = "; pass its attribute `optimizer`" if hasattr(optimizer, "optimizer") else ""
+        raise TypeError(f"`optimizer` is a {type(optimizer).__name__}, not an optimizer{way_out}")
+    return unwrap_optimizer(optimizer)

@@ -62,7 +62,7 @@ def save_pretrained(
     Raises:
         ValueError: `optimizer` has none of the model's parameters, `dtype` is not supported, or the model's weights
             are quantized.
-        TypeError: `model` is neither a transformers nor a PEFT model.
+        TypeError: `model` is neither a transformers nor a PEFT model, or `optimizer` is no optimizer.
         RuntimeError: rank 0 could not write the folder.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)

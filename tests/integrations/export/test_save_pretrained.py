@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,14 @@ def test_what_cannot_be_saved(tmp_path):
         hf_lowprec.save_pretrained(model, optimizer, tmp_path / "out", dtype="float16")
     with pytest.raises(ValueError, match="none of the model's parameters"):
         hf_lowprec.save_pretrained(llama(), optimizer, tmp_path / "out")
+    for given, message in (
+        (SimpleNamespace(optimizer=optimizer), "`optimizer` is a SimpleNamespace, not an opt.*pass its attribute `opt"),
+        (None, "`optimizer` is a NoneType, not an optimizer$"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            hf_lowprec.save_pretrained(model, given, tmp_path / "out")
+        with pytest.raises(TypeError, match=message):
+            hf_lowprec.keep_low_bits(given)
     layer = nn.Linear(2, 2, dtype=BF16)
     with pytest.raises(
         TypeError, match="Linear is neither a transformers nor a PEFT model; save the tensors of fp32_st"
