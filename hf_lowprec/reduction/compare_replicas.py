@@ -13,25 +13,31 @@ from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.object_gather import gather_if_different
 from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
+from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings
 from hf_lowprec.reduction.tensor_checksum import checksum
 
 
 def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Check that replicas hold identical weights and optimizer states. Every rank must call it.
 
-    Under HSDP, the replicas of each shard are compared. FSDP2 without replicas has nothing to compare. Parameters that
-    DDP or FSDP2 was told to ignore are skipped.
+    Under HSDP, the replicas of each shard are compared. FSDP2 without replicas has no weights to compare. Parameters
+    that DDP or FSDP2 was told to ignore are skipped. The settings of `optimizer` are compared under all of them.
 
     Args:
         model: the model, wrapped or not.
         optimizer: its optimizer, or accelerate's wrapper of it.
 
     Raises:
-        RuntimeError: replicas differ. Raised on every rank of the group; the message names the first tensor that
-            differs and the ranks on which it does.
+        RuntimeError: settings of the optimizer or replicas differ. Raised on every rank of the group; the message
+            names the setting, or the first tensor, that differs and the ranks on which it does.
     """
     if not dist.is_initialized():
         return
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper hides its class and settings
+    if optimizer is not None:
+        check_same_settings(
+            optimizer_settings(optimizer, {param: name for name, param in synchronized_parameters(model)})
+        )
     tensors = with_optimizer_states(synchronized_parameters(model), optimizer)
     difference = find_replica_difference(tensors)
     if difference is not None:

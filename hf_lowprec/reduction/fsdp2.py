@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_lowprec.reduction.collective_errors import explain_lost_rank
+from hf_lowprec.reduction.private_torch_apis import replicates_shards
 from hf_lowprec.reduction.rank_mean import mean_in_rank_order
 from hf_lowprec.reduction.scratch_buffers import ScratchBuffers
 from hf_lowprec.rounding import dtype_name
@@ -95,9 +96,9 @@ def reduce_scatter_in_fp32(model: nn.Module) -> ScratchBuffers:
             params = [p for p in _parameters_of_group(module) if p.requires_grad and isinstance(p, DTensor)]
             if not params:
                 continue
-            replicated = params[0].device_mesh.ndim > 1
             dtype = params[0].dtype
-            reduce_scatter = FP32ReduceScatter(dtype, scratch, fp32_output=replicated or dtype == torch.float16)
+            fp32_output = replicates_shards(module) or dtype == torch.float16
+            reduce_scatter = FP32ReduceScatter(dtype, scratch, fp32_output)
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
     return scratch
 

@@ -58,6 +58,15 @@ def reduce_scatters_in_16_bits(module: FSDPModule) -> bool:
     )
 
 
+def replicates_shards(module: FSDPModule) -> bool:
+    """Return whether FSDP2 also averages the gradients of a module that it has sharded over replicas (HSDP).
+
+    The mesh of a parameter does not tell: with tensor parallelism, it has two dimensions as well.
+    """
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    return any(group.mesh_info.replicate_mesh_dim is not None for group in groups)
+
+
 def _sums_in_16_bits(fsdp_param: Any) -> bool:
     """Return whether FSDP2 has 16-bit gradients of a parameter to sum, and no policy to sum them in FP32."""
     param = fsdp_param.sharded_param

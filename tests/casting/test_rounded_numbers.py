@@ -73,7 +73,8 @@ def test_are_named_with_what_keeps_them(name: str, tensor: Tensor, dtype: torch.
         ("embed_positions", torch.rand(5, 5)),
         ("weights", torch.rand(5, 5)),  # sines of positions
         ("mask", torch.rand(5, 5)),
-        ("scale", torch.empty(3, device="meta")),
+        ("scale", torch.empty(3, dtype=BF16, device="meta")),
+        ("weight", torch.empty(3, 3, device="meta")),
     ],
 )
 def test_nothing_is_said_where_nothing_is_lost(name: str, tensor: Tensor) -> None:
@@ -83,3 +84,17 @@ def test_nothing_is_said_where_nothing_is_lost(name: str, tensor: Tensor) -> Non
 @pytest.mark.parametrize("build", ["llama", "bert", "gpt2", "opt", "t5", "vit"])
 def test_nor_about_common_models(build: str) -> None:
     assert cast_model(getattr(tiny_models, build)()[0]).warnings == ()
+
+
+def test_numbers_without_values_are_named_before_they_get_them() -> None:
+    """On the meta device a table is filled after the cast, in the dtype that the cast has given it."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Scaled("freqs", torch.empty(4)) for _ in range(2)))
+    (warning,) = cast_model(model).warnings
+    assert warning.startswith("2 tensors of numbers on the meta device have no values yet")
+    assert "cast_model(model, keep_fp32=['*.freqs'])" in warning
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Scaled("freqs", torch.empty(4)) for _ in range(2)))
+    assert cast_model(model, keep_fp32=["*.freqs"]).warnings == ()
+    assert model.to_empty(device="cpu")[1].freqs.dtype == FP32

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +55,11 @@ def of_libraries() -> dict[str, str]:
     provoke("expected m1 and m2 to have the same dtype", lambda: torch.zeros(2, 2) @ linear.weight)
     provoke("Got unsupported ScalarType BFloat16", lambda: linear.weight.detach().numpy())
     provoke("… is not a valid OptimizerNames", lambda: TrainingArguments(optim="adamw_bf16_khan"))
+    states = {"optimizer.param_groups.0.rounding": torch.zeros(1)}
+    provoke(
+        "Missing key in checkpoint state_dict: …",
+        lambda: create_default_local_load_plan(states, Metadata(state_dict_metadata={})),
+    )
     return raised
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -15,6 +17,7 @@ from hf_lowprec.reduction.private_torch_apis import (
     leave_gradients_to_hook,
     names_ignored_by_ddp,
     reduce_scatters_in_16_bits,
+    replicates_shards,
     version_of,
 )
 
@@ -72,6 +75,18 @@ def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):
     ours = sharded()
     reduce_scatter_in_fp32(ours)
     assert not reduce_scatters_in_16_bits(ours), HERE
+
+
+def test_replicas_of_shards_are_told_from_tensor_parallelism(two_fake_ranks):
+    """Their parameters have meshes of two dimensions alike."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    hybrid = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    parallel = parallelize_module(torch.nn.Linear(4, 4), mesh["inner"], ColwiseParallel())
+    parallel = fully_shard(parallel, mesh=mesh["outer"])
+    assert hybrid.weight.device_mesh.ndim == parallel.weight.device_mesh.ndim == 2
+    assert replicates_shards(hybrid), HERE
+    assert not replicates_shards(parallel), HERE
+    assert not replicates_shards(fully_shard(torch.nn.Linear(4, 4))), HERE
 
 
 def test_ddp_leaves_gradients_to_its_hook(one_rank):

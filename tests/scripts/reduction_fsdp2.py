@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32, shard_fp32_parameters
@@ -171,6 +173,26 @@ def replicated() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
 
+def check_beside_tensor_parallelism() -> None:
+    """Two ranks hold halves of each weight, and two pairs of ranks different gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, dtype=BF16), nn.Linear(8, 4, dtype=BF16))
+    inputs = torch.randn(2, 5, 6).bfloat16()
+    gradients = []
+    for one in inputs:
+        model(one).float().square().sum().backward()
+        gradients.append([param.grad.float() for param in model.parameters()])
+        model.zero_grad()
+    # Each output of a layer is computed on one rank, so that tensor parallelism does not round again.
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["data"])
+    reduce_scatter_in_fp32(model)
+    model(inputs[mesh["data"].get_local_rank()]).float().square().sum().backward()
+    for param, one, other in zip(model.parameters(), *gradients, strict=True):
+        assert torch.equal(param.grad.full_tensor(), ((one + other) / 2).bfloat16()), param.placements
+
+
 def check() -> None:
     check_case("BF16", Layers(BF16, BF16))
     check_case("norms", Layers(BF16, FP32))
@@ -183,6 +205,7 @@ def check() -> None:
     check_case("FP16", Layers(FP16, FP32), policy=WIDE)
     if dist.get_world_size() == 4:
         square = partial(check_case, definition=mean_of_replicas, mesh=replicated(), policy=WIDE)
+        check_beside_tensor_parallelism()
         square("replicas", Layers(BF16, FP32))
         square("replicas in FP16", Layers(FP16, FP16))
         square("replicas, checkpointed", Layers(BF16, FP32, checkpointed=True))

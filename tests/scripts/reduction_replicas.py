@@ -88,6 +88,18 @@ def check_one_bit() -> None:
         assert not difference(model, optimizer)
 
 
+def check_settings() -> None:
+    """They are compared also where no weights are: under FSDP2, ranks would step their shards differently."""
+    for sharded_over in ((), (4,), (2, 2)):
+        model, optimizer = trained(sharded_over)
+        assert not difference(model, optimizer)
+        if dist.get_rank() == 2:
+            optimizer.param_groups[0]["lr"] = 0.2
+        found = difference(model, optimizer)
+        assert "param_groups[0]['lr'] is 0.2 on rank 2 and 0.1 on ranks 0, 1, 3" in found, found
+        assert not difference(model), "without the optimizer, its settings are not compared"
+
+
 def check_several() -> None:
     """The first tensor is named, with all ranks on which it differs."""
     model, optimizer = trained()
