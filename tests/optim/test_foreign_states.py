@@ -91,6 +91,10 @@ def continued_like_fp64(theirs, ours, in_fp32: dict | None = None, **options) ->
     gradients(target, range(BEFORE, BEFORE + AFTER))
     update = LR * (50 if ours is SGD else 5)
     assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    (group,) = target.param_groups
+    assert group.keys() == ours(params(FP32)).param_groups[0].keys(), "no key of the other library stays"
+    names = {"step", *(state.name for state in target.stored_states(group, FP32))}
+    assert all(target.state[param].keys() == names for param in params_of(target)), "nor one of its states"
     return target
 
 
@@ -134,16 +138,19 @@ def test_torch_in_fp32_continues_with_bf16_weights_and_states(theirs, ours, opti
     assert largest_difference(target, reference) < min(bound, 0.1 * moved)
 
 
-def test_torchs_muon():
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "ours"), [(None, "original"), ("original", "original"), ("match_rms_adamw", "match_rms_adamw")]
+)
+def test_torchs_muon(adjust_lr_fn, ours):
     def made(cls, dtype, **options):
         return cls(params(dtype), lr=LR, weight_decay=0.1, momentum=0.9, ns_steps=4, **options)
 
-    source = made(torch.optim.Muon, FP32, eps=1e-6)
+    source = made(torch.optim.Muon, FP32, eps=1e-6, adjust_lr_fn=adjust_lr_fn)
     gradients(source, range(BEFORE))
     before = [p.detach().clone() for p in params_of(source)]
     target = converted(source, Muon, FP32, lr=1.0)
     (group,) = target.param_groups
-    assert (group["ns_eps"], group["eps"], group["adjust_lr_fn"], group["ns_steps"]) == (1e-6, 1e-8, "original", 4)
+    assert (group["ns_eps"], group["eps"], group["adjust_lr_fn"], group["ns_steps"]) == (1e-6, 1e-8, ours, 4)
     for other in (source, target):
         gradients(other, range(BEFORE, BEFORE + AFTER))
     moved = max(float((p.detach() - q).abs().max()) for p, q in zip(params_of(source), before, strict=True))
@@ -155,9 +162,12 @@ OPTIMI = [
     pytest.param(optimi.AdamW, AdamW, {"weight_decay": 0.1}, id="AdamW"),
     pytest.param(optimi.AdamW, AdamW, {"weight_decay": 1e-4, "decouple_lr": True}, id="AdamW-decoupled"),
     pytest.param(optimi.Adam, Adam, {"weight_decay": 0.1}, id="Adam"),
+    pytest.param(optimi.Adam, Adam, {"weight_decay": 1e-4, "decouple_lr": True}, id="Adam-decoupled"),
     pytest.param(optimi.StableAdamW, StableAdamW, {"weight_decay": 0.1}, id="StableAdamW"),
     pytest.param(optimi.Lion, Lion, {"weight_decay": 0.1}, id="Lion"),
     pytest.param(optimi.SGD, SGD, {"momentum": 0.9, "dampening": True, "weight_decay": 0.1}, id="SGD"),
+    pytest.param(optimi.SGD, SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD-undamped"),
+    pytest.param(optimi.SGD, SGD, {}, id="SGD-plain"),
 ]
 
 
