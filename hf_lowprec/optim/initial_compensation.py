@@ -111,7 +111,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
-            if not holds or param.dtype == torch.float32:
+            if not holds:
                 continue
             kind = optimizer.initial_compensation
             if low_bits_state(optimizer.state.get(param, {})) is not None:
@@ -124,11 +124,13 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
 
 def reset_compensations(optimizer: Algorithm) -> None:
     """Set all compensations and remainders to zero, because other weights were loaded."""
-    for param, values in optimizer.state.items():
-        drop_low_bits(param)
-        for name in LOW_BITS_STATES:
-            if isinstance(values, dict) and name in values:
-                values[name].zero_()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            drop_low_bits(param)
+            state = optimizer.state.get(param, {})
+            for name in LOW_BITS_STATES:
+                if name in state:
+                    state[name].zero_()
     optimizer.dithered.clear()
 
 
