@@ -250,6 +250,24 @@ def test_a_compensation_for_a_norm_that_is_fp32_here_is_refused_with_the_line_to
     target.load_state_dict(saved)
 
 
+def test_a_compensation_of_another_shape_is_refused_and_not_dropped():
+    source, target = optimi.AdamW(params(BF16), lr=LR), AdamW(params(BF16))
+    gradients(source, range(2))
+    saved = copy.deepcopy(source.state_dict())
+    saved["state"][0]["kahan_comp"] = torch.zeros(3, dtype=BF16)
+    refuses(lambda: target.load_state_dict(saved), target, ["compensation of parameter 0 has shape (3,)", "(6, 5)"])
+
+
+def test_a_momentum_that_was_saved_as_none_is_no_state():
+    """As SGD of earlier versions of torch saved it without momentum."""
+    source = torch.optim.SGD(params(FP32), lr=LR)
+    saved = {**source.state_dict(), "state": {0: {"momentum_buffer": None}}}
+    target = SGD(params(BF16))
+    target.load_state_dict(saved)
+    assert not target.state.get(params_of(target)[0])
+    train(target, 1)
+
+
 def by_hand(keys: dict, **states) -> dict:
     """A state dict of two parameters, as a library that is not installed writes it."""
     state = {k: {"step": torch.tensor(3.0), **states} for k in range(2)}
