@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def initial_values(optimizer: Algorithm) -> Counter[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             holds = any(state.holds_low_bits for state in optimizer.stored_states(group, param.dtype))
-            if not holds or param.dtype == torch.float32:
+            if not holds:
                 continue
             kind = optimizer.initial_compensation
             if low_bits_state(optimizer.state.get(param, {})) is not None:
@@ -131,8 +132,8 @@ def reset_outdated_compensations(optimizer: Algorithm) -> int:
         The number of parameters whose compensation or remainder was not zero.
     """
     count = 0
-    for param, values in optimizer.state.items():
-        state = low_bits_state(values) if isinstance(values, dict) else None
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        state = low_bits_state(optimizer.state.get(param, {}))
         if state is None or low_bits(param) is not None:
             continue
         drop_low_bits(param)

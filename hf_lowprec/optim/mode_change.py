@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.initial_compensation import chunks, store_values, undithered
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, round_nearest, round_stochastic
+from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits
 
@@ -25,10 +25,8 @@ STEP, ROLE = 0, 1
 """Step and role of the random bits. Steps count from 1, so no step draws them; the dither has role 0."""
 
 
-def states_of_other_modes(param: Tensor, group: ParamGroup, optimizer_state: dict[str, Any]) -> set[str]:
-    """Names of the states that `param` has from a rounding mode that its group had before."""
-    if param.dtype not in LOW_PRECISION_DTYPES:
-        return set()
+def states_of_other_modes(group: ParamGroup, optimizer_state: dict[str, Any]) -> set[str]:
+    """Names of the states that a 16-bit parameter has from a rounding mode that its group had before."""
     own = {state.name for state in MODES[group["rounding"]].auxiliary}
     return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
 
@@ -44,7 +42,7 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
         number: its number in the random stream.
     """
     state = optimizer.state[param]
-    formers = states_of_other_modes(param, group, state)
+    formers = states_of_other_modes(group, state)
     # There are two if a step failed between creating one and filling it.
     former = max(formers, key=lambda name: bool(local_shard(state[name]).any()))
     low_bits = local_shard(state[former]).contiguous().view(-1)

@@ -293,6 +293,8 @@ def _check_state(
     if not _is_count(state["step"]):
         step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
+    formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
+    tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
     for tensor in tensors:
         _check_state_tensor(tensor, param, state[tensor.state.name], where)
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_lowprec.casting import cast_model
+from hf_lowprec.casting.hooks import install_model_output_upcast
 from tests.support.models.inspection import BF16, FP32, assert_downcast
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -25,6 +26,22 @@ class Returns(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         assert x.dtype == FP32
         return self.make(x * self.weight)
+
+
+@pytest.mark.parametrize("next_to_loss", [False, True])
+def test_outputs_next_to_a_loss_that_is_differentiated_are_upcast_on_request_only(next_to_loss: bool) -> None:
+    class Answers(nn.Module):
+        def forward(self, loss: torch.Tensor | None) -> dict[str, Any]:
+            return {"logits": torch.full((2,), 3, dtype=BF16), "loss": loss}
+
+    model = Answers()
+    install_model_output_upcast(model, next_to_loss)
+    loss = torch.ones(())
+    assert model(loss)["logits"].dtype == (FP32 if next_to_loss else BF16)
+    assert model(None)["logits"].dtype == FP32
+    with torch.no_grad():
+        assert model(loss)["logits"].dtype == FP32
+        assert torch.equal(model(loss)["logits"], torch.full((2,), 3.0))
 
 
 @pytest.mark.parametrize(

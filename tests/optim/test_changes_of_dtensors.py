@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.optim import AdamW
+from hf_lowprec.rounding.low_bits import set_low_bits
 
 BACKENDS = ("eager", "native")
 STATES = ("exp_avg", "exp_avg_sq", "compensation")
@@ -141,3 +142,23 @@ def test_a_gradient_that_is_still_communicated_is_waited_for(ranks, backend):
             optimizer.step()
     assert torch.equal(*(param.to_local() for param in params))
     assert not torch.equal(params[0].to_local(), torch.ones(8).bfloat16())
+
+
+def test_low_bits_of_shards_are_not_saved(ranks):
+    """Each rank would save its own under the same number."""
+    params = [nn.Parameter(sharded(ranks, torch.ones(4, 6).bfloat16())), nn.Parameter(torch.ones(5).bfloat16())]
+    for param in params:
+        set_low_bits(param, torch.full(param.to_local().shape if param is params[0] else param.shape, 3).short())
+    assert AdamW(params, rounding="split").state_dict()["low_bits"].keys() == {1}
+
+
+def test_loaded_states_of_cut_blocks_are_not_converted_to_8_bits(ranks):
+    """96 elements of a row over two ranks, in blocks of 32."""
+    param = nn.Parameter(sharded(ranks, torch.linspace(-1, 1, 192).bfloat16().view(4, 48), Shard(1)))
+    optimizer = AdamW([param])
+    give_gradients(ranks, [param], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["state_dtype"] = torch.int8
+    with pytest.raises(ValueError, match=r"48 elements of a row per rank, which cuts blocks of 32"):
+        optimizer.load_state_dict(saved)

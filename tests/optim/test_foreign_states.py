@@ -91,6 +91,10 @@ def continued_like_fp64(theirs, ours, in_fp32: dict | None = None, **options) ->
     gradients(target, range(BEFORE, BEFORE + AFTER))
     update = LR * (50 if ours is SGD else 5)
     assert largest_difference(target, reference) < (BEFORE + AFTER) * 2**-24 * (1 + 20 * update)
+    (group,) = target.param_groups
+    assert group.keys() == ours(params(FP32)).param_groups[0].keys(), "no key of the other library stays"
+    names = {"step", *(state.name for state in target.stored_states(group, FP32))}
+    assert all(target.state[param].keys() == names for param in params_of(target)), "nor one of its states"
     return target
 
 
@@ -134,16 +138,19 @@ def test_torch_in_fp32_continues_with_bf16_weights_and_states(theirs, ours, opti
     assert largest_difference(target, reference) < min(bound, 0.1 * moved)
 
 
-def test_torchs_muon():
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "ours"), [(None, "original"), ("original", "original"), ("match_rms_adamw", "match_rms_adamw")]
+)
+def test_torchs_muon(adjust_lr_fn, ours):
     def made(cls, dtype, **options):
         return cls(params(dtype), lr=LR, weight_decay=0.1, momentum=0.9, ns_steps=4, **options)
 
-    source = made(torch.optim.Muon, FP32, eps=1e-6)
+    source = made(torch.optim.Muon, FP32, eps=1e-6, adjust_lr_fn=adjust_lr_fn)
     gradients(source, range(BEFORE))
     before = [p.detach().clone() for p in params_of(source)]
     target = converted(source, Muon, FP32, lr=1.0)
     (group,) = target.param_groups
-    assert (group["ns_eps"], group["eps"], group["adjust_lr_fn"], group["ns_steps"]) == (1e-6, 1e-8, "original", 4)
+    assert (group["ns_eps"], group["eps"], group["adjust_lr_fn"], group["ns_steps"]) == (1e-6, 1e-8, ours, 4)
     for other in (source, target):
         gradients(other, range(BEFORE, BEFORE + AFTER))
     moved = max(float((p.detach() - q).abs().max()) for p, q in zip(params_of(source), before, strict=True))
@@ -155,9 +162,12 @@ OPTIMI = [
     pytest.param(optimi.AdamW, AdamW, {"weight_decay": 0.1}, id="AdamW"),
     pytest.param(optimi.AdamW, AdamW, {"weight_decay": 1e-4, "decouple_lr": True}, id="AdamW-decoupled"),
     pytest.param(optimi.Adam, Adam, {"weight_decay": 0.1}, id="Adam"),
+    pytest.param(optimi.Adam, Adam, {"weight_decay": 1e-4, "decouple_lr": True}, id="Adam-decoupled"),
     pytest.param(optimi.StableAdamW, StableAdamW, {"weight_decay": 0.1}, id="StableAdamW"),
     pytest.param(optimi.Lion, Lion, {"weight_decay": 0.1}, id="Lion"),
     pytest.param(optimi.SGD, SGD, {"momentum": 0.9, "dampening": True, "weight_decay": 0.1}, id="SGD"),
+    pytest.param(optimi.SGD, SGD, {"momentum": 0.9, "weight_decay": 0.1}, id="SGD-undamped"),
+    pytest.param(optimi.SGD, SGD, {}, id="SGD-plain"),
 ]
 
 
@@ -238,6 +248,24 @@ def test_a_compensation_for_a_norm_that_is_fp32_here_is_refused_with_the_line_to
     for number, param in enumerate(params_of(target)):  # what the message says
         param.data.copy_(params_of(source)[number]).add_(saved["state"][number].pop("kahan_comp"))
     target.load_state_dict(saved)
+
+
+def test_a_compensation_of_another_shape_is_refused_and_not_dropped():
+    source, target = optimi.AdamW(params(BF16), lr=LR), AdamW(params(BF16))
+    gradients(source, range(2))
+    saved = copy.deepcopy(source.state_dict())
+    saved["state"][0]["kahan_comp"] = torch.zeros(3, dtype=BF16)
+    refuses(lambda: target.load_state_dict(saved), target, ["compensation of parameter 0 has shape (3,)", "(6, 5)"])
+
+
+def test_a_momentum_that_was_saved_as_none_is_no_state():
+    """As SGD of earlier versions of torch saved it without momentum."""
+    source = torch.optim.SGD(params(FP32), lr=LR)
+    saved = {**source.state_dict(), "state": {0: {"momentum_buffer": None}}}
+    target = SGD(params(BF16))
+    target.load_state_dict(saved)
+    assert not target.state.get(params_of(target)[0])
+    train(target, 1)
 
 
 def by_hand(keys: dict, **states) -> dict:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hf_lowprec import AdamW, fp32_state_dict
+from hf_lowprec.optim.fp32_weights import fp32_estimates
 
 BF16 = torch.bfloat16
 
@@ -53,3 +54,9 @@ def test_before_the_first_step_the_optimizer_stays_without_state() -> None:
     fp32_state_dict(model, optimizer)
     assert len(optimizer.state) == 0
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_estimates_are_not_part_of_a_graph() -> None:
+    model, optimizer = stepped("stochastic")
+    estimate = fp32_estimates(model, optimizer)
+    assert not any(estimate(param).requires_grad for param in model.parameters())

@@ -17,21 +17,21 @@ from hf_lowprec.optim import AdamW
 VICTIMS = ("the parameter itself", "its gradient", "its gradient, in a bucket", "exp_avg", "compensation")
 cases = itertools.product(("eager", "native"), VICTIMS, (0, 2), ({}, {"max_grad_norm": 1.0}))
 for backend, victim, steps, options in cases:
-    named = [(name, nn.Parameter(torch.ones(40).bfloat16())) for name in ("a.weight", "b.weight")]
-    optimizer = AdamW(named, backend=backend, **options)
+    named = [(name, nn.Parameter(torch.ones(40).bfloat16())) for name in ("a.weight", "b.weight", "c.weight")]
+    optimizer = AdamW([{"params": named[:1]}, {"params": named[1:]}], backend=backend, **options)
     params = [param for _, param in named]
-    bucket = torch.ones(400).bfloat16()
+    bucket = torch.ones(600).bfloat16()
     for k in range(steps + 1):
         for number, param in enumerate(params):
             param.grad = bucket[200 * number :][:40] if "bucket" in victim else torch.ones(40).bfloat16()
         if k < steps:
             optimizer.step()
-    if victim in optimizer.state[params[1]]:
-        freed = optimizer.state[params[1]][victim]
+    if victim in optimizer.state[params[2]]:
+        freed = optimizer.state[params[2]][victim]
     elif "gradient" in victim:
-        freed = params[1].grad
+        freed = params[2].grad
     elif victim == "the parameter itself":
-        freed = params[1]
+        freed = params[2]
     else:
         continue  # no state before the first step
     before = params[0].detach().clone()
@@ -42,13 +42,13 @@ for backend, victim, steps, options in cases:
             what()
         except RuntimeError as error:
             words = victim.split(",")[0]
-            number = 0 if "bucket" in victim else 1
-            name = "ab"[number]
+            number = 0 if "bucket" in victim else 2
+            name = "abc"[number]
             assert f"parameter {number} ({name}.weight)" in str(error) and words in str(error), str(error)
             assert "was freed" in str(error)
         else:
             raise AssertionError((backend, victim, steps, what))
-    assert reads_it or optimizer.global_grad_norm() == torch.tensor(80.0).sqrt()
+    assert reads_it or optimizer.global_grad_norm() == torch.tensor(120.0).sqrt()
     assert torch.equal(params[0], before)
     assert not steps or all(optimizer.state[param]["step"] == steps for param in params)
 print("all refused")

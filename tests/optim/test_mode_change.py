@@ -45,6 +45,20 @@ def take_no_way(optimizer) -> None:
     train(optimizer, 1, seed=9)
 
 
+def test_a_compensation_may_have_any_strides():
+    """The loader of torch keeps those of the saved tensor."""
+    made, twin = (stepped(cls=SGD, count=6) for _ in range(2))
+    for optimizer, transposed in ((made, True), (twin, False)):
+        for param in params_of(optimizer):
+            state = optimizer.state[param]
+            param.data, param.grad = param.detach().view(2, -1), None
+            compensation = state["compensation"].view(2, -1)
+            state["compensation"] = compensation.t().contiguous().t() if transposed else compensation
+        set_mode(optimizer, "split")
+        take_no_way(optimizer)
+    assert_equal(everything(made), everything(twin))
+
+
 def set_mode(optimizer, rounding: str) -> None:
     for group in optimizer.param_groups:
         group["rounding"] = rounding

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,6 +296,27 @@ def give_gradients(params, step: int) -> None:
 
 def tensors(optimizer: Muon, params) -> list[torch.Tensor]:
     return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
+
+
+def test_parts_have_at_most_so_many_elements_and_the_largest_matrix_is_first(small_parts):
+    group = SimpleNamespace(entries=[SimpleNamespace(param=torch.empty(size)) for size in (60, 30, 20, 150, 40, 60, 1)])
+    parts = [[*part] for part in whole_tensor_quantities._parts(group)]
+    assert parts == [[3], [0, 1], [4, 5], [2], [6]]
+
+
+def test_only_small_matrices_of_one_shape_and_group_are_a_batch():
+    """Four fit into a batch at least."""
+    quarter = whole_tensor_quantities._BATCH // 4
+    shapes = [(2, 3), (2, 3), (3, 2), (2, 3), (1, quarter), *[(1, quarter)] * 4, (1, quarter + 1), (1, quarter + 1)]
+    shapes += [(2, 2, 2), (2, 2, 2), (0, 2), (0, 2), (2, 3)]
+    one, other = {}, {}
+    groups = [*[one] * (len(shapes) - 1), other]
+    entries = [
+        SimpleNamespace(param=torch.empty(shape, device="meta"), group=group)
+        for shape, group in zip(shapes, groups, strict=True)
+    ]
+    batches = whole_tensor_quantities._batches(SimpleNamespace(entries=entries), range(len(entries)))
+    assert batches == [[0, 1, 3], [2], [4, 5, 6, 7], [8], *([k] for k in range(9, len(entries)))]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "skip_nonfinite": True}], ids=str)

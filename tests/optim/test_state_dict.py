@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 from hf_lowprec.optim import SGD, AdamW, Lion
 from hf_lowprec.optim import optimizer as optimizer_module
 from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
 from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.optim.state_dict_format import FORMAT
 from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build
@@ -128,11 +129,36 @@ def test_keys_that_a_state_dict_lacks_have_defaults(name):
         train(target, 1)
 
 
+@pytest.mark.parametrize("key", ["maximize", "seed", "state_dtype", "state_rounding"])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_format_1_without_maximize_descends(name):
+def test_format_1_may_lack_an_argument_of_all_algorithms(name, key):
     target = optimizer(name)
-    target.load_state_dict(edited(in_format_1(stepped(name).state_dict()), maximize=None))
-    assert target.param_groups[0]["maximize"] is False
+    target.load_state_dict(edited(in_format_1(stepped(name).state_dict()), **{key: None}))
+    assert target.param_groups[0][key] == keywords(ALGORITHMS[name])[key]
+
+
+def test_a_group_that_was_added_after_unpickling_is_loaded():
+    """Torch adds "differentiable" to the defaults of an optimizer that it unpickles, so later groups have it."""
+    source, target = stepped("AdamW"), optimizer("AdamW")
+    source = copy.deepcopy(source)
+    for made in (source, target):
+        made.add_param_group({"params": [nn.Parameter(torch.ones(3, 4).bfloat16())]})
+    assert ["differentiable" in group for group in source.param_groups] == [False, True]
+    train(source, 1)
+    target.load_state_dict(source.state_dict())
+    assert_equal(target.state_dict()["state"], source.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    ("given", "saved"), [(torch.float32, "float32"), ({"exp_avg_sq": torch.float32}, {"exp_avg_sq": "float32"})]
+)
+def test_dtypes_are_saved_by_name(given, saved):
+    """Distributed checkpoints cannot gather `torch.dtype`."""
+    source, target = stepped("AdamW", state_dtype=given), optimizer("AdamW")
+    assert source.state_dict()["param_groups"][0]["state_dtype"] == saved
+    with pytest.warns(RuntimeWarning, match="replaces options"):
+        target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["state_dtype"] == given
 
 
 @pytest.mark.parametrize(
@@ -239,6 +265,30 @@ def test_a_compensation_that_another_rounding_mode_left_is_loaded():
     assert_equal(target.state_dict(), source.state_dict())
 
 
+def test_bytes_of_another_shape_are_not_taken_for_a_remainder():
+    target, saved = stepped("AdamW", rounding="split"), copy.deepcopy(stepped("AdamW", rounding="split").state_dict())
+    assert saved["state"][1]["remainder"].shape == (3, 4, 2)
+    saved["state"][1]["remainder"] = torch.zeros(3, 4, 3, dtype=torch.uint8)
+    refuses(lambda: target.load_state_dict(saved), target, ["remainder of parameter 1 has shape (3, 4, 3)", "(3, 4)"])
+
+
+def test_what_the_user_keeps_besides_the_states_of_parameters_comes_back():
+    """As torch's own optimizers do."""
+    source, target = optimizer("AdamW"), stepped("AdamW")
+    source.state["epoch"] = 3
+    train(source, 2)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    assert target.state["epoch"] == 3
+    with torch.no_grad():
+        for ours, theirs in zip(params_of(target), params_of(source), strict=True):
+            ours.copy_(theirs)
+    for made in (source, target):
+        train(made, 2)
+    assert_equal(everything(target), everything(source))
+    reset_outdated_compensations(target)
+    assert not any(target.state[param]["compensation"].any() for param in params_of(target))
+
+
 def test_what_the_user_keeps_in_the_state_comes_back():
     source, target = stepped("AdamW"), stepped("AdamW")
     for made in (source, target):
@@ -276,6 +326,12 @@ def test_a_step_that_is_not_a_count_raises(step):
     target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
     saved["state"][1]["step"] = step
     refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 is", "whole number"])
+
+
+def test_a_step_count_of_two_elements_raises():
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    saved["state"][1]["step"] = torch.tensor([3, 4])
+    refuses(lambda: target.load_state_dict(saved), target, ["step of parameter 1 has 2 elements"])
 
 
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3]), np.int64(3)])
@@ -358,6 +414,7 @@ def test_replaced_options_are_warned_about_once(cls, saved, given, message):
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert str(caught[0].message).count("(was") == message.count("(was")
+    assert ("Saved states keep their dtypes" in str(caught[0].message)) == ("state_dtype" in saved)
     assert_equal(target.state_dict(), source.state_dict())
     train(target, 1)
     with warnings.catch_warnings():

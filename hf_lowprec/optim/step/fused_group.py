@@ -191,21 +191,18 @@ class FusedGroup:
                 keys[word] = tuple(pair)
         return keys_of_segments
 
-    def _load(self, name: str, tensor: Tensor, part: slice | Tensor) -> Tensor:
+    def _load(self, name: str, tensor: Tensor, part: slice) -> Tensor:
         """The values of `tensor`, called `name`, for some elements of its parameter."""
         if name not in self.spec.per_block_tensors:
             return load(tensor.view(-1)[part])
-        if isinstance(part, Tensor):
-            return load(tensor.view(-1)[part // BLOCK])
         return load(tensor.view(-1)[part.start // BLOCK : part.stop // BLOCK]).repeat_interleave(BLOCK)
 
-    def elements(self, entry: int, part: slice | Tensor) -> Elements:
+    def elements(self, entry: int, part: slice) -> Elements:
         """The values of some elements of entry number `entry`.
 
         Args:
             entry: its position in `entries`.
-            part: which elements of its flattened tensors, as a slice or as indices. With states in 8 bits, a slice has
-                whole blocks.
+            part: which elements of its flattened tensors. With states in 8 bits, whole blocks.
         """
         values = {name: self._load(name, tensor, part) for name, tensor in self.entries[entry].tensors.items()}
         return Elements(values.pop("param"), values.pop("grad"), values, self._scalars_of(entry))

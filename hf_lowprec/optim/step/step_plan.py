@@ -130,7 +130,7 @@ class StepPlan:
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
             shapes = {tensor.state.name: tensor.shape for tensor in states}
             tensors = {name: optimizer_state[name] for name in shapes}
-            former = states_of_other_modes(param, group, optimizer_state)
+            former = states_of_other_modes(group, optimizer_state)
             others = {"its gradient": grad} | {name: optimizer_state[name] for name in sorted(former)}
             for name, tensor in (others | tensors).items():
                 if tensor.shape != shapes.get(name, param.shape) or tensor.device != param.device:
@@ -275,7 +275,7 @@ def _initialized_state(
     for k, (state, dtype, shape) in enumerate(states):
         if state.name not in optimizer_state:
             optimizer_state[state.name] = zeros_apart(param, dtype, shape, k, len(states))
-            if state.holds_low_bits and not states_of_other_modes(param, group, optimizer_state):
+            if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
                 initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
     drop_low_bits(param)
     return optimizer_state

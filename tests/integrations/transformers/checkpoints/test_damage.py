@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.damage import files_that_do_not_open
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -26,6 +28,35 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
 from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
 from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_shards_that_do_not_open_are_named(tmp_path, folder):
+    """Without a manifest, which has the sizes and checksums of all files."""
+    shards = tmp_path / folder
+    dcp.save({"a": torch.ones(1000), "b": torch.zeros(10)}, checkpoint_id=shards, no_dist=True)
+    assert files_that_do_not_open(tmp_path) == []
+    (shard,) = shards.glob("*.distcp")
+    content = shard.read_bytes()
+    shard.write_bytes(content + b"more")
+    assert files_that_do_not_open(tmp_path) == []
+    shard.write_bytes(content[:-1])
+    size = len(content)
+    assert files_that_do_not_open(tmp_path) == [f"{folder}/{shard.name} has {size - 1} bytes, but {size} were written"]
+    shard.unlink()
+    assert files_that_do_not_open(tmp_path) == [f"{folder}/{shard.name} is missing"]
+    (shards / ".metadata").write_bytes(b"no pickle")
+    (problem,) = files_that_do_not_open(tmp_path)
+    assert problem.startswith(f"{folder}/.metadata does not open: ")
+    (shards / ".metadata").unlink()
+    assert files_that_do_not_open(tmp_path) == [f"{folder}/.metadata is missing"]
+
+
+def test_an_index_without_a_map_is_damaged(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert files_that_do_not_open(tmp_path) == ["model.safetensors.index.json has no weight_map"]
+
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 STATE = "trainer_state.json"

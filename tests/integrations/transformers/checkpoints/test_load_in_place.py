@@ -1,13 +1,17 @@
 """Weights that are loaded: into the parameters that a model has, and with all the bits that were saved."""
 
+import operator
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer
 
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
+from hf_lowprec.rounding import fp32_value
+from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
 
@@ -21,6 +25,20 @@ def test_values_move_and_parameters_stay():
     assert kept.dtype == torch.bfloat16 and kept.requires_grad
     assert torch.equal(kept, torch.full((2, 2), 3.0, dtype=torch.bfloat16))
     assert model[0].bias is resized, "another shape cannot move"
+
+
+@pytest.mark.parametrize("keeping", [False, True])
+def test_low_bits_are_kept_if_asked_for_and_if_there_are_any(keeping):
+    dtypes = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    model = nn.ParameterList(torch.zeros(3, dtype=before) for before, _ in dtypes)
+    old, exact = list(model), 1 + 2**-12
+    with load_in_place(model, keeping_low_bits=keeping):
+        for k, (_, after) in enumerate(dtypes):
+            model[k] = nn.Parameter(torch.full((3,), exact, dtype=after))
+    assert all(map(operator.is_, model, old))
+    assert [low_bits(param) is not None for param in model] == [keeping, False, False]
+    if keeping:
+        assert torch.equal(fp32_value(model[0].detach(), low_bits(model[0])), torch.full((3,), exact))
 
 
 def norms(tensors: Any) -> dict[str, torch.Tensor]:
