@@ -67,6 +67,8 @@ def built(name: str) -> tuple[Any, Batch]:
     config: Any = tiny_config(model_class, CONTRASTIVE[name])
     if name.startswith("BridgeTower"):
         config.contrastive_hidden_size, config.logit_scale_init_value = 16, 2.6592  # of its checkpoints alone
+    if name.startswith("Clvp"):
+        config.decoder_config.decoder_fixing_codes = [83, 45, 45, 48]  # after a stop token; 248 is none here
     torch.manual_seed(0)
     model = without_chance(model_class(config))
     if name.startswith("PeAudio"):
@@ -133,6 +135,6 @@ def test_the_loss_is_that_of_the_formula_in_fp64(name: str, other: str) -> None:
     texts = torch.einsum("vtd,vd->tv", ours, theirs) if name == "XCLIPModel" else ours @ theirs.T
     expected = paired(texts * scale, 0.1 if name == "AlignModel" else 0.0)
     # Logits, `scale` times products of unit vectors, are off by (width + 2) roundings of `scale` at most; a loss
-    # by twice what its logits are, and by a few roundings of its own sums, which are below 2 here.
-    assert outputs.loss.dtype == FP32 and 0 < expected < 1
-    assert abs(outputs.loss.item() - expected.item()) <= 2 * (width + 2) * UNIT * scale.item() + 8 * UNIT * 2
+    # by twice what its logits are, and by a few roundings of its own sums, which are below 4 where a loss is below 2.
+    assert outputs.loss.dtype == FP32 and 0 < expected < 2
+    assert abs(outputs.loss.item() - expected.item()) <= 2 * (width + 2) * UNIT * scale.item() + 8 * UNIT * 4

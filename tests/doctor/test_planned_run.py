@@ -82,7 +82,7 @@ def test_torchs_unfused_adamw_decays_separately_and_the_fused_one_does_not():
         optimizer = torch.optim.AdamW([weight], lr=0.9 * 2.0**-8, weight_decay=0.5, fused=fused, foreach=not fused)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        results[fused] = float(weight[0])
+        results[fused] = weight[0].item()
     assert results == {False: 1.25, True: 1.25 - 2.0**-7}
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, set_seed
 
 import hf_lowprec
 from tests.support.training.counting_text import preferences, sentences, tokenizer
@@ -57,7 +57,9 @@ def sft(saved, tmp_path, optim, peft_config=None, resume=None, **settings):
 
 
 def lora():
+    """Seeds as well: TRL 1.14, the newest for Python 3.10, draws an adapter's weights before it seeds anything."""
     peft = pytest.importorskip("peft")
+    set_seed(42)
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
 
 
@@ -145,7 +147,11 @@ def test_dpo_of_an_adapter_against_the_model_without_it(saved, tmp_path):
     trainer = dpo(saved, tmp_path, OURS[0], peft_config=lora())
     assert trainer.ref_model is None
     assert trainer.state.log_history[0]["rewards/margins"] == 0
-    assert_follows(trainer, dpo(saved, tmp_path, "adamw_torch", peft_config=lora()))
+    reference = dpo(saved, tmp_path, "adamw_torch", peft_config=lora())
+    # Near log 2 the loss falls by β/2 = 0.05 times the margin: four sums of five log-probabilities, each off by 0.6% of
+    # logits of 0.11, which is 3e-3, over the root of 8 rows: 6e-5 at a step. Six seeds showed 1.3e-4 at most, after 8
+    # steps that fall by 2e-3; an adapter drawn by another seed shows 4e-3.
+    assert_follows(trainer, reference, share=5e-4)
 
 
 def test_a_reference_with_other_norms_keeps_them(saved, tmp_path):

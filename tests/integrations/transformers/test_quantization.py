@@ -120,6 +120,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"is quantized \(Int8Weight of torch.float32\).*freeze it"):
             hf_lowprec.AdamW(model.parameters())
 
+    @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
     def test_quantization_aware_training(self, tmp_path):
         model = nn.Sequential(nn.Linear(4, 4))
         model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")

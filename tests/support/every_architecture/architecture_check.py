@@ -200,7 +200,7 @@ def sensitivity(model: nn.Module) -> Iterator[Any]:
     def total(inputs: list[Tensor]) -> float:
         activations = float(sum(squares))
         leaves = [t for t in (*model.parameters(), *inputs) if t.grad is not None]
-        values = sum(float((t * t.grad).double().square().sum()) for t in leaves)
+        values = sum((t * t.grad).double().square().sum().item() for t in leaves)
         return UNIT * math.sqrt((3 * activations + values) / 3)
 
     try:
