@@ -28,7 +28,7 @@ class Algorithm(torch.optim.Optimizer):
     skip_nonfinite: bool
     gradient_release: bool = False
     clip: str = "exact"
-    skipped_before: int = 0
+    skipped_before: int
     """Steps that `skip_nonfinite` had skipped when the states that were loaded were saved."""
 
     update: ClassVar[Update]

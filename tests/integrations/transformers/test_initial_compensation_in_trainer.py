@@ -14,7 +14,7 @@ from hf_lowprec.rounding.low_bits import low_bits
 from tests.support.processes.ranks import run_script
 from tests.support.rounding.kept_low_bits import kept_values
 from tests.support.training.peft_adapters import adapted
-from tests.support.training.tiny_trainer import LOAD_BEST, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 KAHAN = {"optim": "adamw_bf16_kahan"}
 
@@ -130,18 +130,6 @@ def test_a_killed_run_starts_again_or_resumes_with_the_same_bits(tmp_path, step)
     whole = trained(tmp_path / "whole", **settings)
     estimates = [fp32_state_dict(trainer.model, optimizer_of(trainer)) for trainer in (whole, resumed)]
     assert all(torch.equal(estimates[0][name], estimates[1][name]) for name in estimates[0])
-
-
-@pytest.mark.parametrize("kind", ["low_bits", "dither"])
-def test_the_best_weights_have_no_compensation_of_others(tmp_path, kind):
-    """The earliest checkpoint is the "best" one; `fp32_state_dict` returns its weights, without a dither."""
-    settings = {**LOAD_BEST, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = trained(tmp_path, optim_args=f"initial_compensation={kind}", **KAHAN, **settings)
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
-    optimizer = optimizer_of(trainer)
-    assert not optimizer.dithered
-    found = fp32_state_dict(trainer.model, optimizer)
-    assert all(torch.equal(found[name], value.float()) for name, value in trainer.model.state_dict().items())
 
 
 def test_an_optimizer_that_was_passed_decides(tmp_path, capsys):

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
-from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 
 def test_the_users_arguments_and_callbacks_are_not_changed(tmp_path):
@@ -91,17 +91,6 @@ def test_the_users_callbacks_see_the_lost_updates(tmp_path, strategy):
     losses = [logs for logs in seen if "loss" in logs]
     assert losses
     assert all("lost_updates" in logs for logs in losses)
-
-
-def test_best_weights_are_not_given_the_last_ones_compensation(tmp_path):
-    trainer = trained(
-        tmp_path,
-        optim="adamw_bf16_kahan",
-        **LOAD_BEST,
-    )
-    full = hf_lowprec.fp32_state_dict(trainer.model, trainer.optimizer)
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(full[name], tensor.float()), name
 
 
 def test_a_model_of_another_optimizer_has_no_estimate(tmp_path):
