@@ -316,7 +316,7 @@ class LowPrecisionCallback(TrainerCallback):
         """Release no more gradients; warn of findings if there was no log; keep low bits for the next optimizer.
 
         If the best weights were loaded, they are cast again, since PEFT loads adapters in FP32. Their low bits were
-        loaded with them; compensations that belong to the last weights are reset.
+        loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
             self._look(state, self._monitor)

@@ -55,7 +55,7 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
     """Give the compensations and remainders of `optimizer` their values in a checkpoint whose weights were loaded.
 
     They are then kept with the parameters, as when training ends. Those of another rounding mode are converted, and
-    those that the checkpoint has not become zero. If the file cannot be read, nothing is changed.
+    missing ones become zero. If the file cannot be read, nothing is changed.
 
     Args:
         optimizer: the optimizer that has saved the checkpoint.
