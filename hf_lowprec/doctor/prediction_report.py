@@ -32,19 +32,19 @@ def prediction_table(prediction: Prediction) -> Table:
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for kind, parameters in prediction.parameters.items():
-        nearest, stochastic, kahan, split = (
-            prediction.by_mode[mode].get(kind) for mode in ("nearest", "stochastic", "kahan", "split")
-        )
         cells = [kind, f"{parameters:,}"]
-        cells += [_FP32, ""] if nearest is None else [
-            _two_digits(nearest.lost_in_run), _ranges(nearest.vanishing)
-        ]  # fmt: skip
-        cells += [_FP32, ""] if stochastic is None else [
-            _two_digits(stochastic.noise),
-            _ranges([(stochastic.blurs_from, run.steps)] if stochastic.blurs_from else []),
-        ]  # fmt: skip
-        cells.append(_FP32 if kahan is None else _two_digits(kahan.noise))
-        cells.append(_FP32 if split is None else _two_digits(split.lost_in_run))
+        # The optimizers of other libraries round the norms as well, which ours leave in FP32.
+        if nearest := prediction.by_mode["nearest"].get(kind):
+            cells += [_two_digits(nearest.lost_in_run), _ranges(nearest.vanishing)]
+        else:
+            cells += [_FP32, ""]
+        if stochastic := prediction.by_mode["stochastic"].get(kind):
+            blurred = [(stochastic.blurs_from, run.steps)] if stochastic.blurs_from else []
+            kahan, split = prediction.by_mode["kahan"][kind], prediction.by_mode["split"][kind]
+            cells += [_two_digits(stochastic.noise), _ranges(blurred)]
+            cells += [_two_digits(kahan.noise), _two_digits(split.lost_in_run)]
+        else:
+            cells += [_FP32, "", _FP32, _FP32]
         table.add_row(*cells)
     return table
 

@@ -137,7 +137,8 @@ class LowPrecisionOptimizer(Algorithm):
         self.backend = backend
         self.capturable = capturable
         self.max_grad_norm = max_grad_norm
-        self.skip_nonfinite, self.skipped_before = skip_nonfinite, 0
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped_before = 0
         self.gradient_release = bool(gradient_release)
         self.clip = clip
         self.grad_norm: Tensor | None = None

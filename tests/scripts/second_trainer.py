@@ -10,7 +10,7 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
@@ -18,17 +18,11 @@ from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
 from tests.scripts.trainer_ranks import llama, text
 from tests.support.processes.ranks import leave
-from tests.support.training.tiny_trainer import optimizer_of
+from tests.support.training.fp32_weights_at_start import Beginning
+from tests.support.training.tiny_trainer import arguments, optimizer_of
 
 BF16 = torch.bfloat16
 Weights = dict[str, torch.Tensor]
-
-
-class Beginning(TrainerCallback):
-    """Keeps the FP32 estimates before the first step."""
-
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.estimates = hf_lowprec.fp32_state_dict(model, optimizer)
 
 
 def train(
@@ -40,16 +34,8 @@ def train(
         The FP32 estimates before and afterwards.
     """
     beginning = Beginning()
-    args = TrainingArguments(
-        output_dir=tempfile.gettempdir(),
-        optim=optim,
-        learning_rate=learning_rate,
-        max_steps=2,
-        per_device_train_batch_size=2,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
+    args = arguments(
+        tempfile.gettempdir(), optim=optim, learning_rate=learning_rate, max_steps=2, per_device_train_batch_size=2
     )
     trainer = Trainer(model, args, train_dataset=text(16), callbacks=[beginning, *callbacks])
     trainer.train()

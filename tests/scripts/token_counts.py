@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_lowprec  # noqa: F401
 from tests.support.processes.ranks import leave
+from tests.support.training.tiny_trainer import arguments
 
 LENGTH = 65  # 64 of them are predicted
 
@@ -45,7 +46,7 @@ def stepped(tokens: int, micro_batches: int, optim: str, ranks: int = 1) -> tupl
     """The logged loss and the gradients of one step."""
     data, gradients = sequences(tokens), Gradients()
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
+        args = arguments(
             folder,
             optim=optim,
             max_steps=1,
@@ -53,10 +54,6 @@ def stepped(tokens: int, micro_batches: int, optim: str, ranks: int = 1) -> tupl
             gradient_accumulation_steps=micro_batches,
             max_grad_norm=0,
             logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
         )
         trainer = Trainer(llama(), args, train_dataset=data, callbacks=[gradients])
         trainer.train()

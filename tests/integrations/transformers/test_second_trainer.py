@@ -17,6 +17,7 @@ from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
 from hf_lowprec.optim.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
 from hf_lowprec.rounding.spacing import spacing
+from tests.support.training.fp32_weights_at_start import Beginning
 from tests.support.training.peft_adapters import adapted
 from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained
 
@@ -37,13 +38,6 @@ def with_low_bits(model) -> set[str]:
 
 def in_16_bits(model) -> set[str]:
     return {name for name, param in model.named_parameters() if param.requires_grad and param.dtype == BF16}
-
-
-class Beginning(TrainerCallback):
-    """Keeps the FP32 estimates before the first step."""
-
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.estimates = fp32_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("second", ["adamw_bf16_kahan", "adamw_bf16_split"])
@@ -134,7 +128,7 @@ def test_a_mode_without_a_place_for_them_says_that_they_are_dropped(tmp_path):
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adamw_bf16_split", "adamw_bf16_split24"])
 @pytest.mark.parametrize("loaded_in", ["FP32", "BF16"])
 def test_the_best_weights_are_fp32_weights_too(tmp_path, loaded_in, optim):
-    """What `load_best_model_at_end` has loaded is what an export of the best checkpoint contains."""
+    """After `load_best_model_at_end`, the weights are those that an export of the best checkpoint contains."""
     model = llama() if loaded_in == "FP32" else llama().to(BF16)
     trainer = trained(tmp_path, model, optim=optim, **FIRST_IS_BEST)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
