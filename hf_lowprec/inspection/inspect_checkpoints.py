@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hf_lowprec.diagnostics.finding import Finding
-from hf_lowprec.inspection.checkpoint import open_checkpoint
+from hf_lowprec.inspection.checkpoint import Checkpoint, open_checkpoint
 from hf_lowprec.inspection.findings_in_one import findings_in_one
 from hf_lowprec.inspection.findings_in_two import findings_in_two
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.one_checkpoint import CheckpointFacts, inspect_checkpoint
 from hf_lowprec.inspection.two_checkpoints import Comparison, compare_checkpoints
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 
 
 class Inspection(NamedTuple):
@@ -20,7 +22,7 @@ class Inspection(NamedTuple):
     Attributes:
         checkpoints: the facts of each checkpoint, in order of time.
         comparison: what moved between them; None for one checkpoint.
-        findings: what is wrong in the last checkpoint and between the two.
+        findings: what is wrong in the last checkpoint, between the two, and with the files of each.
     """
 
     checkpoints: list[CheckpointFacts]
@@ -50,17 +52,28 @@ def inspect_checkpoints(
     """
     given = given or Hyperparameters()
     opened = [open_checkpoint(name, argument) for name, argument in ((model, "MODEL"), (other, "OTHER")) if name]
+    damaged = [finding for checkpoint in opened for finding in _damaged(checkpoint)]
     facts = [
         inspect_checkpoint(checkpoint, update, lambda name, of=checkpoint.name: progress(f"{of}: {name}"))  # type: ignore[misc]
         for checkpoint in opened
     ]
     if len(opened) == 1:
-        return Inspection(facts, None, findings_in_one(facts[0], given))
+        return Inspection(facts, None, damaged + findings_in_one(facts[0], given))
     comparison = compare_checkpoints(
         (opened[0], facts[0]), (opened[1], facts[1]), given, lambda name: progress(f"comparing {name}")
     )
     in_later = findings_in_one(facts[1], given, compared=comparison.changes)
-    return Inspection(facts, comparison, _without_repetitions(in_later, findings_in_two(comparison, given)))
+    return Inspection(facts, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison, given)))
+
+
+def _damaged(checkpoint: Checkpoint) -> list[Finding]:
+    """A finding if the files of a checkpoint are not those that its manifest lists."""
+    if (checkpoint.folder / MANIFEST_NAME).exists():
+        try:
+            check_good(checkpoint.folder)
+        except ValueError as error:
+            return [Finding("damaged", f"{error}.")]
+    return []
 
 
 _SAME = {

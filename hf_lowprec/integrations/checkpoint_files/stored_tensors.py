@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import warnings
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside
+
+
+class UnreadableError(ValueError):
+    """A file of a checkpoint cannot be read.
+
+    Args:
+        path: the file or folder.
+        reason: the reason, in one line.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} cannot be read: {reason}")
+        self.path, self.reason = path, reason
+
+
+@contextmanager
+def explain_unreadable(path: Path) -> Iterator[None]:
+    """Turn any error of a reader inside into an `UnreadableError`; torch's is not even an `Exception`."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise UnreadableError(path, _reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return _reason(next(iter(error.failures.values()))[0])
+    refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+    if refused:  # torch's message is a page
+        return _refusal(refused[1])
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return first_line if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line}"
+
+
+def _refusal(name: str) -> str:
+    return f"it is a pickle that names {name}, which is not data; loading it might run foreign code"
 
 
 class TensorInfo(NamedTuple):
@@ -41,12 +85,16 @@ class SafetensorsFiles:
         self.infos: dict[str, TensorInfo] = {}
         self._files: dict[str, Any] = {}
         for path in paths:
-            file = safe_open(path, framework="pt")
-            for name in sorted(file.keys()):
-                part = file.get_slice(name)
-                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
-                self.infos[name] = TensorInfo(torch.Size(part.get_shape()), dtype)
-                self._files[name] = file
+            with explain_unreadable(path):
+                self._open(path)
+
+    def _open(self, path: Path) -> None:
+        file = safe_open(path, framework="pt")
+        for name in sorted(file.keys()):
+            part = file.get_slice(name)
+            dtype = _SAFETENSORS_DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
+            self.infos[name] = TensorInfo(torch.Size(part.get_shape()), dtype)
+            self._files[name] = file
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -71,14 +119,61 @@ class TensorsInMemoryMap:
 
 
 def load_mapped(path: Path) -> Any:
-    """Load what `torch.save` wrote; the values of tensors are read from the file when they are used."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Load what `torch.save` wrote; the values of tensors are read from the file when they are used.
+
+    Raises:
+        UnreadableError: it is damaged, or holds anything but data.
+    """
+    with explain_unreadable(path):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+_IN_METADATA = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+"""What `torch.distributed.checkpoint` writes into `.metadata`, besides dtypes and paths."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata`, which is a pickle, without running what else a file might name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _IN_METADATA.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            return PurePosixPath  # where it was saved, which nobody asks; one of another system cannot be built
+        raise ValueError(_refusal(f"{module}.{name}"))
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the metadata of a folder of `torch.distributed.checkpoint`. torch's own function runs what the file names.
+
+    Raises:
+        UnreadableError: the file is damaged, or names anything but metadata, or files outside of the folder.
+    """
+    path = folder / ".metadata"
+    with explain_unreadable(path), path.open("rb") as file:
+        metadata: Metadata = _MetadataUnpickler(file).load()
+        for part in metadata.storage_data.values():
+            path_inside(folder, part.relative_path, path.name)
+    return metadata
 
 
 class ShardedFolder:
     """The tensors and objects in a folder of `torch.distributed.checkpoint`, whole, by their paths in the state dict.
 
     Needs no process group.
+
+    Raises:
+        UnreadableError: see `read_metadata`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,10 +185,17 @@ class ShardedFolder:
             def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
                 return metadata
 
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = read_metadata(folder)
+        self._folder = folder
         self._reader = Reader(folder)
-        self._metadata = metadata.state_dict_metadata
-        self._keys = {path: key for key, path in metadata.planner_data.items()}
+        with explain_unreadable(folder / ".metadata"):
+            self._infos = {
+                key: TensorInfo(stored.size, stored.properties.dtype)
+                if isinstance(stored, TensorStorageMetadata)
+                else None
+                for key, stored in metadata.state_dict_metadata.items()
+            }
+            self._keys = {path: key for key, path in metadata.planner_data.items() if key in self._infos}
 
     def paths(self) -> Iterable[tuple[Any, ...]]:
         """The paths of all tensors and objects."""
@@ -101,19 +203,39 @@ class ShardedFolder:
 
     def info(self, path: tuple[Any, ...]) -> TensorInfo | None:
         """The shape and dtype of a tensor; None for another object."""
-        stored = self._metadata[self._keys[path]]
-        return TensorInfo(stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+        return self._infos[self._keys[path]]
 
     def read(self, path: tuple[Any, ...]) -> Any:
-        """Read one tensor or object."""
+        """Read one tensor or object.
+
+        Raises:
+            UnreadableError: it is damaged, or an object holds anything but data.
+        """
+        key, info = self._keys[path], self.info(path)
+        return self._load({key: None if info is None else torch.empty(info.shape, dtype=info.dtype)})[key]
+
+    def check_objects(self) -> None:
+        """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
+
+        torch's own reader, which resuming uses, runs what it names.
+        """
+        self._load({key: None for key, info in self._infos.items() if info is None})
+
+    def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the values of `state_dict`."""
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        key, info = self._keys[path], self.info(path)
-        state_dict = {key: None if info is None else torch.empty(info.shape, dtype=info.dtype)}
-        with warnings.catch_warnings():
+        class Planner(DefaultLoadPlanner):
+            def load_bytes(self, read_item: Any, value: Any) -> None:
+                torch.load(value, weights_only=True)  # raises an error where what follows would run anything
+                value.seek(0)
+                super().load_bytes(read_item, value)
+
+        with explain_unreadable(self._folder), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-            load(state_dict, storage_reader=self._reader, no_dist=True)
-        return state_dict[key]
+            load(state_dict, storage_reader=self._reader, planner=Planner(), no_dist=True)
+        return state_dict
 
 
 class ShardedTensors:

@@ -10,9 +10,10 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
     ShardedTensors,
     StoredTensors,
     TensorsInMemoryMap,
+    explain_unreadable,
     load_mapped,
 )
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_json
+from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _SHARDED_WEIGHTS = "pytorch_model_fsdp_0"
@@ -22,20 +23,34 @@ def open_weights(folder: Path) -> StoredTensors:
     """Open the weights in `folder`; each tensor is read when it is asked for.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or they cannot be read.
     """
     for weights in ("model.safetensors", ADAPTER_WEIGHTS):
         if (folder / weights).is_file():
             return SafetensorsFiles([folder / weights])
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return SafetensorsFiles(folder / name for name in sorted(set(read_json(index)["weight_map"].values())))
+        return SafetensorsFiles(files_of_index(index))
     if (folder / _SHARDED_WEIGHTS).is_dir():
         return ShardedTensors(ShardedFolder(folder / _SHARDED_WEIGHTS), "model")
     for weights in ("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"):
         if (folder / weights).is_file():
-            return TensorsInMemoryMap(load_mapped(folder / weights))
+            with explain_unreadable(folder / weights):
+                return TensorsInMemoryMap(load_mapped(folder / weights))
     raise ValueError(
         f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, {_SHARDED_WEIGHTS}, "
         "pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"
     )
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files over which an index says that weights are split.
+
+    Raises:
+        UnreadableError: it is damaged, or names files outside of its folder.
+    """
+    with explain_unreadable(index):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map")
+        return [path_inside(index.parent, name, "weight_map") for name in sorted(set(map(str, weight_map.values())))]

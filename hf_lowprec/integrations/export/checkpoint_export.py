@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo, explain_unreadable
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
@@ -148,10 +148,11 @@ def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> list[Sav
     for k, file_names in enumerate(optimizer_files(names)):
         of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
         for name in file_names:
-            if (checkpoint / name).is_file():
-                found.append(read_optimizer_file(checkpoint / name, of_optimizer))
-            elif (checkpoint / name).is_dir():
-                found.append(read_optimizer_folder(checkpoint / name))
+            with explain_unreadable(checkpoint / name):
+                if (checkpoint / name).is_file():
+                    found.append(read_optimizer_file(checkpoint / name, of_optimizer))
+                elif (checkpoint / name).is_dir():
+                    found.append(read_optimizer_folder(checkpoint / name))
     return found
 
 

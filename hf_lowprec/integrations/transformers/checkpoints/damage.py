@@ -1,8 +1,10 @@
 """Finds the files of a checkpoint that are damaged or missing.
 
 With a manifest, the files must have the sizes and checksums that it lists. Without one, as in checkpoints of a stock
-Trainer, the files that Trainer loads must exist and open. This finds empty, missing and truncated files, but not
-flipped bits.
+Trainer, the files that Trainer loads must exist and open. This finds empty, missing and truncated files, and flipped
+bits in what `torch.save` wrote, but in large tensors and in safetensors files not.
+
+Checksums do not show who wrote a file. What could make a reader run code, or read other folders, is refused in any case.
 """
 
 from __future__ import annotations
@@ -12,9 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
+from transformers.trainer_pt_utils import safe_globals
 
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    ShardedFolder,
+    UnreadableError,
+    load_mapped,
+    read_metadata,
+)
+from hf_lowprec.integrations.checkpoint_files.stored_weights import files_of_index
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
-from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
+from hf_lowprec.integrations.transformers.checkpoints.checksums import CHUNK_BYTES, checksums
 from hf_lowprec.integrations.transformers.checkpoints.manifest import Manifest, read_json
 from hf_lowprec.metrics_file import METRICS_NAME
 
@@ -71,12 +81,24 @@ def unreadable_files(checkpoint: Path) -> list[str]:
 
 def files_that_do_not_open(checkpoint: Path) -> list[str]:
     """A line for every file in a folder that a checkpoint may have, and that does not open."""
+    return _problems(checkpoint, _CHECKS)
+
+
+def unsafe_files(checkpoint: Path) -> list[str]:
+    """The same for those files alone that could make Trainer run code, or load files of other folders."""
+    return _problems(checkpoint, {pattern: _CHECKS[pattern] for pattern in (_INDEX, *_SHARDS)})
+
+
+def _problems(checkpoint: Path, checks: dict[str, Callable[[Path], list[str]]]) -> list[str]:
     problems = []
-    for pattern, check in _CHECKS.items():
+    for pattern, check in checks.items():
         for path in sorted(checkpoint.glob(pattern)):
             name = path.relative_to(checkpoint).as_posix()
             try:
                 problems += [f"{name}{problem}" for problem in check(path)]
+            except UnreadableError as error:
+                name = error.path.relative_to(checkpoint).as_posix()
+                problems.append(f"{name} does not open: {error.reason}")
             except Exception as error:  # readers raise many types, zipfile even NotImplementedError
                 problems.append(f"{name} does not open: {error}")
     return problems
@@ -103,11 +125,7 @@ def _check_json(path: Path) -> list[str]:
 
 def _check_index(path: Path) -> list[str]:
     """Check the index of weights that are split over several files."""
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        return [" has no weight_map"]
-    missing = sorted({str(name) for name in weight_map.values() if not (path.parent / str(name)).is_file()})
-    return [f" lists {name}, which is missing" for name in missing]
+    return [f" lists {file.name}, which is missing" for file in files_of_index(path) if not file.is_file()]
 
 
 def _check_safetensors(path: Path) -> list[str]:
@@ -118,8 +136,13 @@ def _check_safetensors(path: Path) -> list[str]:
 def _check_torch_file(path: Path) -> list[str]:
     if not path.stat().st_size:
         return [" is empty"]
-    with zipfile.ZipFile(path):  # the directory is at the end of the file
-        return []
+    with zipfile.ZipFile(path) as file:  # the directory is at the end of the file
+        for entry in file.infolist():
+            if entry.file_size <= CHUNK_BYTES:
+                file.read(entry)  # it compares the checksum, as torch does not
+    with safe_globals():  # of random states
+        load_mapped(path)
+    return []
 
 
 def _check_shards(folder: Path) -> list[str]:
@@ -128,26 +151,24 @@ def _check_shards(folder: Path) -> list[str]:
         return []
     if not (folder / ".metadata").is_file():
         return ["/.metadata is missing"]
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
-        ends: dict[str, int] = {}
-        for part in (stored or {}).values():
-            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    except Exception as error:  # unpickling can raise anything
-        return [f"/.metadata does not open: {type(error).__name__}: {error}"]
+    ends: dict[str, int] = {}
+    for part in read_metadata(folder).storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in ends}
-    return [
+    problems = [
         f"/{name} is missing" if size is None else f"/{name} has {size} bytes, but {ends[name]} were written"
         for name, size in sizes.items()
         if size is None or size < ends[name]
     ]
+    if not problems:
+        ShardedFolder(folder).check_objects()
+    return problems
 
 
+_INDEX = "**/*.index.json"
 _CHECKS: dict[str, Callable[[Path], list[str]]] = {
     "**/*.safetensors": _check_safetensors,
-    "**/*.index.json": _check_index,
+    _INDEX: _check_index,
     "**/config.json": _check_json,
     "**/adapter_config.json": _check_json,
     **dict.fromkeys(

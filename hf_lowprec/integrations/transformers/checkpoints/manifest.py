@@ -18,7 +18,7 @@ import uuid
 import zlib
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -180,6 +180,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} does not contain a JSON object")
     return content
+
+
+def path_inside(folder: Path, name: str, named_in: str) -> Path:
+    """The path of a file in `folder` that the file `named_in` there refers to.
+
+    Raises:
+        ValueError: it is outside of the folder, where a checkpoint from elsewhere must not make anyone read or write.
+    """
+    path = PurePath(name)
+    if path.anchor or ".." in path.parts:
+        raise ValueError(f"{named_in} names {name!r}, which is outside of the checkpoint")
+    return folder / path
 
 
 def _times_of_saving(folder: Path) -> list[str]:

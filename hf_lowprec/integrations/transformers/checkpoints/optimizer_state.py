@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
 from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
@@ -156,7 +155,7 @@ def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
         return is_ours(load_mapped(whole))
     if not sharded.is_dir():
         return None
-    return any(key.endswith(".state_rounding") for key in FileSystemReader(sharded).read_metadata().state_dict_metadata)
+    return any(path[-1] == "state_rounding" for path in ShardedFolder(sharded).paths())
 
 
 def _groups_saved_by_fsdp(checkpoint: Path) -> list[ParamGroup]:

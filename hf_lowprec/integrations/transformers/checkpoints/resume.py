@@ -121,21 +121,25 @@ def check_state_dict_type(checkpoint: Path, wanted: str | None) -> None:
     )
 
 
-def check_good(checkpoint: Path) -> None:
-    """Check a checkpoint of Trainer that is to be exported.
+def check_good(checkpoint: Path, argument: str = "checkpoint") -> None:
+    """Check a checkpoint of Trainer that is to be exported or inspected.
+
+    Args:
+        checkpoint: the folder.
+        argument: the argument that it was passed as, for the message.
 
     Raises:
         ValueError: it was not saved completely, or files are damaged. The message names them.
     """
     _read_manifest.cache_clear()
-    _check_named(checkpoint, checkpoint.parent, "checkpoint")
+    _check_named(checkpoint, checkpoint.parent, argument)
 
 
 def check_best(checkpoint: Path) -> None:
     """Check the weights of the best checkpoint, before Trainer loads them at the end of a run.
 
     Raises:
-        ValueError: files have changed since they were written. The message names them.
+        ValueError: files are unsafe, or have changed since they were written. The message names them.
     """
     _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
@@ -146,10 +150,11 @@ def check_best(checkpoint: Path) -> None:
 
 
 def _changed_weights(checkpoint: Path) -> list[str]:
-    """A line for every file that is loaded with the best weights and has changed according to the manifest."""
+    """A line for every file that is loaded with the best weights, and is unsafe or contradicts the manifest."""
+    unsafe = [line for line in damage.unsafe_files(checkpoint) if not _NOT_WEIGHTS.match(line)]
     manifest = _manifest_or_none(checkpoint)
-    if manifest is None:
-        return []
+    if manifest is None or unsafe:
+        return unsafe
     files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
     return damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
 
@@ -331,7 +336,7 @@ def _problem_here(checkpoint: Path) -> Problem | None:
     elif not manifest.complete:
         return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
     else:
-        damaged = damage.changed_files(checkpoint, manifest)
+        damaged = damage.changed_files(checkpoint, manifest) or damage.unsafe_files(checkpoint)
     if not damaged:
         return None
     return Problem(_DAMAGED, _listing(damaged))

@@ -55,7 +55,7 @@ def test_shards_that_do_not_open_are_named(tmp_path, folder):
 
 def test_an_index_without_a_map_is_damaged(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    assert files_that_do_not_open(tmp_path) == ["model.safetensors.index.json has no weight_map"]
+    assert files_that_do_not_open(tmp_path) == ["model.safetensors.index.json does not open: it has no weight_map"]
 
 
 SETTINGS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
