@@ -54,7 +54,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refusal(name: str) -> str:
-    return f"it is a pickle that names {name}, which is not data; loading it might run foreign code"
+    return f"it names {name}, which is code, or data that no checkpoint has; loading it might run foreign code"
 
 
 class TensorInfo(NamedTuple):
