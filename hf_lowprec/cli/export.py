@@ -39,6 +39,6 @@ def export(
         report = export_checkpoint(
             checkpoint, out, dtype=dtype, model_folder=model_folder, max_shard_size=max_shard_size
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"{out}: {report}")

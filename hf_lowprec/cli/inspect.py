@@ -98,10 +98,11 @@ def _print(inspection: Inspection, console: Console) -> None:
         sentence(tables.heading(facts))
     if inspection.comparison:
         console.print(tables.changes_table(inspection.comparison))
-        lines = tables.lines_on_two(inspection.comparison)
+        notes = [note for facts in inspection.checkpoints for note in facts.notes]
+        lines = [*tables.lines_on_two(inspection.comparison), *notes]
     else:
         console.print(tables.weights_table(inspection.checkpoints[0]))
-        lines = tables.lines_on_one(inspection.checkpoints[0])
+        lines = [*tables.lines_on_one(inspection.checkpoints[0])]
     for line in lines:
         sentence(f"- {line}", indent="  ")
     console.print()

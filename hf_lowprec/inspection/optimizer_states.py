@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, TensorInfo, load_mapped
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    ShardedFolder,
+    TensorInfo,
+    explain_unreadable,
+    load_mapped,
+)
 from hf_lowprec.integrations.export.checkpoint_export import optimizer_files
 from hf_lowprec.integrations.export.older_checkpoints import usual_orders
 from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
@@ -164,10 +169,11 @@ def read_parameter_states(folder: Path) -> list[ParameterState]:
         for k, file_names in enumerate(optimizer_files(names)):
             of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
             for name in file_names:
-                if (folder / name).is_file():
-                    found += _states_in_file(folder / name, of_optimizer, stored_names)
-                elif (folder / name).is_dir():
-                    found += _states_in_folder(folder / name, stored_names)
+                with explain_unreadable(folder / name):
+                    if (folder / name).is_file():
+                        found += _states_in_file(folder / name, of_optimizer, stored_names)
+                    elif (folder / name).is_dir():
+                        found += _states_in_folder(folder / name, stored_names)
     return found
 
 

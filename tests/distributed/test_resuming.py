@@ -27,7 +27,7 @@ def machines(folder: Path) -> Path:
         checkpoint = folder / f"{rank}/out/checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "train_batch_size": 8}))
     return folder
 
 

@@ -33,13 +33,15 @@ class UnreadableError(ValueError):
 
 
 @contextmanager
-def explain_unreadable(path: Path) -> Iterator[None]:
-    """Turn any error of a reader inside into an `UnreadableError`; torch's is not even an `Exception`."""
+def explain_unreadable(
+    path: Path, errors: tuple[type[BaseException], ...] = (Exception, CheckpointException)
+) -> Iterator[None]:
+    """Turn errors of a reader inside into an `UnreadableError`; torch's own is not an `Exception`."""
     try:
         yield
     except UnreadableError:
         raise
-    except (Exception, CheckpointException) as error:
+    except errors as error:
         raise UnreadableError(path, _reason(error)) from error
 
 

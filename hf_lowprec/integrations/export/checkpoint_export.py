@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -109,6 +110,7 @@ def export_checkpoint(
     Raises:
         ValueError: the checkpoint is damaged, unfinished, quantized or of a kind that cannot be exported, or
             `save_directory` is not empty. The message says what to do.
+        OSError: `save_directory` cannot be written.
     """
     source, folder, parsed = Path(checkpoint), Path(save_directory), parse_dtype(dtype)
     _check_folders(source, folder)
@@ -361,6 +363,8 @@ def _removed_if_it_fails(folder: Path) -> Iterator[None]:
     """Remove what was written to `folder` if it remains incomplete, so that nobody takes it for a model."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # on a full disk
+            raise OSError(f"{str(folder)!r} cannot be written: {error}") from error
         raise

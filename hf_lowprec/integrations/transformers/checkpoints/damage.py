@@ -2,9 +2,10 @@
 
 With a manifest, the files must have the sizes and checksums that it lists. Without one, as in checkpoints of a stock
 Trainer, the files that Trainer loads must exist and open. This finds empty, missing and truncated files, and flipped
-bits in what `torch.save` wrote, but in large tensors and in safetensors files not.
+bits in what `torch.save` wrote, except in large tensors.
 
-Checksums do not show who wrote a file. What could make a reader run code, or read other folders, is refused in any case.
+Checksums do not show who wrote a file: what could make Trainer run code, or read other folders, is refused with a
+manifest, too.
 """
 
 from __future__ import annotations

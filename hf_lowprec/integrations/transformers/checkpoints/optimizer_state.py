@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    ShardedFolder,
+    explain_unreadable,
+    load_mapped,
+)
 from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
@@ -39,10 +44,12 @@ def load_optimizer(call: TrainerCall) -> None:
     optimizer = unwrap_optimizer(call.trainer.optimizer)
     if checkpoint is None or not isinstance(optimizer, torch.optim.Optimizer):
         call.proceed()
-    elif isinstance(optimizer, LowPrecisionOptimizer):
-        _load_into_ours(call, optimizer, Path(checkpoint))
-    else:
-        _load_into_others(call, optimizer, Path(checkpoint))
+        return
+    with explain_unreadable(Path(checkpoint), (CheckpointException,)):
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            _load_into_ours(call, optimizer, Path(checkpoint))
+        else:
+            _load_into_others(call, optimizer, Path(checkpoint))
 
 
 def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpoint: Path) -> None:

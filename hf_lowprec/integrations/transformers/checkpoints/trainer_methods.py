@@ -9,10 +9,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
 from hf_lowprec.integrations import private_apis
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
 from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
 from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import (
@@ -151,11 +153,14 @@ def load_checkpoint(call: TrainerCall) -> None:
 
     If they are FP32 weights, as of a checkpoint of another optimizer, their low bits are kept for the compensation.
     """
-    callback = call.attachment.callback
-    with load_in_place(call.trainer.model, callback.keep_low_bits):
+    callback, checkpoint = call.attachment.callback, Path(call.arguments["resume_from_checkpoint"])
+    with (
+        load_in_place(call.trainer.model, callback.keep_low_bits),
+        explain_unreadable(checkpoint, (CheckpointException,)),
+    ):
         call.proceed()
     if callback.keep_low_bits:
-        count = keep_low_bits_of_checkpoint(call.trainer.model, Path(call.arguments["resume_from_checkpoint"]))
+        count = keep_low_bits_of_checkpoint(call.trainer.model, checkpoint)
         if count:
             logger.info("hf_lowprec: kept the low bits of %d FP32 weights of the checkpoint", count)
 
@@ -171,7 +176,7 @@ def load_best(call: TrainerCall) -> None:
     call.attachment.callback.has_own_weights = False
     if isinstance(optimizer, LowPrecisionOptimizer):
         keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
-    with load_in_place(call.trainer.model):
+    with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):
         call.proceed()
     if isinstance(optimizer, LowPrecisionOptimizer) and (best / OPTIMIZER_NAME).exists():
         load_low_bits_of_optimizer(optimizer, best / OPTIMIZER_NAME)

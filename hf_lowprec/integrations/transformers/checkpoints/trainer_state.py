@@ -25,7 +25,8 @@ def read_trainer_state(path: Path, cls: type[TrainerState] = TrainerState) -> Tr
         state = cls(**{name: value for name, value in fields.items() if name not in unknown})
     except TypeError as error:
         raise ValueError(f"{path.name} is not a Trainer's state: {error}") from error
-    for name, kind in (("global_step", int), ("log_history", list), ("stateful_callbacks", dict)):
+    kinds = {"global_step": int, "train_batch_size": int, "log_history": list, "stateful_callbacks": dict}
+    for name, kind in kinds.items():
         if not isinstance(getattr(state, name), kind):
             raise ValueError(f"{path.name} has {name}={getattr(state, name)!r}")
     return state

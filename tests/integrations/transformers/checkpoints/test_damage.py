@@ -6,8 +6,9 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import shutil
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import read_metadata
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.integrations.transformers.checkpoints.damage import files_that_do_not_open
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
@@ -51,6 +53,38 @@ def test_shards_that_do_not_open_are_named(tmp_path, folder):
     assert problem.startswith(f"{folder}/.metadata does not open: ")
     (shards / ".metadata").unlink()
     assert files_that_do_not_open(tmp_path) == [f"{folder}/.metadata is missing"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+def test_metadata_has_nothing_but_what_its_reader_allows(tmp_path):
+    """It is a pickle; torch's own reader runs whatever it names."""
+    dtypes = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+    tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in dtypes}
+    state = {"tensors": tensors, "groups": [{"lr": 1.0, "betas": (0.9, 0.99), "name": None}]}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    expected = pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert len(expected.state_dict_metadata) == len(tensors) + 3
+    assert read_metadata(tmp_path) == expected
+    text, own = pickle.dumps(expected, protocol=2), f"{PosixPath.__module__}\nPosixPath\n".encode()
+    for other in (b"pathlib\nWindowsPath\n", b"pathlib._local\nPosixPath\n"):  # of Windows, of Python 3.13
+        assert own in text
+        (tmp_path / ".metadata").write_bytes(text.replace(own, other))
+        assert read_metadata(tmp_path) == expected
+    for name in ("../other/__0_0.distcp", str(tmp_path / "__0_0.distcp")):
+        for part in expected.storage_data.values():
+            part.relative_path = name
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(expected))
+        with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{name}', which is outside"):
+            read_metadata(tmp_path)
 
 
 def test_an_index_without_a_map_is_damaged(tmp_path):
@@ -219,7 +253,11 @@ def test_every_bit_of_the_manifest_counts(killed):
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [*itertools.product(LOADED, (emptied, halved)), *((file, missing) for file in (*LOADED[:3], STATE))],
+    [
+        *itertools.product(LOADED, (emptied, halved)),
+        *((file, missing) for file in (*LOADED[:3], STATE)),
+        *((file, flipped) for file in LOADED[1:4]),
+    ],
 )
 def test_damage_is_seen_by_name_without_a_manifest(stock, caplog, file, damage):
     damage(stock / "checkpoint-4" / file)

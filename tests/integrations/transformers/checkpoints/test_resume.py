@@ -111,7 +111,7 @@ def complete(folder: Path, step: int) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     save_file({"weight": torch.zeros(8)}, checkpoint / "model.safetensors")
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "train_batch_size": 8}))
     return checkpoint
 
 

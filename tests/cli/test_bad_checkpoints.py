@@ -1,0 +1,135 @@
+"""Checkpoints that are damaged, or made to harm who reads them: every command, and resumed training."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from hf_lowprec.cli import app
+from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
+from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from tests.support.processes.ranks import run_ranks
+from tests.support.training.poisoned_files import poisons, write_poisoned
+from tests.support.training.tiny_trainer import trained
+
+
+def run(*words: object) -> Result:
+    """Run a command; its errors are messages."""
+    result = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "1000"})
+    assert isinstance(result.exception, SystemExit | None), (words, result.exception)
+    return result
+
+
+def reading(checkpoint: Path, good: Path, out: Path) -> list[tuple[object, ...]]:
+    """The commands that read a model or a checkpoint; `good` is an earlier one, and `out` a new folder."""
+    return [
+        ("inspect", checkpoint),
+        ("inspect", good, checkpoint),
+        ("export", checkpoint, out),
+        ("doctor", checkpoint, "--lr", "1e-3", "--steps", "10"),
+        ("estimate", checkpoint),
+        ("plot", checkpoint, "-o", out.with_suffix(".html")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    trained(folder, optim="adamw_bf16_kahan", max_steps=2, save_strategy="steps", save_steps=2)
+    return folder / "checkpoint-2"
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path) -> Path:
+    """A copy without a manifest, as of a stock Trainer."""
+    shutil.copytree(saved, tmp_path / "checkpoint-2", ignore=shutil.ignore_patterns(MANIFEST_NAME))
+    return tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize(("name", "flipped"), [("model.safetensors", b"{"), ("optimizer.pt", b"param_groups")])
+def test_damaged_files_are_named(saved, checkpoint, tmp_path, name, flipped):
+    content = (saved / name).read_bytes()
+    for damaged in (b"", content[: len(content) // 2], content.replace(flipped, flipped[:-1] + b"~")):
+        (checkpoint / name).write_bytes(damaged)
+        for words in reading(checkpoint, saved, tmp_path / "out")[:4]:
+            result = run(*words)
+            assert result.exit_code != 0 and name in result.output, (words, result.output)
+        with pytest.raises(ValueError, match=f"is damaged: {name}"):
+            resolve(str(checkpoint), str(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_files_of_another_kind_are_named(saved, checkpoint, tmp_path, name):
+    for other in ("scheduler.pt", "config.json"):
+        shutil.copyfile(saved / other, checkpoint / name)
+        for words in reading(checkpoint, saved, tmp_path / "out")[:4]:
+            result = run(*words)
+            assert result.exit_code != 0 and name in result.output, (words, result.output)
+
+
+def test_an_index_does_not_reach_outside_of_its_folder(checkpoint, tmp_path):
+    """Nor does the name of an adapter, which is the name of a folder."""
+    weights, secret = load_file(checkpoint / "model.safetensors"), tmp_path / "secret/model.safetensors"
+    (checkpoint / "model.safetensors").unlink()
+    secret.parent.mkdir()
+    save_file(weights, secret, metadata={"format": "pt"})
+    for name in ("../secret/model.safetensors", str(secret)):
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert_outside(checkpoint, name, tmp_path / "out")
+    (checkpoint / "model.safetensors.index.json").unlink()
+    shutil.copy(secret, checkpoint)
+    names = json.loads((checkpoint / PARAMETERS_NAME).read_text()) | {"adapters": {"../secret": {}}}
+    (checkpoint / PARAMETERS_NAME).write_text(json.dumps(names))
+    assert "'../secret', which is outside" in run("export", checkpoint, tmp_path / "out").output
+
+
+def assert_outside(checkpoint: Path, name: str, out: Path) -> None:
+    """Assert that the error of every command, and of a resumed run, names the file outside of the checkpoint."""
+    for words in reading(checkpoint, checkpoint, out)[:4]:
+        assert f"{name!r}, which is outside" in run(*words).output, words
+    with pytest.raises(ValueError, match=f"{name!r}, which is outside"):
+        resolve(str(checkpoint), str(checkpoint.parent))
+    assert not out.exists()
+
+
+def test_a_full_disk(saved, tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fails)
+    assert "cannot be written: Error while serializing: No space left" in run("export", saved, tmp_path / "out").output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "state_dict_type"), [(1, ""), (2, ""), (1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT")]
+)
+def test_no_file_is_run_when_it_is_unpickled(tmp_path, ranks, state_dict_type):
+    """Resumed with a manifest that lists the poisoned files, and read without one."""
+    printed = run_ranks("poisoned_checkpoints.py", ranks, str(tmp_path), *filter(None, [state_dict_type]))
+    checkpoint, copy, marker, ran = tmp_path / "checkpoint-2", tmp_path / "copy", tmp_path / "marker", []
+    tried = [*poisons(checkpoint, marker)]
+    assert f"of {len(tried)} poisoned files ran: []" in printed, printed
+    if state_dict_type == "SHARDED_STATE_DICT":
+        for folder in ("optimizer_0", "pytorch_model_fsdp_0"):
+            assert re.search(rf"is damaged: {folder}/\.metadata .* it names io\.open", printed), printed
+            assert re.search(rf"is damaged: {folder} .* it names io\.open", printed), printed
+    for name, contents in tried:
+        write_poisoned(checkpoint, contents, copy)
+        for words in reading(copy, checkpoint, tmp_path / "exported"):
+            run(*words)
+            shutil.rmtree(tmp_path / "exported", ignore_errors=True)
+            if marker.exists():
+                ran.append((name, words[0]))
+                marker.unlink()
+    assert ran == []
