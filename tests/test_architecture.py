@@ -5,13 +5,13 @@
 | L0 | rounding, metrics_file | itself |
 | L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
 optim and diagnostics |
+| L1 | user_inputs | itself |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
-| L3 | demo, doctor, estimate, inspection | L0 to L2; all but doctor also user_inputs |
-| L3 | user_inputs | itself |
+| L3 | demo, doctor, estimate, inspection | L0 to L2; doctor not user_inputs |
 | L4 | cli, `__main__` | everything below |
 
-L3 and L4 import public names of transformers.
+user_inputs, L3 and L4 import public names of transformers.
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
 `hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages, and on circles, bind
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "reduction": {"reduction", "rounding"},
     "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
     "monitor": {"monitor", "diagnostics", "optim", "rounding"},
-    "integrations": {"integrations", "metrics_file", *BELOW_INTEGRATIONS},
+    "integrations": {"integrations", "metrics_file", "user_inputs", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "inspection", "integrations", *BELOW_INTEGRATIONS},

@@ -56,7 +56,6 @@ def inspect(
     from hf_lowprec.inspection.hyperparameters import Hyperparameters
     from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
     from hf_lowprec.inspection.json_output import to_json
-    from hf_lowprec.integrations.checkpoint_files.stored_tensors import UnreadableError
     from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
     try:
@@ -69,7 +68,7 @@ def inspect(
 
             with explain_input_errors(f"--plot: {str(plot)!r} cannot be written"):
                 draw(plot, inspection.checkpoints[-1], inspection.comparison)
-    except (InputError, UnreadableError) as error:
+    except InputError as error:
         raise typer.BadParameter(str(error)) from None
     if as_json:
         typer.echo(to_json(*inspection))

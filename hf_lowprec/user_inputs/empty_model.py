@@ -58,7 +58,7 @@ def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         raise InputError(f"{failed}: config.json does not contain a JSON object")
     model_type = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        code = "; estimate does not run the code that its auto_map names" if "auto_map" in content else ""
+        code = "; the code that its auto_map names is not run" if "auto_map" in content else ""
         raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
     with explain_input_errors(failed, hint=_name_small_sizes(content)):
         config = transformers.CONFIG_MAPPING[model_type].from_dict(
@@ -125,13 +125,13 @@ def _check_config(content: dict[str, Any], name: str) -> None:
         # timm reads the name with urlsplit, which drops tabs and line breaks.
         if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
             raise InputError(
-                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which estimate does not do; "
+                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which it must not; "
                 "use the name of a timm architecture"
             )
         if key == "backbone" and isinstance(value, str) and "/" in value:
             raise InputError(
-                f"backbone={value!r} in the configuration of {name!r} is another repository, which estimate does not "
-                "read; set its configuration as backbone_config"
+                f"backbone={value!r} in the configuration of {name!r} is another repository, which is not read; "
+                "set its configuration as backbone_config"
             )
         highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
         if highest is None or not isinstance(value, int | float):

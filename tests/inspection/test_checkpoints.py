@@ -223,7 +223,9 @@ def test_optimizer_state_that_cannot_be_read_is_a_note(tmp_path):
     torch.save({"state": {}, "param_groups": [{"params": [0], "lr": open_checkpoint}]}, tmp_path / "optimizer.pt")
     (facts,), _, findings = inspect(tmp_path)
     assert findings == [] and facts.states == []
-    assert re.search("optimizer state in .* cannot be read.*only the weights are inspected", facts.notes[0])
+    assert re.search(
+        "optimizer.pt cannot be read: it names .*open_checkpoint.*only the weights are inspected", facts.notes[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside
+from hf_lowprec.user_inputs.input_errors import InputError
 
 
-class UnreadableError(ValueError):
+class UnreadableError(InputError):
     """A file of a checkpoint cannot be read.
 
     Args:

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo, explain_unreadable
@@ -44,6 +42,8 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_N
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
+from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
+from hf_lowprec.user_inputs.input_errors import InputError
 
 _NOT_OF_A_MODEL = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|sampler|dl_state_dict|custom_checkpoint)[\w-]*\.\w+$"
@@ -261,7 +261,7 @@ def _pending(
     return PendingTensor(info.shape, saved_dtype(info.dtype, dtype), compute)
 
 
-def _empty_model(folder: Path) -> PreTrainedModel:
+def _empty_model(folder: Path) -> nn.Module:
     """Build the model that config.json describes, on the meta device, where weights take no memory."""
     if not (folder / "config.json").is_file():
         raise ValueError(
@@ -275,17 +275,10 @@ def _empty_model(folder: Path) -> PreTrainedModel:
             f"the weights of this model are quantized ({method}) and have no FP32 estimate; train adapters on it with "
             "peft.get_peft_model, and export their checkpoint"
         )
-    name = next(iter(content.get("architectures") or []), None)
-    cls = getattr(transformers, str(name), None)
-    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
-        raise ValueError(
-            f"architectures={content.get('architectures')!r} in {str(folder / 'config.json')!r} names no class of "
-            f"transformers; {_SCRIPT}"
-        )
-    config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
-    with torch.device("meta"):
-        model: PreTrainedModel = cls(config)
-    return model
+    try:
+        return build_empty_model(*load_config(str(folder)))
+    except InputError as error:
+        raise ValueError(f"{error}; {_SCRIPT}") from None
 
 
 def _write_config(description: Path, folder: Path, dtype: torch.dtype) -> None:

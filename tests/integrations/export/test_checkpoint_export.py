@@ -316,8 +316,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"architectures": ["MyModel"]}, "names no class of transformers; call hf_lowprec.save_pretrained"),
-            ({"architectures": None}, "names no class of transformers"),
+            ({"architectures": ["MyModel"]}, "none of transformers' models; call hf_lowprec.save_pretrained"),
+            ({"architectures": None}, "has no list of architectures"),
+            ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "model_type='mine' is none of"),
             ({"quantization_config": {"quant_method": "gptq"}}, r"are quantized (gptq)"),
         ],
     )
@@ -325,6 +326,11 @@ class TestRefusals:
         config = json.loads((checkpoint / "config.json").read_text())
         (checkpoint / "config.json").write_text(json.dumps(config | change))
         assert said in refused(checkpoint, tmp_path / "out")
+
+    def test_code_that_a_config_names_is_not_fetched(self, checkpoint, tmp_path):
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"_attn_implementation": "someone/kernel"}))
+        assert hf_lowprec.export_checkpoint(checkpoint, tmp_path / "out").tensors == 21
 
     def test_folders(self, saved, tmp_path):
         assert "there is no checkpoint" in refused(tmp_path / "nothing", tmp_path / "out")
