@@ -167,7 +167,7 @@ def test_code_next_to_a_configuration_is_not_run(tmp_path):
     (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     said = refused(tmp_path)
     assert "cannot be loaded: model_type='foreign' is none of transformers'" in said
-    assert "does not run the code that its auto_map names" in said
+    assert "the code that its auto_map names is not run" in said
     assert not (tmp_path / "ran").exists()
 
 

@@ -152,12 +152,12 @@ class WiderState(TrainerState):
 
 
 def test_a_subclass_of_the_trainers_state_is_read_as_such(tmp_path):
-    WiderState(global_step=3, tokens=7).save_to_json(str(tmp_path / "trainer_state.json"))
+    WiderState(global_step=3, train_batch_size=8, tokens=7).save_to_json(str(tmp_path / "trainer_state.json"))
     with private_apis.trainer_states_read_by(read_trainer_state):
         wide = WiderState.load_from_json(str(tmp_path / "trainer_state.json"))
         plain = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
-    assert wide == WiderState(global_step=3, tokens=7)
-    assert plain == TrainerState(global_step=3)  # without the field that it does not have
+    assert wide == WiderState(global_step=3, train_batch_size=8, tokens=7)
+    assert plain == TrainerState(global_step=3, train_batch_size=8)  # without the field that it does not have
 
 
 def test_a_model_prepared_for_evaluation_is_prepared_again_for_training():

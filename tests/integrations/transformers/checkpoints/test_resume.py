@@ -159,7 +159,7 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
         for shards in ("pytorch_model_fsdp_0", "optimizer_0"):
             save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
         torch.save({}, folder / "scheduler.pt")
-        TrainerState().save_to_json(str(folder / "trainer_state.json"))
+        TrainerState(train_batch_size=8).save_to_json(str(folder / "trainer_state.json"))
     assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
     assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
