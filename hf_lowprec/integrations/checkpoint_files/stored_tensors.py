@@ -57,7 +57,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _refusal(name: str) -> str:
-    return f"it names {name}, which is code, or data that no checkpoint has; loading it might run foreign code"
+    return f"it names {name}, which checkpoints do not contain; loading it could run foreign code"
 
 
 class TensorInfo(NamedTuple):
@@ -175,8 +175,8 @@ class ShardedFolder:
 
     Needs no process group.
 
-    Raises:
-        UnreadableError: see `read_metadata`.
+    Attributes:
+        metadata: what `read_metadata` returns; its errors are raised when this object is built.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -188,7 +188,7 @@ class ShardedFolder:
             def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
                 return metadata
 
-        metadata = read_metadata(folder)
+        self.metadata = metadata = read_metadata(folder)
         self._folder = folder
         self._reader = Reader(folder)
         with explain_unreadable(folder / ".metadata"):

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from safetensors import safe_open
 from transformers.trainer_pt_utils import safe_globals
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
-    ShardedFolder,
-    UnreadableError,
-    load_mapped,
-    read_metadata,
-)
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, UnreadableError, load_mapped
 from hf_lowprec.integrations.checkpoint_files.stored_weights import files_of_index
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.checksums import CHUNK_BYTES, checksums
@@ -141,7 +137,7 @@ def _check_torch_file(path: Path) -> list[str]:
         for entry in file.infolist():
             if entry.file_size <= CHUNK_BYTES:
                 file.read(entry)  # it compares the checksum, as torch does not
-    with safe_globals():  # of random states
+    with safe_globals() if path.name.startswith("rng_state") else nullcontext():  # as Trainer does
         load_mapped(path)
     return []
 
@@ -152,8 +148,9 @@ def _check_shards(folder: Path) -> list[str]:
         return []
     if not (folder / ".metadata").is_file():
         return ["/.metadata is missing"]
+    stored = ShardedFolder(folder)
     ends: dict[str, int] = {}
-    for part in read_metadata(folder).storage_data.values():
+    for part in stored.metadata.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in ends}
     problems = [
@@ -162,7 +159,7 @@ def _check_shards(folder: Path) -> list[str]:
         if size is None or size < ends[name]
     ]
     if not problems:
-        ShardedFolder(folder).check_objects()
+        stored.check_objects()
     return problems
 
 

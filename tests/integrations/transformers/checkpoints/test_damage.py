@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path, PosixPath
 
 import pytest
@@ -27,7 +28,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     read_json,
     read_manifest,
 )
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, resolve
 from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
@@ -51,6 +52,9 @@ def test_shards_that_do_not_open_are_named(tmp_path, folder):
     (shards / ".metadata").write_bytes(b"no pickle")
     (problem,) = files_that_do_not_open(tmp_path)
     assert problem.startswith(f"{folder}/.metadata does not open: ")
+    best = pytest.raises(ValueError, match=r"is damaged: pytorch_model_fsdp_0/\.metadata")
+    with best if folder.startswith("pytorch_model") else nullcontext():
+        check_best(tmp_path)
     (shards / ".metadata").unlink()
     assert files_that_do_not_open(tmp_path) == [f"{folder}/.metadata is missing"]
 
