@@ -38,6 +38,15 @@ class BackendStep(ABC):
     def tensor_sums(self) -> Tensor:
         """The sums of the `tensor_mean` formula over this rank's part of each parameter; FP64 of shape (entries)."""
 
+    def load_tables(self) -> None:  # noqa: B027  # most backends have none
+        """Make this step's tables, so that `run` allocates nothing."""
+
+    def load_tables(self) -> None:  # noqa: B027
+        """Make this step's tables, so that `run` allocates nothing: called for all groups before the first is stepped.
+
+        `run` makes those of groups that orthogonalize.
+        """
+
     @property
     def is_loaded(self) -> bool:
         """True if `run` has nothing left to load, which a CUDA graph could not capture."""
