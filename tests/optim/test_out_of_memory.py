@@ -10,11 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
 from hf_lowprec.estimate.live_memory import LiveMemory
+from hf_lowprec.optim import initial_compensation
+from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_algorithm, every_mode, give_gradients
 from tests.support.optim.optimizer_contents import assert_equal, everything
 
 SHAPES = [(3,), (4, 32), (4, 32)]
 """The largest last, more than one of them, and with whole blocks for states in 8 bits."""
+
+
+@pytest.fixture(autouse=True)
+def no_first_step_checks(monkeypatch):
+    """They look at all objects of the process, which takes longer than the step."""
+    monkeypatch.setattr(LowPrecisionOptimizer, "first_step_checks", [])
 
 
 class FailingAllocation(TorchDispatchMode):
@@ -48,20 +56,26 @@ class LimitedMemory(LiveMemory):
         return results
 
 
-def first_step(name, dtype, options, backend, failing=None):
-    """All bits after a first step, which is repeated if memory runs out; and whether it has."""
+def first_step(name, dtype, options, backend, failing=None, shapes=SHAPES, then=None):
+    """All bits after a first step, or after the first one in the rounding mode `then`; and whether memory ran out.
+
+    If it did, the step was repeated.
+    """
     generator = torch.Generator().manual_seed(0)
-    model = torch.nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+    model = torch.nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
     if dtype != FP32:
         hf_lowprec.cast_model(model, dtype, keep_low_bits=True)
     params = list(model.parameters())
     optimizer = build(name, params, lr=1e-3, backend=backend, **options)
     give_gradients(params, 1)
+    if then is not None:
+        optimizer.step()
+        give_gradients(params, 2)
+        optimizer.param_groups[0]["rounding"] = then
     try:
         with failing or nullcontext():
             optimizer.step()
     except torch.OutOfMemoryError:
-        give_gradients(params, 1)
         optimizer.step()
         return everything(optimizer), True
     return everything(optimizer), False
@@ -74,14 +88,25 @@ def test_whichever_allocation_fails(name, dtype, options):
     run = partial(first_step, name, dtype, {**options, "max_grad_norm": 1.0}, "native")
     if name == "Muon":
         however_little_memory_there_is(run)
-        return
+    else:
+        whichever_allocation_fails(partial(run, shapes=SHAPES[:2]))
+
+
+@pytest.mark.parametrize(("rounding", "then"), [("split", "kahan"), ("kahan", "split"), ("split", "stochastic")])
+def test_whichever_allocation_of_a_change_of_the_mode_fails(rounding, then, monkeypatch):
+    monkeypatch.setattr(initial_compensation, "chunk_size", lambda device: 50)  # three chunks
+    options = {"rounding": rounding}
+    whichever_allocation_fails(partial(first_step, "AdamW", BF16, options, "native", shapes=SHAPES[:2], then=then))
+
+
+def whichever_allocation_fails(run):
     expected, _ = run()
     number, failed = 0, True
     while failed:
         number += 1
         found, failed = run(FailingAllocation(number))
         assert_equal(found, expected, f"allocation {number}")
-    assert number > len(SHAPES)
+    assert number > 10
 
 
 @every_algorithm
