@@ -92,22 +92,25 @@ class TritonStep(BackendStep):
         chunks = segments = pointers = counts = torch.int64
         scalars, enabled, sums = torch.float32, torch.int32, torch.float64
         step = (chunks, segments, pointers, scalars, counts, enabled)
-        kernels = [(self.ragged_kernel, step, self._options.step_ragged), (self.step_kernel, step, self._options.step)]
+        kernels: list[tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = [
+            (self.ragged_kernel, step, self._options.step_ragged),
+            (self.step_kernel, step, self._options.step),
+        ]
         if self._tensor_sum_kernel is not None:
-            tables = (chunks, segments, pointers, scalars, sums)
-            kernels.append((self._tensor_sum_kernel, tables, self._options.tensor_sum))
+            sum_tables = (chunks, segments, pointers, scalars, sums)
+            kernels.append((self._tensor_sum_kernel, sum_tables, self._options.tensor_sum))
         if self.fused_group.spec.clipped:
             kernels.append((_square_sum(), (chunks, segments, pointers, sums), self._options.square_sum))
-        with _on(self.fused_group.device):
-            for kernel, tables, options in kernels:
-                try:
+        try:
+            with _on(self.fused_group.device):
+                for kernel, tables, options in kernels:
                     compiled = kernel.warmup(*tables, grid=(1,), **options)  # takes dtypes in place of tables
-                    _ = compiled and compiled.run  # loads it, which checks the limits of the device
-                except Exception as error:
-                    raise TritonError(
-                        f"backend='triton' cannot compile its kernels for {self.fused_group.device} ({error}); use "
-                        "'auto' or 'eager' (any device)"
-                    ) from error
+                    _ = compiled and compiled.run  # loads the machine code; the interpreter has none
+        except Exception as error:
+            raise TritonError(
+                f"backend='triton' cannot compile its kernels for {self.fused_group.device} ({error}); use 'auto' or "
+                "'eager' (any device)"
+            ) from error
 
     def load_tables(self) -> None:
         """Make this step's tables, so that `run` allocates nothing."""

@@ -38,13 +38,10 @@ class BackendStep(ABC):
     def tensor_sums(self) -> Tensor:
         """The sums of the `tensor_mean` formula over this rank's part of each parameter; FP64 of shape (entries)."""
 
-    def load_tables(self) -> None:  # noqa: B027  # most backends have none
-        """Make this step's tables, so that `run` allocates nothing."""
+    def load_tables(self) -> None:  # noqa: B027  # `eager` has none
+        """Make this step's tables before any group is stepped, so that `run` allocates nothing.
 
-    def load_tables(self) -> None:  # noqa: B027
-        """Make this step's tables, so that `run` allocates nothing: called for all groups before the first is stepped.
-
-        `run` makes those of groups that orthogonalize.
+        Not called for groups that orthogonalize, whose addresses are not known yet.
         """
 
     @property
@@ -52,5 +49,5 @@ class BackendStep(ABC):
         """True if `run` has nothing left to load, which a CUDA graph could not capture."""
         return True
 
-    def release_tables(self) -> None:  # noqa: B027  # most backends have none
+    def release_tables(self) -> None:  # noqa: B027
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
