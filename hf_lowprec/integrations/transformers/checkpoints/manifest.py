@@ -57,7 +57,6 @@ class Manifest:
             changes them.
         global_step: Trainer's global step.
         optimizer: the optimizer's class.
-        rounding: the rounding modes of its groups; empty for an optimizer from another library.
         complete: whether every file was written.
         files: every file in the folder by its relative path, once the manifest is complete.
     """
@@ -66,7 +65,6 @@ class Manifest:
     saved: str
     global_step: int
     optimizer: str
-    rounding: list[str]
     complete: bool = False
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
 
@@ -88,7 +86,6 @@ class ManifestWriter:
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
         """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads."""
-        groups = getattr(optimizer, "param_groups", [])
         if self._folder is None:
             self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
         self._last_saved = _time_after(self._last_saved)
@@ -98,7 +95,6 @@ class ManifestWriter:
             saved=self._last_saved,
             global_step=global_step,
             optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            rounding=sorted({group["rounding"] for group in groups if "rounding" in group}),
         )
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, self._manifest)
@@ -146,7 +142,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     try:
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        return Manifest(**fields, files=files)
+        known = {field.name for field in dataclasses.fields(Manifest)}  # earlier ones also have the rounding modes
+        return Manifest(**{name: value for name, value in fields.items() if name in known}, files=files)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
 

@@ -417,7 +417,7 @@ def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
 
 
 def saved_at(time: str) -> Manifest:
-    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="", rounding=[])
+    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="")
 
 
 def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
