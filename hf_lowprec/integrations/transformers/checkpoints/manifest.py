@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -37,6 +38,12 @@ _LOADED_IF_PRESENT = (
     METRICS_NAME,
 )  # fmt: skip
 """Files and folders that are loaded if they exist, even those of an earlier checkpoint in the same folder."""
+_ENDS_OF_FILES = {
+    ".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".pt", ".pth", ".py", ".safetensors", ".tmp", ".txt",
+}  # fmt: skip
+"""Ends of the names of files that are written to a checkpoint."""
+_CANNOT_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+"""Errors of `fsync` on file systems that lack it, for directories or at all. Others, such as EIO, mean lost data."""
 
 
 class FileRecord(NamedTuple):
@@ -85,7 +92,10 @@ class ManifestWriter:
         self._records_of_ranks: dict[str, FileRecord] = {}
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
-        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads."""
+        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads.
+
+        Directories and dangling links where files will be written are removed first.
+        """
         if self._folder is None:
             self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
         self._last_saved = _time_after(self._last_saved)
@@ -97,10 +107,10 @@ class ManifestWriter:
             optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         )
         folder.mkdir(parents=True, exist_ok=True)
+        _remove(path for path in [*folder.rglob("*")] if path.suffix in _ENDS_OF_FILES and not path.is_file())
         _write(folder, self._manifest)
         for pattern in _LOADED_IF_PRESENT:
-            for path in folder.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            _remove(folder.glob(pattern))
 
     def add(self, records: dict[str, FileRecord]) -> None:
         """Add the checksums computed by other ranks, whose machines still have their files in memory."""
@@ -210,14 +220,28 @@ def _write(folder: Path, manifest: Manifest) -> None:
     with temporary.open("w", encoding="utf-8") as file:
         file.write(content + "\n")
         file.flush()
-        os.fsync(file.fileno())
+        _sync(file.fileno())
     os.replace(temporary, folder / MANIFEST_NAME)
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            _sync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    """Wait until a file or directory is on disk, if its file system can do that."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[str]:
