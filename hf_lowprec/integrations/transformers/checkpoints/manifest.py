@@ -212,18 +212,22 @@ def _checksum_of_json(fields: dict[str, Any]) -> str:
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest atomically: a reader finds either the old one or the new one."""
     fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
     fields["files"] = {name: record._asdict() for name, record in manifest.files.items()}
     content = json.dumps({**fields, "checksum": _checksum_of_json(fields)}, indent=1)
-    temporary = folder / f"{MANIFEST_NAME}.tmp"
+    replace_file(folder / MANIFEST_NAME, content + "\n")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a file atomically: a reader finds either the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(content + "\n")
+        file.write(content)
         file.flush()
         _sync(file.fileno())
-    os.replace(temporary, folder / MANIFEST_NAME)
+    os.replace(temporary, path)
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             _sync(descriptor)
         finally:
