@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.metrics_file import METRICS_NAME
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 1
@@ -97,7 +100,16 @@ class ManifestWriter:
         Directories and dangling links where files will be written are removed first.
         """
         if self._folder is None:
-            self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
+            earlier = _manifests(folder.parent)
+            self._last_saved = max([self._last_saved, *(manifest.saved for manifest in earlier.values())])
+            if others := [name for name, manifest in earlier.items() if manifest.run != self._run]:
+                logger.warning(
+                    "hf_lowprec: %s has checkpoints of another training run (%d, the first is %s). This run replaces those "
+                    "whose steps it reaches, and save_total_limit counts them; use another output_dir to keep them",
+                    folder.parent,
+                    len(others),
+                    others[0],
+                )
         self._last_saved = _time_after(self._last_saved)
         self._folder, self._stats, self._records_of_ranks = folder, {}, {}
         self._manifest = Manifest(
@@ -189,14 +201,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _times_of_saving(folder: Path) -> list[str]:
-    """The times at which the checkpoints in `folder` were saved, by their manifests; damaged ones are left out."""
-    times = []
-    for path in folder.glob(f"*/{MANIFEST_NAME}"):
+def _manifests(folder: Path) -> dict[str, Manifest]:
+    """The manifests of the checkpoints in `folder` by name; damaged ones are left out."""
+    manifests = {}
+    for path in sorted(folder.glob(f"*/{MANIFEST_NAME}")):
         with contextlib.suppress(OSError, ValueError):
-            manifest = read_manifest(path.parent)
-            times += [] if manifest is None else [manifest.saved]
-    return times
+            if (manifest := read_manifest(path.parent)) is not None:
+                manifests[path.parent.name] = manifest
+    return manifests
 
 
 def _time_after(earlier: str) -> str:

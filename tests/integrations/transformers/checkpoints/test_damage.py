@@ -468,6 +468,18 @@ def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
     assert str(save(again, tmp_path, 1)) == resolve(True, str(tmp_path)), "it went back to an earlier step"
 
 
+def test_checkpoints_of_another_run_are_named_once(tmp_path, caplog):
+    first = ManifestWriter()
+    for writer in (first, first, ManifestWriter(read_manifest(save(first, tmp_path, 2)))):
+        save(writer, tmp_path, 4)
+    assert not caplog.records, "a resumed run saves its own checkpoints again"
+    second = ManifestWriter()
+    for step in (2, 4):
+        save(second, tmp_path, step)
+    (record,) = caplog.records
+    assert f"{tmp_path} has checkpoints of another training run (2, the first is checkpoint-2)" in record.getMessage()
+
+
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("refused", [stat.S_ISREG, stat.S_ISDIR])
 def test_a_file_system_without_fsync(tmp_path, monkeypatch, refused, code):
