@@ -180,7 +180,7 @@ def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
 
 
 def check_after_reduction(sharded: bool, clip: bool) -> None:
-    """NaN in a reduced gradient of rank 1: the norm of shards is that of all ranks; replicas differ, and this is seen."""
+    """NaN in a reduced gradient of rank 1: ranks with shards agree; replicas do not, which `check_replicas` sees."""
     run = Run(sharded, "nearest", {}, skip_nonfinite=True)
     for step in range(1, STEPS + 1):
         run.backward(step)
