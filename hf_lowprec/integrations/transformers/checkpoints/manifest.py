@@ -105,7 +105,8 @@ class ManifestWriter:
             if others := [name for name, manifest in earlier.items() if manifest.run != self._run]:
                 logger.warning(
                     "hf_lowprec: %s has checkpoints of another training run (%d, the first is %s). This run replaces "
-                    "those whose steps it reaches, and save_total_limit counts them; use another output_dir to keep them",
+                    "those whose steps it reaches, and save_total_limit counts them: use another output_dir to keep "
+                    "them",
                     folder.parent,
                     len(others),
                     others[0],
