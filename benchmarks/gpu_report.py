@@ -156,7 +156,7 @@ def summary(tests: Outcome, record: Path, benchmark: Outcome, tables: Sequence[P
     lines += [f"- tests: {', '.join(f'{result}: {count}' for result, count in counts.items())} ({tests})"]
     lines += [f"- benchmark: {benchmark}", ""]
     if not record.exists():
-        lines += ["No test has begun; `tests.log` says how far they came.", ""]
+        lines += ["No test has begun; `tests.log` says why.", ""]
     if failed:
         lines += [f"Tests that failed (`{record.name}` says how):", "", *(f"- `{name}`" for name in failed), ""]
     return "\n".join([*lines, *(table.read_text(encoding="utf-8") for table in tables)])
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = "from hf_lowprec.cli import app; app(['env'])"
     run([sys.executable, "-c", facts], folder / "machine.txt", 60, PYTHONPATH=str(ROOT))
     record, seconds = folder / "tests.txt", SHARE_OF_TESTS * (end - time.monotonic())
-    tests = run_tests(TESTS, record, seconds, TRITON_INTERPRET=str(int(options.rehearse)))
+    tests = run_tests(TESTS, record, seconds, TRITON_INTERPRET="0" if torch.cuda.is_available() else "1")
     left = end - time.monotonic()
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu_step.py"), "--output", str(folder)]
     script += ["--seconds", str(int(left - 30)), *(["--rehearse"] if options.rehearse else [])]
