@@ -14,7 +14,7 @@ import torch
 
 from hf_lowprec.optim.backends import triton_launch
 from tests.support.processes import forkserver
-from tests.support.triton_available import require_triton
+from tests.support.triton_available import InPlaceOfAKernel, require_triton
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_step.py"
 
@@ -81,11 +81,11 @@ def test_kernels_with_inline_ptx_and_without_take_turns(monkeypatch):
     inline_ptx, device, budget = (importlib.import_module(f"gpu.{name}") for name in ("inline_ptx", "device", "budget"))
     launched, kept = [], []
 
-    class Recorded:
+    class Recorded(InPlaceOfAKernel):
         def __getitem__(self, grid):
             return lambda *tables, **options: launched.append((options["PTX"], options.get("maxnreg")))
 
-    monkeypatch.setattr(triton_launch, "kernels", lambda spec: triton_launch.Kernels(Recorded(), None, None))
+    monkeypatch.setattr(triton_launch, "kernels", lambda spec: triton_launch.Kernels(Recorded(), Recorded(), None))
     monkeypatch.setattr(triton_launch, "_ptx", lambda device: triton_launch.inlined_ptx(90))
     monkeypatch.setattr(inline_ptx, "our_backend", lambda device: "triton")
     monkeypatch.setattr(inline_ptx, "OPTIMIZERS", inline_ptx.OPTIMIZERS[:1])
