@@ -19,6 +19,7 @@ from hf_lowprec.diagnostics.memory_estimate import (
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
+from hf_lowprec.optim.state_tensors import state_tensors
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
 from hf_lowprec.rounding import MODES, dtype_name
 
@@ -85,10 +86,15 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
-    modes = {
-        f"weights {group['rounding']}, 16-bit states {group['state_rounding']}, seed {group['seed']}"
-        for group in optimizer.param_groups
-    }
+    """How weights are rounded, and those states that are averages in 16 or 8 bits."""
+    modes = set()
+    for group in optimizer.param_groups:
+        params = (param for param in group["params"] if param.requires_grad)
+        tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
+        sizes = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages} - {32}
+        states = " and ".join(f"{bits}-bit" for bits in sorted(sizes, reverse=True))
+        states = f"{states} states {group['state_rounding']}, " if sizes else ""
+        modes.add(f"weights {group['rounding']}, {states}seed {group['seed']}")
     return "; ".join(sorted(modes))
 
 
