@@ -59,9 +59,9 @@ def find(evidence: Evidence) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def is_lost(numbers: dict[str, float], name: str) -> bool:
-    """Whether a share is significantly above `LOST`."""
-    return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > LOST
+def is_lost(numbers: dict[str, float], name: str, more_than: float = LOST) -> bool:
+    """Whether a share is significantly above `more_than`."""
+    return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > more_than
 
 
 def _not_finite(evidence: Evidence) -> Finding | None:
