@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,15 +88,17 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
     """How weights are rounded, and those states that are averages in 16 or 8 bits."""
-    modes = set()
+    sizes: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for group in optimizer.param_groups:
         params = (param for param in group["params"] if param.requires_grad)
         tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
-        sizes = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages} - {32}
-        states = " and ".join(f"{bits}-bit" for bits in sorted(sizes, reverse=True))
-        states = f"{states} states {group['state_rounding']}, " if sizes else ""
-        modes.add(f"weights {group['rounding']}, {states}seed {group['seed']}")
-    return "; ".join(sorted(modes))
+        averages = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
+        sizes[group["rounding"], group["state_rounding"], group["seed"]] |= averages - {32}
+    modes = []
+    for (rounding, state_rounding, seed), bits in sorted(sizes.items()):
+        states = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
+        modes.append(f"weights {rounding}, {f'{states} states {state_rounding}, ' if bits else ''}seed {seed}")
+    return "; ".join(modes)
 
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:

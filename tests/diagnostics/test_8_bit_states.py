@@ -86,5 +86,6 @@ def test_fp32_parameters_keep_fp32_states():
 def test_the_report_says_how_the_states_that_there_are_are_rounded(options, states):
     trained = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64))
     cast = hf_lowprec.cast_model(trained)
-    lines = precision_report(trained, hf_lowprec.AdamW(trained.parameters(), **options), cast).splitlines()
+    groups = [{"params": part.parameters()} for part in trained]  # as Trainer's: that of the norms is FP32
+    lines = precision_report(trained, hf_lowprec.AdamW(groups, **options), cast).splitlines()
     assert f"  rounding        weights {options['rounding']}, {states}seed 0" in lines
