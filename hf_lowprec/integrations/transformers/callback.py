@@ -58,7 +58,8 @@ class LowPrecisionCallback(TrainerCallback):
     was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets `lost_second_moment` and
     `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
     `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these numbers,
-    or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
+    or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the
+    log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -359,7 +360,7 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
-    """The numbers that are added to Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
+    """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
     `lost_updates` comes with its standard error if that is too large to tell whether more than half is lost. The
     metrics file and trackers get all numbers.
@@ -369,7 +370,7 @@ def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     error = whole.get(f"{LOST_UPDATES}_error", 0.0)
     if STANDARD_ERRORS * error > LOST:
         numbers[f"{LOST_UPDATES}_error"] = error
-    numbers |= {name: whole[name] for name in LOST_SHARES if name in whole and is_lost(whole, name, more_than=0.0)}
+    numbers |= {name: whole[name] for name in LOST_SHARES if is_lost(whole, name, more_than=0.0)}
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})
 
 
