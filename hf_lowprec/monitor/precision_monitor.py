@@ -204,11 +204,16 @@ class PrecisionMonitor:
             self._depth = 1
         if self._depth > 1:
             return
+        # A closure computes the gradients only now.
+        has_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
-            # A closure computes the gradients only now.
-            self._begin(kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None))
-        if self._running is not None and self._release is None:
+            self._begin(has_closure)
+        if self._release is not None:
+            return
+        if self._running is not None:
             self._blocks.add_all(self._running)
+        elif self.steps == 0 and not has_closure and not _is_capturing():
+            self._blocks.record_beginning()
 
     def _run_before_bucket(self, plan: StepPlan) -> None:
         self._run_hook("_before_bucket", plan)
@@ -218,6 +223,8 @@ class PrecisionMonitor:
         """Gradient release is about to step the parameters of `plan`."""
         if not self._begun:
             self._begin(has_closure=False)
+        if self.steps == 0:
+            self._watched.record_first_low_bits()
         if self._running is not None:
             self._blocks.add_plan(plan, self._running)
 
@@ -262,8 +269,6 @@ class PrecisionMonitor:
                 running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
             self._blocks.sum_up(running)
             self._finished = running
-        if self.steps == 1 and not _is_capturing():
-            self._watched.record_first_compensations()
 
     # The result.
 
