@@ -67,7 +67,11 @@ def test_a_learning_rate_in_optim_args_is_trainers(tmp_path):
     ("words", "field", "message"),
     [
         ("weight_decay=0.1", {"weight_decay": 0.2}, r"weight_decay=0\.2 and weight_decay=0\.1 in optim_args differ"),
-        ("lr=0.1", {"learning_rate": 1e-3}, r"learning_rate=0\.001 and lr=0\.1 in optim_args differ; remove one of them"),
+        (
+            "lr=0.1",
+            {"learning_rate": 1e-3},
+            r"learning_rate=0\.001 and lr=0\.1 in optim_args differ; remove one of them",
+        ),
     ],
 )
 def test_a_field_and_a_different_value_in_optim_args_are_an_error(tmp_path, words, field, message):
