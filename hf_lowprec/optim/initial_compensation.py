@@ -204,12 +204,13 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
     """
     shard, target = local_shard(param), local_shard(low_bits).view(-1)
     flat = shard.contiguous().view(-1)
-    moved = False
+    moved: list[tuple[slice, Tensor]] = []
     for part, index in chunks(param):
         weight, target[part] = stored_pair(values(flat[part], part, index), flat.dtype, target.dtype)
         if not torch.equal(weight, flat[part]):
-            flat[part] = weight
-            moved = True
+            moved.append((part, weight))
+    for part, weight in moved:  # after all values, so that running out of memory leaves the weights unchanged
+        flat[part] = weight
     if moved and flat.data_ptr() != shard.data_ptr():
         shard.copy_(flat.view(shard.shape))
 

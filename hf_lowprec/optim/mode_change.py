@@ -68,12 +68,12 @@ def _store_rounded(
     """Round FP32 values as the mode of `group` rounds weights; `values` is that of `store_values`."""
     shard = local_shard(param)
     weight = shard.contiguous().view(-1)
+    rounded = torch.empty_like(weight)  # so that running out of memory leaves the weights unchanged
     for part, index in chunks(param):
         exact = values(weight[part], part, index)
         if MODES[group["rounding"]].random:
             bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
-            weight[part] = round_stochastic(exact, bits).to(weight.dtype)
+            rounded[part] = round_stochastic(exact, bits).to(weight.dtype)
         else:
-            weight[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
-    if weight.data_ptr() != shard.data_ptr():
-        shard.copy_(weight.view(shard.shape))
+            rounded[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
+    shard.copy_(rounded.view(shard.shape))

@@ -216,6 +216,9 @@ class LowPrecisionOptimizer(Algorithm):
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters, after `prepare_step`."""
         for backend_step in plan.backend_steps:
+            if not backend_step.fused_group.spec.orthogonalizes:
+                backend_step.load_tables()
+        for backend_step in plan.backend_steps:
             for entries in parts_to_step(self, backend_step):
                 backend_step.run(entries)
         for fused_group in plan.fused_groups:
