@@ -19,8 +19,8 @@ def is_quantized(tensor: Tensor) -> bool:
 
     The class of a DTensor is that of its shard.
     """
-    if hasattr(tensor, "device_mesh"):
-        tensor = tensor.detach().to_local()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
         return True
     if type(tensor) is Tensor and tensor.dim() < 2:

@@ -12,12 +12,10 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from hf_lowprec.doctor.predicted_rounding import COMPENSATION, Storage
 from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
-from hf_lowprec.inspection.optimizer_states import ParamGroupSettings, read_parameter_states
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
+from hf_lowprec.inspection.optimizer_states import read_parameter_states
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.state_dict_format import HEADER
 from hf_lowprec.optim.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
 
@@ -78,7 +76,7 @@ def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) 
     """The arguments `optim`, `optim_args` and `betas` of `plan_run`, as the run had them that saved a checkpoint.
 
     Args:
-        folder: the checkpoint. Without an optimizer that is known, `optim` is `STOCK[0]`.
+        folder: the checkpoint. Without the state of an optimizer that is known, `optim` is `STOCK[0]`.
         optim_args: what the user has given, which takes precedence.
         betas: likewise.
 
@@ -86,9 +84,6 @@ def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) 
         ValueError: a file cannot be read.
     """
     group = next((state.group for state in read_parameter_states(folder)), None)
-    if group is None and (manifest := read_manifest(folder)) and manifest.rounding:
-        algorithm = manifest.optimizer.rpartition(".")[2]
-        group = ParamGroupSettings({"rounding": manifest.rounding[0], HEADER: {"optimizer": algorithm}})
     found = group.training_arguments if group else None
     if group is None or found is None:
         return {"optim": STOCK[0]}

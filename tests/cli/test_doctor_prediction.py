@@ -187,7 +187,8 @@ def test_a_checkpoint_is_read_with_its_moments(tmp_path, optim):
             [],
             "optim='adamw_bf16_split', optim_args='state_dtype=exp_avg:int8|exp_avg_sq:float32': no problem found.",
         ),
-        ({"optim": "adam_bf16_sr", "save_only_model": True}, [], "optim='adam_bf16_sr': no problem found."),
+        ({"optim": "adam_bf16_sr"}, [], "optim='adam_bf16_sr': no problem found."),
+        ({"optim": "adamw_bf16_sr", "save_only_model": True}, [], "optim='adamw_torch': - Half of the updates"),
         ({"optim": "adamw_torch_fused"}, [], "optim='adamw_torch_fused': - Half of the updates"),
         (
             {"optim": "adamw_bf16_kahan", "optim_args": "rounding=nearest,state_rounding=nearest,betas=0.9|0.98"},
