@@ -24,12 +24,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_buckets import GradientBucket, bucket_key
 from hf_lowprec.optim.gradient_hooks import GradientHooks
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.delayed_clipping import DelayedClipping
@@ -300,6 +300,7 @@ class GradientRelease:
             self._step(key, bucket)
         waiting.take(count)
 
+    @without_grad
     def _step(self, key: Any, bucket: Sequence[Tensor]) -> None:
         """Step the parameters of `bucket`, and free their gradients."""
         optimizer, running = self._optimizer, self._running
@@ -307,7 +308,7 @@ class GradientRelease:
             optimizer.check_gradient_release()
             running.settings = self._settings()
         slot = key, running.buckets[key]
-        with torch.no_grad(), optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
+        with optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
             self._plans[slot] = plan
             optimizer.prepare_step(plan)
             for call in self.before_bucket:
