@@ -105,9 +105,12 @@ class GradientRelease:
         return optimizer
 
     def start(self) -> None:
-        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers."""
+        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers.
+
+        If a backward pass was interrupted, its step is over: what it has stepped stays as it is.
+        """
         self._hooks.start()
-        self.watch_parameters()
+        self.resume(float(self.clipping.norm_before))
 
     def stop(self) -> None:
         """Remove the hooks until `start` is called. `step()` then steps all parameters."""
@@ -345,9 +348,9 @@ class GradientRelease:
             "parameters with their first one. Call step() after every backward pass: gradients of micro-batches cannot "
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
             "gradient checkpointing, or build the optimizer without gradient_release. If a backward pass was "
-            "interrupted or ran out of memory, it has stepped some parameters: resume from a checkpoint, or go on with "
-            "a new Trainer or optimizer. If another optimizer trains this model now, remove this one's hooks: call its "
-            "zero_grad(), step() and stop_gradient_release(), or delete it"
+            "interrupted or ran out of memory, it has stepped some parameters: to go on, call zero_grad() and step(), "
+            "which end its step, or Trainer.train(). If another optimizer trains this model now, remove this one's "
+            "hooks: call its zero_grad(), step() and stop_gradient_release(), or delete it"
         )
 
 
