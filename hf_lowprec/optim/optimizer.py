@@ -438,9 +438,10 @@ class LowPrecisionOptimizer(Algorithm):
         """
         super().add_param_group(param_group)
         try:
-            self._spell_out_modes()
+            group = self.param_groups[-1]
+            group["rounding"] = mode_name(group["rounding"])
             where = f"param group {len(self.param_groups) - 1}"
-            validation.check_new_group(self, self.param_groups[-1], where)
+            validation.check_new_group(self, group, where)
         except Exception:
             self.param_groups.pop()
             raise
