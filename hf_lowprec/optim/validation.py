@@ -190,7 +190,7 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
     if param.device.type == "mps":
         raise ValueError(
             f"a parameter in {where} is on {param.device}, and Apple's GPUs have no FP64, which gradient norms and "
-            "correctly rounded square roots need; train on the CPU (model.to('cpu'), or TrainingArguments(use_cpu=True))"
+            "correctly rounded square roots need; train on the CPU: model.to('cpu'), or TrainingArguments(use_cpu=True)"
         )
     if quantized:
         raise ValueError(

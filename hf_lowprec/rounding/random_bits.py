@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
-
 _Int32 = Any
 """A number or an int32 tensor. Numbers cost a hundredth of the time of small tensors."""
 
