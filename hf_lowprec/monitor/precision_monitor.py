@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
