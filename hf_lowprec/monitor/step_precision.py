@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
 from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_columns, precision_values
+from hf_lowprec.optim.cached_property import cached_property
 
 ALL = "all"
 """The name, among the kinds, of the whole model."""

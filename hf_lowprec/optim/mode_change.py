@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.initial_compensation import chunks, store_values, undithered
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -31,7 +32,7 @@ def states_of_other_modes(group: ParamGroup, optimizer_state: dict[str, Any]) ->
     return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
 
 
-@torch.no_grad()
+@without_grad
 def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, number: int) -> None:
     """Store the value of a parameter that has been trained in another mode in the mode of `group`.
 

@@ -1,4 +1,4 @@
-"""The `eager` backend: `fused_step` on torch tensors, on any device; the reference for every other backend."""
+"""The `eager` backend: `fused_step` on torch tensors, on any device with FP64; the reference for all others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import platform
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from hf_lowprec.optim.backends.c_compiler import (
     compiler_identity,
     require_compiler,
 )
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.codegen.c_source import CHUNK, render
 from hf_lowprec.optim.codegen.c_square_sum import render_square_sum
 from hf_lowprec.optim.step.backend_step import BackendStep

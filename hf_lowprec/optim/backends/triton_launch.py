@@ -109,7 +109,7 @@ class TritonStep(BackendStep):
         except Exception as error:
             raise TritonError(
                 f"backend='triton' cannot compile its kernels for {self.fused_group.device} ({error}); use 'auto' or "
-                "'eager' (any device)"
+                "'eager'"
             ) from error
 
     def load_tables(self) -> None:
