@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-fast test-distributed test-arm test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
+.PHONY: help .venv drawings demo test test-fast test-distributed test-arm test-ptx test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processe
 test-arm: $(STAMP) ## the step's C code on an emulated ARM processor, with every optimizer in every mode
 	HF_LOWPREC_EVERY_CASE_ON_ARM=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/optim/test_arm.py $(ARGS)
 
+test-ptx: $(STAMP) ## the compiled GPU kernels, executed without a GPU, with every optimizer in every mode
+	HF_LOWPREC_EVERY_COMPILED_KERNEL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+	  tests/optim/test_compiled_kernels.py $(ARGS)
+
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
 test-gpu: ## the step's tests on the GPU of this machine
 	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
@@ -86,7 +90,7 @@ bench: $(STAMP) ## optimizer step time on this machine
 bench-gpu: ## step time and training on this machine's GPU, beside other optimizers, in nine minutes
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_step.py $(ARGS)
 
-report-gpu: ## test-gpu and bench-gpu in ten minutes, packed into one file to send back
+report-gpu: ## the tests that need a GPU and bench-gpu in ten minutes, packed into one file to send back
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
 clean: ## remove caches and build products; .venv and results stay

@@ -6,7 +6,6 @@ and integers of 8 bits have no sign unless they are declared with one.
 
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ from hf_lowprec.optim.backends import native
 from hf_lowprec.optim.backends.c_compiler import FLAGS
 from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
-from tests.support.optim.every_optimizer import NAMES, OPTIONS, build
-from tests.support.same_numbers import same_numbers
+from tests.support.optim.every_kind_of_value import EVERY_MODE, SPECIAL_MODES, STATE_DTYPES, TWO_MODES, same, trained
+from tests.support.optim.every_optimizer import NAMES, OPTIONS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,10 +30,6 @@ pytestmark = [
     pytest.mark.usefixtures("private_cache"),
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e30, 1e-45, -1e-40, 9e-39, 0.0, -0.0, 1e-20]
-SHAPES = [(4, 64), (33, 31), (40, 1024), (7,), (), (0, 32)]
-"""The first gets values of every kind; the third has more elements than a chunk."""
 
 
 @contextlib.contextmanager
@@ -53,50 +48,8 @@ def emulated(folder: Path, processor: str, flags=FLAGS) -> Iterator[list[Emulate
         yield libraries
 
 
-def values_of_every_kind(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Bit patterns at random, one in three of them that of a special value; floats among them NaN of every payload."""
-    integer = INTEGERS[like.element_size()]
-    bounds = torch.iinfo(integer)
-    random = torch.randint(bounds.min, bounds.max, like.shape, generator=generator, dtype=integer)
-    special = torch.tensor([bounds.min, bounds.max, -1, 0, 1], dtype=integer)
-    if like.is_floating_point():
-        special = torch.cat([special, torch.tensor(SPECIAL).to(like.dtype).view(integer)])
-    chosen = special[torch.randint(len(special), like.shape, generator=generator)]
-    return torch.where(torch.rand(like.shape, generator=generator) < 1 / 3, chosen, random).view(like.dtype)
-
-
-def trained(name: str, dtype: torch.dtype, backend: str, **options) -> list[Tensor]:
-    """Weights and states after three steps. The first parameter and its states get values of every kind before the
-    second step, and its gradient before the third."""
-    generator = torch.Generator().manual_seed(1)
-    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-    optimizer = build(name, params, backend=backend, lr=1e-2, **options)
-    for step in range(3):
-        for param in params:
-            param.grad = (torch.randn(param.shape, generator=generator) * 10.0 ** (-2 * step)).to(dtype)
-        if step == 1:
-            states = optimizer.state[params[0]].values()
-            for tensor in [params[0].data, *(state for state in states if state.shape == SHAPES[0])]:
-                if tensor.dtype != options.get("state_dtype") or tensor.is_floating_point():  # codes depend on scales
-                    tensor.copy_(values_of_every_kind(tensor, generator))
-        if step == 2:
-            params[0].grad[2:] = values_of_every_kind(params[0].grad[2:], generator)
-        optimizer.step()
-    return [*params, *(value for param in params for value in optimizer.state[param].values())]
-
-
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(same_numbers(*pair) for pair in zip(first, second, strict=True))
-
-
 Case = tuple[str, tuple[torch.dtype, dict[str, object]], str]
 """The optimizer, the dtype of weights with options, and the processor."""
-STATE_DTYPES = (BF16, FP32, torch.int8)
-SPECIAL_MODES = [(BF16, {"rounding": "kahan", "state_rounding": "nearest"}), (FP32, {"rounding": "kahan"})]
-SPECIAL_MODES += [(FP16, {"rounding": "kahan"}), (FP16, {"rounding": "nearest"})]
-EVERY_MODE = [(BF16, {"rounding": rounding, "state_dtype": dtype}) for rounding in MODES for dtype in STATE_DTYPES]
-EVERY_MODE += SPECIAL_MODES
-TWO_MODES = [(BF16, {"rounding": "kahan"}), (BF16, {"rounding": "stochastic", "state_dtype": torch.int8})]
 OTHERS = [name for name in NAMES if name not in ("AdamW", "Muon")]
 """Muon's matrix products are torch's."""
 CASES = [*itertools.product(["AdamW"], EVERY_MODE, PROCESSORS), *itertools.product(OTHERS, TWO_MODES, ["armv8-a"])]

@@ -1,25 +1,26 @@
-"""Division, root and NaN in kernels for NVIDIA GPUs, without one: the same operations in C, and the graph in torch."""
+"""Division, root and NaN in kernels for NVIDIA GPUs, without one: the same operations in C, and their PTX in NumPy."""
 
-import itertools
 import math
-import random
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from benchmarks.fast_paths import EXCEPTIONS, exception, run
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion, RAdam, StableAdamW
-from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT
-from hf_lowprec.optim.codegen.inline_ptx import ADD_LANE, ELEMENTS, fast_path
-from hf_lowprec.optim.codegen.ptx_graph import divide_above, from_bfloat16, quiet_nans, to_bfloat16, trace_for_ptx
-from hf_lowprec.optim.codegen.trace import trace
+from hf_lowprec.optim.backends.triton_launch import inlined_ptx
+from hf_lowprec.optim.codegen.fast_paths import DIVISION
+from hf_lowprec.optim.codegen.inline_ptx import ELEMENTS
+from hf_lowprec.optim.codegen.ptx_graph import divide_above, quiet_nans, trace_for_ptx
 from hf_lowprec.rounding import sqrt_rn
 from hf_lowprec.rounding.random_bits import lane
-from tests.support.optim.ptx_emulation import divide, emulate, root
+from tests.support.optim.emulated_gpu import EmulatedGpu
+from tests.support.optim.fast_path_kernels import fast_path_source
+from tests.support.optim.ptx_interpreter import APPROXIMATIONS
+from tests.support.same_numbers import same_numbers
+from tests.support.triton_available import require_triton
 
 BF16 = torch.bfloat16
 
@@ -59,68 +60,95 @@ def test_a_faulty_division_is_found(check, fault):
     assert run(check, 1_000_000, divide=replace(DIVISION, **fault)).unexpected
 
 
-@pytest.mark.parametrize("path", [DIVISION, ROOT], ids=["division", "root"])
-@pytest.mark.parametrize("in_pairs", [False, True])
-def test_each_element_has_each_operation(path, in_pairs):
-    lines = fast_path(path, in_pairs).assembly.splitlines()
-    for name in {operation.instruction for operation in path.operations}:
-        paired = in_pairs and ".rn." in name
-        expected = sum(operation.instruction == name for operation in path.operations) * ELEMENTS // (1 + paired)
-        instruction = name.replace(".f32", ".f32x2") if paired else name
-        assert sum(line.split()[0] == instruction for line in lines) >= expected
-    assert sum(line.startswith(path.instruction) for line in lines) == ELEMENTS
+COUNT = 1 << 20
 
 
-@pytest.mark.parametrize("role", [1, 2, 4])
-def test_random_bits_are_those_of_the_word(role):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        pattern, word = (torch.randint(-(2**31), 2**31, (2,), generator=generator) for _ in range(2))
-        inputs = [[int(value) & 0xFFFFFFFF for value in values] for values in (pattern, word)]
-        expected = pattern.int() + lane(word.int(), role)
-        assert emulate(ADD_LANE[role % 3], inputs) == [int(value) & 0xFFFFFFFF for value in expected]
+def executed(name: str, capability: int, approximation: str, *operands: Tensor, change=str) -> Tensor:
+    """The results of a kernel's inline PTX, which must be those of the instruction for all operands, if it has one."""
+    require_triton()
+    gpu = EmulatedGpu(capability, approximation, change)
+    results = torch.empty((2, COUNT), dtype=operands[0].dtype)
+    outputs = results.unbind() if name != "random_sums" else [results]
+    kernel = gpu.kernel(fast_path_source(), name)
+    constants = {"BLOCK": 1024, "PTX": inlined_ptx(capability), "num_warps": 4, "enable_fp_fusion": False}
+    kernel[(COUNT // 1024,)](*operands, *outputs, **constants)
+    return results
 
 
-def assert_same(computed: list[float], expected: list[float]) -> None:
-    """Numbers are equal, signs of zeros included, and NaN is where NaN is."""
-    assert [struct.pack("<d", x) for x in computed] == [struct.pack("<d", x) for x in expected]
+def numbers(exponents: tuple[int, int], negative: float, generator: torch.Generator) -> Tensor:
+    """FP32 numbers whose exponents are in a range, and nearly equal in each thread; a share of them is negative. In two
+    of three threads, some are zero, subnormal, huge, infinite or NaN."""
+    exponent = torch.randint(*exponents, (COUNT // ELEMENTS, 1), generator=generator)
+    exponent = exponent + torch.randint(-1, 2, (COUNT // ELEMENTS, ELEMENTS), generator=generator)
+    mantissa = torch.rand(exponent.shape, generator=generator, dtype=torch.float64) + 1
+    sign = torch.where(torch.rand(exponent.shape, generator=generator) < negative, -1, 1)
+    usual = torch.ldexp(sign * mantissa, exponent).float()
+    share = torch.tensor([0.0, 0.05, 0.3])[torch.arange(len(usual)) % 3, None]
+    chosen = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), exponent.shape, generator=generator)]
+    return torch.where(torch.rand(exponent.shape, generator=generator) < share, chosen, usual).view(-1)
 
 
 SPECIAL = [0.0, -0.0, 1.0, 3e-45, -(2.0**-130), 2.0**-45, 2.0**-41, 2.0**-39, 2.0**127, math.inf, -math.inf, math.nan]
+QUOTIENTS, DENOMINATORS, RADICANDS = (-90, -50), (-65, -25), (-130, -85)
+"""Exponents on both sides of the limits of the ranges."""
+everywhere = pytest.mark.parametrize("approximation", APPROXIMATIONS)
+on_both = pytest.mark.parametrize("capability", [90, 100])
 
 
-def threads(lowest: float) -> Iterator[tuple[list[float], list[float]]]:
-    """The elements of some threads: any numbers, and denominators of which none is smaller than `lowest`."""
-    generator = random.Random(0)
-
-    def numbers(share: float, exponents: tuple[int, int]) -> list[float]:
-        usual = [math.ldexp(generator.uniform(-2, 2), generator.randint(*exponents)) for _ in range(ELEMENTS)]
-        chosen = [generator.choice(SPECIAL) if generator.random() < share else x for x in usual]
-        return [struct.unpack("<f", struct.pack("<f", x))[0] for x in chosen]
-
-    usual = ((-30, 20), (-30, 20))
-    inexact = ((-124, -118), (-72, -66))  # remainders of these quotients are less than the smallest number
-    for share, exponents in itertools.product([0.0, 0.05, 0.3] * 30, [usual, inexact]):
-        a, b = (numbers(share, range_) for range_ in exponents)
-        yield a, [x if math.isnan(x) or x >= lowest else lowest for x in map(abs, b)]
+@on_both
+@everywhere
+def test_quotients_are_correctly_rounded(capability, approximation):
+    generator = torch.Generator().manual_seed(1)
+    b = numbers(DENOMINATORS, 0.01, generator)
+    a = b * numbers(QUOTIENTS, 0.5, generator)
+    for result in executed("divide", capability, approximation, a, b):
+        assert same_numbers(result, a / b)
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
-@pytest.mark.parametrize("bounded", [None, "b"])
+@on_both
 @pytest.mark.parametrize("floor", [2.0**-27, 2.0**-40, 2.0**-41, 2.0**-60, 0.0])
-def test_instructions_give_the_quotient(in_pairs, bounded, floor):
-    ptx = fast_path(DIVISION, in_pairs, bounded)
-    for a, b in threads(floor):
-        floors = [] if bounded is None else [[floor] * ELEMENTS]
-        assert_same(emulate(ptx, [a, b, *floors]), [divide(x, y) for x, y in zip(a, b, strict=True)])
+def test_quotients_above_a_floor_are_correctly_rounded(capability, floor):
+    generator = torch.Generator().manual_seed(2)
+    b = numbers(DENOMINATORS, 0.01, generator)
+    b = torch.where(b.isnan(), b, b.abs().clamp(min=floor))
+    a = b * numbers(QUOTIENTS, 0.5, generator)
+    for result in executed("divide_above", capability, "random", a, b, torch.tensor([floor])):
+        assert same_numbers(result, a / b)
 
 
-@pytest.mark.parametrize("in_pairs", [False, True])
-def test_instructions_give_the_root(in_pairs):
-    ptx = fast_path(ROOT, in_pairs)
-    for v, other in threads(-math.inf):
-        for values in (v, other):
-            assert_same(emulate(ptx, [values]), [root(x) for x in values])
+@on_both
+@everywhere
+def test_roots_are_correctly_rounded(capability, approximation):
+    v = numbers(RADICANDS, 0.01, torch.Generator().manual_seed(3))
+    wrong_for_some_approximation = torch.tensor([case[2] for case in EXCEPTIONS if case[0] == "root"])
+    v[torch.isin(v.view(torch.int32) & 0x7FFFFF, wrong_for_some_approximation)] = 1.0
+    for result in executed("root", capability, approximation, v):
+        assert same_numbers(result, v.double().sqrt().float())
+
+
+@pytest.mark.parametrize(("name", "exponent"), [("divide", -40), ("divide", -62), ("root", -50)])
+def test_a_range_without_a_limit_is_found(name, exponent):
+    """Whole steps do not find it: their quotients and roots are rounded further, and few are that small."""
+
+    def without_limit(ptx: str) -> str:
+        literals = [struct.pack(">f", 2.0**k).hex().upper() for k in (exponent, -126)]
+        assert f"0f{literals[0]}" in ptx
+        return ptx.replace(*literals)
+
+    generator = torch.Generator().manual_seed(4)
+    operands = [numbers(RADICANDS, 0.01, generator)]
+    if name == "divide":
+        b = numbers(DENOMINATORS, 0.01, generator)
+        operands = [b * numbers(QUOTIENTS, 0.5, generator), b]
+    assert not same_numbers(*executed(name, 90, "exact", *operands, change=without_limit))
+
+
+def test_random_bits_are_those_of_the_word():
+    generator = torch.Generator().manual_seed(0)
+    pattern, word = torch.randint(-(2**31), 2**31, (2, COUNT), generator=generator).to(torch.int32)
+    sums = executed("random_sums", 90, "exact", pattern, word)
+    for role in (1, 2):
+        assert torch.equal(sums[role - 1], pattern + lane(word, role))
 
 
 def spec_of(cls, **options):
@@ -157,23 +185,6 @@ def test_denominators_are_not_below_their_floor(cls):
     assert in_range[usual].all()
 
 
-class HardwareNan(fx.Interpreter):
-    """Runs a graph for PTX as a GPU does: conversions give NaN as 0x7FFF, and only what is tested is replaced."""
-
-    def call_function(self, target, args, kwargs):
-        if target is from_bfloat16:
-            return args[0]  # the tests pass FP32 values
-        if target is to_bfloat16:
-            return torch.where(
-                args[0] != args[0], torch.tensor(0x7FFF0000).int().view(torch.float32), args[0].to(BF16).float()
-            )
-        if target is quiet_nans:
-            values, tested = args
-            found = torch.stack([values[k].isnan() for k in tested]).any(0)
-            return tuple(torch.where(found & value.isnan(), float("nan"), value) for value in values)
-        return super().call_function(target, args, kwargs)
-
-
 CASES = {
     "kahan": (AdamW, {}, 1, 1),
     "kahan, amsgrad": (AdamW, {"amsgrad": True}, 1, 2),
@@ -190,36 +201,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("cls", "options", "stages", "tested"), CASES.values(), ids=CASES)
-def test_nan_is_tested_once_and_every_bit_is_the_same(cls, options, stages, tested):
-    spec = spec_of(cls, **options)
-    graph = trace_for_ptx(spec)
-    groups = [node for node in graph.nodes if node.target is quiet_nans]
+def test_nan_is_tested_once(cls, options, stages, tested):
+    groups = [node for node in trace_for_ptx(spec_of(cls, **options)).nodes if node.target is quiet_nans]
     assert len(groups) == stages
     assert tested is None or len(groups[0].args[1]) == tested
-
-    generator = torch.Generator().manual_seed(1)
-    special = torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0**-133, torch.inf, -torch.inf, torch.nan, 3.4e38])
-    size = 20_000
-
-    def values() -> torch.Tensor:
-        usual = torch.randn(size, generator=generator).to(BF16).float()
-        return torch.where(
-            torch.rand(size, generator=generator) < 0.3,
-            special[torch.randint(len(special), (size,), generator=generator)].to(BF16).float(),
-            usual,
-        )
-
-    inputs = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if node.name in spec.tensors:
-                inputs.append(values() if spec.tensors[node.name] == BF16 else torch.randint(-99, 99, (size,)).int())
-            elif node.name.startswith("scalar_"):
-                inputs.append(torch.tensor(0.5))
-            else:
-                inputs.append(torch.randint(-(2**31), 2**31, (size,), generator=generator).int())
-    expected = fx.Interpreter(fx.GraphModule(nn.Module(), trace(spec))).run(*inputs)
-    computed = HardwareNan(fx.GraphModule(nn.Module(), graph)).run(*inputs)
-    for stored, exact in zip(computed, expected, strict=True):
-        assert torch.equal(stored.view(torch.int32), exact.view(torch.int32))
-    assert expected[0].isnan().any()

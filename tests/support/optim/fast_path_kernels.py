@@ -42,8 +42,8 @@ def root(v, inlined, exact, BLOCK: tl.constexpr, PTX: tl.constexpr):
 """
 
 
-def fast_path_kernels(folder: Path) -> ModuleType:
-    """A module with these kernels, written to `folder`: Triton reads their source."""
+def fast_path_source() -> str:
+    """The Python source of these kernels."""
     renderer = PtxRenderer()
     calls = {
         "divide": renderer.divide("numerator", "denominator"),
@@ -53,8 +53,13 @@ def fast_path_kernels(folder: Path) -> ModuleType:
         "lane_2": renderer.add_lane("bits", "random", 2),
     }
     source = "import triton\nimport triton.language as tl\n" + "".join(renderer.functions.values())
+    return source + _KERNELS.format(**calls)
+
+
+def fast_path_kernels(folder: Path) -> ModuleType:
+    """A module with these kernels, written to `folder`: Triton reads their source."""
     file = folder / "fast_path_kernels.py"
-    file.write_text(source + _KERNELS.format(**calls))
+    file.write_text(fast_path_source())
     spec = importlib.util.spec_from_file_location("fast_path_kernels", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,0 +1,136 @@
+"""The kernels that Triton compiles for NVIDIA GPUs, executed in NumPy: their steps have the bits of `eager`.
+
+Kernels, tables and launches are the backend's own; only the GPU is emulated. See docs/contributing/gpu.md.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.optim import AdamW
+from hf_lowprec.rounding import MODES
+from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
+from tests.support.optim.every_kind_of_value import EVERY_MODE, SPECIAL_MODES, same, trained
+from tests.support.optim.every_optimizer import NAMES, OPTIONS
+from tests.support.optim.fp64_sums import BOUND
+from tests.support.optim.ptx_interpreter import APPROXIMATIONS
+from tests.support.triton_available import require_triton
+
+require_triton()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CLIPPED = (BF16, {"rounding": "kahan", "max_grad_norm": 1.0, "skip_nonfinite": True})
+"""The third step is skipped, since some gradients are NaN."""
+CASES = [*itertools.product(NAMES, EVERY_MODE), ("SGD", CLIPPED)]
+
+
+def once_each() -> list[tuple]:
+    """Every mode with AdamW, and every other optimizer with one of them."""
+    modes = [(BF16, {"rounding": rounding, "state_dtype": BF16}) for rounding in MODES]
+    of_adamw = [*modes, (BF16, {"rounding": "split", "state_dtype": torch.int8}), *SPECIAL_MODES[:3]]
+    others = [name for name in NAMES if name not in ("AdamW", "SGD")]
+    return [*(("AdamW", mode) for mode in of_adamw), *zip(others, itertools.cycle(modes)), ("SGD", CLIPPED)]
+
+
+EVERY_CASE = bool(os.environ.get("HF_LOWPREC_EVERY_COMPILED_KERNEL"))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES if EVERY_CASE else (90, 100))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}")
+        for case in (CASES if EVERY_CASE else once_each())
+    ],
+)
+def test_a_step_has_the_same_bits(name, mode, capability):
+    """Whatever approximations give within their error: each case takes one choice of four."""
+    approximation = APPROXIMATIONS[(CASES.index((name, mode)) + capability // 10) % len(APPROXIMATIONS)]
+    dtype, options = mode
+    options = {**OPTIONS[name][0], **options}
+    gpu = EmulatedGpu(capability, approximation)
+    with gpu.steps():
+        stepped = trained(name, dtype, "triton", **options)
+    assert gpu.launches["step"] >= 3 or name == "Muon"  # its matrices
+    assert gpu.launches["step_ragged"] >= 3
+    assert (gpu.launches["tensor_sum"] > 0) == (name == "StableAdamW")
+    assert (gpu.launches["square_sum"] > 0) == ("max_grad_norm" in options)
+    assert same(stepped, trained(name, dtype, "eager", **options))
+    weight = stepped[4]
+    assert weight.isnan().any()
+    assert not weight.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_the_sum_of_squares(dtype):
+    """Of a whole chunk, of the end of a tensor, of misaligned gradients, and of some that have to be scaled."""
+    generator = torch.Generator().manual_seed(2)
+    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (8192 + 1000, 1001, 500)]
+    for param, scale, shift in zip(params, (1.0, 1e-3, 1e-30), (0, 1, 0), strict=True):
+        values = torch.randn(param.numel() + shift, generator=generator, dtype=torch.float64) * scale
+        param.grad = values.to(dtype)[shift:]
+    gpu = EmulatedGpu(90)
+    with gpu.steps(), AdamW(params, backend="triton").plan_step() as plan:
+        (step,) = plan.backend_steps
+        total = step.square_sum()
+    expected = sum(param.grad.double().square().sum() for param in params)
+    assert gpu.launches["square_sum"] == 1
+    assert abs(total / expected - 1) <= 2 * BOUND
+
+
+def swap_scalars(ptx: str) -> str:
+    first, second = re.findall(r"ld\.global\.b32 \{ (%r\d+) \}", ptx)[:2]
+    return re.sub(
+        r"(ld\.global\.b32 \{) (%r\d+) \}",
+        lambda load: f"{load[1]} {({first: second, second: first}).get(load[2], load[2])} }}",
+        ptx,
+    )
+
+
+def replace_all(pattern: str, replacement: str) -> Callable[[str], str]:
+    return lambda ptx: re.sub(pattern, replacement, ptx)
+
+
+FAULTS = {
+    "a mask with an element too many": replace_all(r"setp\.lt\.s32", "setp.le.s32"),
+    "a wide load one access further": replace_all(r"(ld\.global\.v4\.b32 .*\[ %rd\d+ \+ )0", r"\g<1>16"),
+    "a narrow load one element further": replace_all(r"(ld\.global\.b16 .*\[ %rd\d+ \+ )0", r"\g<1>2"),
+    "a misaligned load": replace_all(r"(ld\.global\.v4\.b32 .*\[ %rd\d+ \+ )0", r"\g<1>2"),
+    "the first chunk for every program": replace_all(r"mov\.u32 (.*), %ctaid\.x", r"mov.u32 \1, 0"),
+    "scalars of each other": swap_scalars,
+    "random bits of half of the elements": replace_all("low, 0x001", "low, 0x000"),
+    "random bits of another role": replace_all(r"shr\.b32 high, high, 1;\n", ""),
+    "another constant of the random words": replace_all("-1640531527", "-1640531525"),
+    "no test for NaN": replace_all("@!found bra", "bra"),
+    "subnormal products flushed": replace_all(r"mul\.rn\.f32", "mul.rn.ftz.f32"),
+    "no last operation of a division": replace_all(r"fma\.rn\.f32 q_(\d), .*;", r"mov.f32 q_\1, q0_\1;"),
+    "no last operation of a root": replace_all(r"fma\.rn\.f32 s_(\d), .*;", r"mov.f32 s_\1, s0_\1;"),
+}
+"""Changes of the compiled kernels, each of which must be seen."""
+
+
+@pytest.fixture(scope="module")
+def unchanged() -> list[Tensor]:
+    return trained("AdamW", BF16, "eager", rounding="kahan")
+
+
+@pytest.mark.parametrize("change", FAULTS.values(), ids=FAULTS)
+def test_planted_faults_are_found(change, unchanged):
+    """By other bits, or by an access to memory that is not the tensors'."""
+    changed = []
+
+    def planted(ptx: str) -> str:
+        changed.append(change(ptx) != ptx)
+        return change(ptx)
+
+    with EmulatedGpu(90, "exact", planted).steps():
+        try:
+            found = not same(trained("AdamW", BF16, "triton", rounding="kahan"), unchanged)
+        except AssertionError as error:
+            found = "access" in str(error) or "stored" in str(error)
+    assert any(changed)
+    assert found
