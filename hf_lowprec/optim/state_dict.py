@@ -264,7 +264,7 @@ def _check_state(
     """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
     existing = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tensors = state_tensors(optimizer, saved_group, param, existing)
-    expected = {"step", *(tensor.state.name for tensor in tensors)}
+    expected = {"step", *(tensor.key for tensor in tensors)}
     owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
     required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
     if missing := sorted(expected - state.keys()):
@@ -296,12 +296,12 @@ def _check_state(
     formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
     tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
     for tensor in tensors:
-        _check_state_tensor(tensor, param, state[tensor.state.name], where)
+        _check_state_tensor(tensor, param, state[tensor.key], where)
 
 
 def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
     """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
-    name, stored = tensor.state.name, tensor.state
+    name, stored = tensor.key, tensor.state
     if not isinstance(saved, Tensor):
         raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
     if saved.shape != tensor.shape:

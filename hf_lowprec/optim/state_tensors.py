@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import shard_length
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, holds_codes, scale_shape
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, dtype_in, encoded, holds_codes, key_of, scale_shape
 from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -32,6 +32,11 @@ class StateTensor(NamedTuple):
     state: State
     dtype: torch.dtype
     shape: torch.Size
+
+    @property
+    def key(self) -> str:
+        """Its key in `optimizer.state[param]`."""
+        return key_of(self.state.name, self.dtype)
 
 
 def state_tensors(
@@ -54,7 +59,7 @@ def state_tensors(
         existing = optimizer.state.get(param, {})
     tensors = []
     for state in optimizer.stored_states(group, param.dtype):
-        dtype = existing[state.name].dtype if state.name in existing else new_state_dtype(state, group, param)
+        dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
         tensors.append(StateTensor(state, dtype, param.shape))
         if holds_codes(state.name, dtype):
             _check_blocks(param)
