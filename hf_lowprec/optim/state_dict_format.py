@@ -55,6 +55,8 @@ EIGHT_BITS = "eight_bits"
 are in 8 bits, "1" for each parameter of the group whose state is, else "0". Distributed checkpoints convert what they
 load to the dtype of the optimizer's tensor, so that codes could be taken for values."""
 
+_HEADER_TYPES = {DITHERED: str, EIGHT_BITS: dict, NORM_BEFORE: float, SKIPPED_STEPS: int}
+
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
 
@@ -117,6 +119,9 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             return group
         try:
             header = json.loads(carried)
+            for key in header.keys() & _HEADER_TYPES:
+                if not isinstance(header[key], _HEADER_TYPES[key]):
+                    raise ValueError(f"{key} is {header[key]!r}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
@@ -188,7 +193,7 @@ def dithered_numbers(saved_groups: list[ParamGroup]) -> set[Any]:
 def names_saved_in_8_bits(saved: ParamGroup, position: int) -> set[str]:
     """Names of the states that were saved as codes, for the parameter at `position` of the group, from its header."""
     flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
-    return {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
+    return {name for name, of_params in flags.items() if str(of_params)[position : position + 1] == "1"}
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:

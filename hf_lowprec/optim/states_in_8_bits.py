@@ -25,7 +25,7 @@ optimizers would take codes for values; early versions saved them so."""
 
 def scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a state of `shape`."""
-    return torch.Size((*shape[:-1], shape[-1] // BLOCK))
+    return torch.Size((*shape[:-1], *(length // BLOCK for length in shape[-1:])))
 
 
 def holds_codes(name: str, dtype: torch.dtype) -> bool:
