@@ -86,7 +86,7 @@ bench: $(STAMP) ## optimizer step time on this machine
 bench-gpu: ## step time and training on this machine's GPU, beside other optimizers, in nine minutes
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_step.py $(ARGS)
 
-report-gpu: ## test-gpu and bench-gpu in ten minutes, packed into one file to send back
+report-gpu: ## the tests that need a GPU and bench-gpu in ten minutes, packed into one file to send back
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
 clean: ## remove caches and build products; .venv and results stay

@@ -4,6 +4,7 @@ A Llama trains on a few tokens, so that the optimizer's share of the step is lar
 ratios are medians over rounds. "CPU" is the time of the process on all of its cores; other processes disturb it less.
 
     python benchmarks/gradient_release.py [--hidden 512] [--layers 8] [--tokens 64] [--rounds 30] [--optim NAME]
+        [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from recorded_run import recorded_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
@@ -71,6 +75,16 @@ class Run:
         return most
 
 
+def table(result: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = ["| elements of a bucket | gradients at once, MiB | ratio, clock | ratio, CPU |", "|---:|---:|---:|---:|"]
+    for row in result["rows"]:
+        name = "not released" if row["bucket"] is None else f"{row['bucket']:,}"
+        size = row["gradient bytes at once"] / 2**20
+        lines.append(f"| {name} | {size:.1f} | {row['ratio, clock']:.3f} | {row['ratio, CPU']:.3f} |")
+    return "\n".join(lines)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("hidden", 512), ("layers", 8), ("vocabulary", 8192), ("tokens", 64), ("rounds", 30)):
@@ -78,26 +92,26 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--optim", default="adamw_bf16_kahan")
     parser.add_argument("--buckets", type=int, nargs="+", default=BUCKETS)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(words)
     torch.set_num_threads(options.threads)
 
     runs = [Run(options, bucket) for bucket in (None, *options.buckets)]
     params = list(runs[0].model.parameters())
     print(f"{sum(p.numel() for p in params) / 1e6:.1f} million parameters in {len(params)} tensors, {options.optim}")
-    alive = [run.gradient_bytes() for run in runs]
-    rounds = []
-    for number in range(options.rounds + WARMUP):
-        first = number % len(runs)
-        times = {run: run.step() for run in runs[first:] + runs[:first]}
-        rounds.append([times[run] for run in runs])
-    print("| elements of a bucket | gradients at once, MiB | ms per step | ratio, clock | ratio, CPU |")
-    print("|---:|---:|---:|---:|---:|")
-    for k, run in enumerate(runs):
-        pairs = [(times[0], times[k]) for times in rounds[WARMUP:]]
-        clock, cpu = (statistics.median(new[which] / old[which] for old, new in pairs) for which in (0, 1))
-        milliseconds = 1e3 * statistics.median(new[0] for _, new in pairs)
-        name = "not released" if run.bucket is None else f"{run.bucket:,}"
-        print(f"| {name} | {alive[k] / 2**20:.1f} | {milliseconds:.0f} | {clock:.3f} | {cpu:.3f} |")
+    alive, rounds = [run.gradient_bytes() for run in runs], []
+    with recorded_run(options) as result:
+        for number in range(options.rounds + WARMUP):
+            first = number % len(runs)
+            times = {run: run.step() for run in runs[first:] + runs[:first]}
+            rounds.append([times[run] for run in runs])
+        result["rows"] = []
+        for k, run in enumerate(runs):
+            pairs = [(times[0], times[k]) for times in rounds[WARMUP:]]
+            clock, cpu = (statistics.median(new[which] / old[which] for old, new in pairs) for which in (0, 1))
+            row = {"bucket": run.bucket, "gradient bytes at once": alive[k], "ratio, clock": clock, "ratio, CPU": cpu}
+            result["rows"].append(row)
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class _NoLaunch:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *tables, **constants: None
 
+    def warmup(self, *tables: Any, **options: Any) -> None: ...
+
 
 def measured_step(case: Case, tensors: int) -> Callable[[], float]:
     """A function that takes a step on `tensors` parameters and returns its CPU time in seconds."""

@@ -4,7 +4,7 @@ Each round starts new interpreters. One imports torch, transformers, Trainer and
 each; the others run `hf-lowprec --help` and import what it needs at least. Processor time is that of all threads, user
 and system.
 
-    python benchmarks/import_time.py [--rounds 9]
+    python benchmarks/import_time.py [--rounds 9] [--output FILE.json]
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
+
+from recorded_run import recorded_run
 
 IMPORTS = ("import torch", "import transformers", "from transformers import Trainer", "import hf_lowprec")
 """The imports of a script that uses hf_lowprec; each needs those before it."""
@@ -49,17 +53,26 @@ def one_round() -> Times:
     return {**commands, **json.loads(run(IN_ORDER, json.dumps(IMPORTS))[0])}
 
 
+def table(result: dict[str, Any]) -> str:
+    """The processor times in Markdown."""
+    lines = ["| | median | range |", "| --- | ---: | ---: |"]
+    for name, taken in result["processor seconds"].items():
+        title = f"then `{name}`" if name in IMPORTS[1:] else f"`{name}`"
+        lines.append(f"| {title} | {statistics.median(taken):.2f} | {min(taken):.2f} to {max(taken):.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     one_round()  # reads files that are not in the page cache yet
-    rounds = [one_round() for _ in range(options.rounds)]
-    print("| | wall time, s | processor time, s | its range |\n| --- | ---: | ---: | ---: |")
-    for name in rounds[0]:
-        wall, processor = zip(*(times[name] for times in rounds), strict=True)
-        middle = f"{statistics.median(wall):.2f} | {statistics.median(processor):.2f}"
-        print(f"| `{name}` | {middle} | {min(processor):.2f} to {max(processor):.2f} |")
+    with recorded_run(options) as result:
+        rounds = [one_round() for _ in range(options.rounds)]
+        for k, clock in enumerate(("wall seconds", "processor seconds")):
+            result[clock] = {name: [times[name][k] for times in rounds] for name in (*IMPORTS, *COMMANDS)}
+    print(table(result))
 
 
 if __name__ == "__main__":

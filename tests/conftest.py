@@ -9,6 +9,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARAL
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # pytest explains failed asserts of test modules alone, unless it is asked before the import.
 pytest.register_assert_rewrite("tests.support")
@@ -36,6 +38,14 @@ def unchanged_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[None]:
+    """Rank 0 of two, whose collectives send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def _different(first: Tensor, second: Tensor) -> int:
     """Elements with different bits; one NaN is as good as another."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return max(first.numel(), 1)
-    bits = torch.int16 if first.element_size() == 2 else torch.int32
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
     same = (first.view(bits) == second.view(bits)) | (first.isnan() & second.isnan())
     return int((~same).sum())
 

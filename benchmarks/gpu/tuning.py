@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gpu import parity
@@ -22,12 +22,17 @@ CHUNKS = [8, 4, 16, 32]
 MODE = "kahan"
 
 
-@contextmanager
-def constants(block: int, warps: int, chunk: int) -> Iterator[None]:
+def constants(block: int, warps: int, chunk: int) -> AbstractContextManager[None]:
     """Let kernels be launched with these; optimizers made before keep tables of the old chunks."""
-    new = {"BLOCK": block, "CHUNK": chunk * block, "TAIL": block // 4, "WARPS": warps}
+    new: dict[str, Any] = {"BLOCK": block, "CHUNK": chunk * block, "TAIL": block // 4, "WARPS": warps}
     if block // warps != launch.BLOCK // launch.WARPS:  # a thread has other registers for another number of elements
         new["MAX_REGISTERS"] = {}
+    return replaced(**new)
+
+
+@contextmanager
+def replaced(**new: Any) -> Iterator[None]:
+    """Replace names of the module that launches kernels."""
     old = {name: getattr(launch, name) for name in new}
     try:
         for name, value in new.items():

@@ -22,7 +22,7 @@ from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcas
 from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.loss_warning import install_loss_warning, remove_loss_warning
 from hf_lowprec.casting.module_tree import ModuleTree
-from hf_lowprec.casting.quantized import frozen_tensors
+from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
 from hf_lowprec.casting.rounded_weights import LoadedTensor, rounded_weight_warnings
@@ -85,6 +85,8 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         for planned in to_cast
         if _is_trainable(planned.target.tensor) and not was_cast(modules[planned.target.owners[0].module])
     ]
+    # Quantized weights are loaded in 16 bits, as the guide says; what norms lose by that is less than what they lost.
+    quantized = any(map(holds_quantized_weights, modules.values()))
     lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(
         cast=tuple(planned.name for planned in converted if planned.action == "cast"),
@@ -93,7 +95,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         low_bits=tuple(low_bits),
         warnings=(
             *(f"{name} looks rounded to 16 bits and could not be recomputed" for name in lost),
-            *rounded_weight_warnings(modules.values(), weights, trained),
+            *(() if quantized else rounded_weight_warnings(modules.values(), weights, trained)),
             *numbers,
         ),
     )

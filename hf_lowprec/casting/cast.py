@@ -118,6 +118,11 @@ def check_model_and_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         names = {type(tensor).__name__ for tensor in module.parameters(recurse=False)}
         if wrappers := _WRAPPERS & names.union(cls.__name__ for cls in type(module).__mro__):
+            if (tp_size := getattr(model, "tp_size", None) or 1) > 1:
+                raise ValueError(
+                    f"the model is tensor parallel (tp_size={tp_size}); load it without tp_plan, and train with DDP or "
+                    "FSDP2, or in your own loop call parallelize_module after cast_model"
+                )
             raise ValueError(f"cast before prepare: the model is already wrapped or sharded ({min(wrappers)})")
         if module in PREPARED_UNCAST:
             raise ValueError(

@@ -15,7 +15,12 @@ _BIAS = "bias"  # added in the activations' dtype, after the quantized weight wa
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Return whether `tensor` holds quantized data, by its class (of a quantizer) or dtype (no floats or indices)."""
+    """Return whether `tensor` holds quantized data, by its class (of a quantizer) or dtype (no floats or indices).
+
+    The class of a DTensor is that of its shard.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     if type(tensor) not in _PLAIN_CLASSES or type(tensor.data) is not Tensor:
         return True
     if type(tensor) is Tensor and tensor.dim() < 2:

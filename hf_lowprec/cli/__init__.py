@@ -9,11 +9,32 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from hf_lowprec.cli import demo, doctor, env, estimate, export, inspect, plot, run
 
+
+class _FlagsWithoutType:
+    """Help without the type that typer 0.29 shows behind flags, as if `--json <bool>` took a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Group(_FlagsWithoutType, TyperGroup):
+    """All commands."""
+
+
+class _Command(_FlagsWithoutType, TyperCommand):
+    """One command."""
+
+
 app = typer.Typer(
+    cls=_Group,
     help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,7 +71,7 @@ _WITHOUT_NAMES = ("env", "plot", "run")
 """Commands that need no optimizer names, or, like `run`, register them themselves once they know that they can run."""
 
 
-class _RegisteringCommand(TyperCommand):
+class _RegisteringCommand(_Command):
     """Registers the optimizer names when the command runs, which is after its arguments were parsed."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -61,8 +82,7 @@ class _RegisteringCommand(TyperCommand):
 
 
 for _command in app.registered_commands:
-    if _command.name not in _WITHOUT_NAMES:
-        _command.cls = _RegisteringCommand
+    _command.cls = _Command if _command.name in _WITHOUT_NAMES else _RegisteringCommand
 
 
 def main() -> None:

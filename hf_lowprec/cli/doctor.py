@@ -42,9 +42,13 @@ def doctor(
     beta1: Annotated[float | None, typer.Option(help="adam_beta1.", rich_help_panel=_RUN)] = None,
     beta2: Annotated[float | None, typer.Option(help="adam_beta2.", rich_help_panel=_RUN)] = None,
     optim: Annotated[
-        str,
-        typer.Option(help="As in TrainingArguments; adamw_torch is stock BF16, norms included.", rich_help_panel=_RUN),
-    ] = "adamw_torch",
+        str | None,
+        typer.Option(
+            help="As in TrainingArguments; by default that of the checkpoint, with its rounding, state dtypes and "
+            "betas, or without one adamw_torch: stock BF16, norms included.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     optim_args: Annotated[str | None, typer.Option(help="As in TrainingArguments.", rich_help_panel=_RUN)] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the prediction as JSON.", rich_help_panel=_RUN)
@@ -118,7 +122,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
 
     from hf_lowprec.doctor import prediction_report
     from hf_lowprec.doctor.advice import find_problems, recommend
-    from hf_lowprec.doctor.planned_run import plan_run
+    from hf_lowprec.doctor.planned_run import optimizer_of_checkpoint, plan_run
     from hf_lowprec.doctor.prediction import count_weights, predict_rounding
     from hf_lowprec.doctor.saved_directions import saved_directions
     from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
@@ -126,8 +130,10 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.user_inputs.model_files import find_model_folder
 
     try:
-        run = plan_run(**settings)
         folder = find_model_folder(model)
+        if settings["optim"] is None:
+            settings |= optimizer_of_checkpoint(folder, settings["optim_args"], settings["betas"])
+        run = plan_run(**settings)
         stored = open_weights(folder)
         weights = count_weights(stored, _kept_in_fp32(folder, run.keep_fp32))
         prediction = predict_rounding(weights, run, saved_directions(folder, stored))
@@ -154,7 +160,8 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
             "split: FP32 weights, stored as BF16 weights and 16 bits more."
         )
         typer.echo(textwrap.fill(legend, width))
-        typer.echo(f"\noptim={run.optim!r}:{'' if problems else ' no problem found.'}")
+        setting = f"optim={run.optim!r}" + (f", optim_args={given!r}" if (given := settings["optim_args"]) else "")
+        typer.echo(f"\n{setting}:{'' if problems else ' no problem found.'}")
         for problem in problems:
             typer.echo(textwrap.fill(f"- {problem}", width, subsequent_indent="  "))
         typer.echo("\n" + textwrap.fill(str(advice), width, break_long_words=False, break_on_hyphens=False))

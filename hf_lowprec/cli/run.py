@@ -19,18 +19,17 @@ import typer
 # Everything after the script's name, options included, is passed to the script.
 CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
-_ACCELERATE = "accelerate launch -m hf_lowprec run"
-_TORCHRUN = "torchrun --nproc-per-node 2 -m hf_lowprec run"
-_LAUNCHERS = {
-    "accelerate-launch": _ACCELERATE,
-    "accelerate.commands.launch": _ACCELERATE,
-    "torchrun": _TORCHRUN,
-    "torch.distributed.run": _TORCHRUN,
-    "torch.distributed.launch": _TORCHRUN,
-    "deepspeed": _TORCHRUN,
-    "deepspeed.launcher.runner": _TORCHRUN,
-}
-"""Programs and modules that always launch processes → the command that makes them start `hf_lowprec run`."""
+_ACCELERATE = "accelerate launch"
+_LAUNCHERS = (
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)
+"""Programs and modules that always launch processes."""
+_DEEPSPEED = ("deepspeed", "deepspeed.launcher.runner")
+_RUN = "-m hf_lowprec run"
 _ACCELERATE_CLI = ("accelerate", "accelerate.commands.accelerate_cli")
 _TRL_CLI = ("trl", "trl.cli.main")
 _TRL_TRAINERS = ("distillation", "dpo", "grpo", "kto", "reward", "rloo", "sft")
@@ -81,10 +80,27 @@ def launcher_command(script: str, arguments: Sequence[str], module: bool) -> str
     name = script if module else Path(script).name
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", ())
     if name in _TRL_CLI and command in _TRL_TRAINERS:
-        return f"{_ACCELERATE} {shlex.join(['-m', f'trl.scripts.{command}', *rest])}"
+        return f"{_ACCELERATE} {_RUN} {shlex.join(['-m', f'trl.scripts.{command}', *rest])}"
+    program = f"python -m {script}" if module else shlex.quote(script)
     if name in _ACCELERATE_CLI and command == "launch":
-        return f"{_ACCELERATE} script.py …"
-    return f"{_LAUNCHERS[name]} script.py …" if name in _LAUNCHERS else None
+        return f"{program} launch {_with_us(rest)}"
+    if name in _DEEPSPEED:
+        return f"torchrun --nproc-per-node gpu {_with_us(arguments, keeps_options=False)}"
+    return f"{program} {_with_us(arguments)}" if name in _LAUNCHERS else None
+
+
+def _with_us(arguments: Sequence[str], keeps_options: bool = True) -> str:
+    """The arguments of a launcher that starts `hf_lowprec run` with the script that `arguments` start.
+
+    Without knowing which of the launcher's options take a value, the script is the first word that ends in `.py` or
+    follows `-m`.
+    """
+    is_script = (word.endswith(".py") or word in ("-m", "--module") for word in arguments)
+    start = next((k for k, found in enumerate(is_script) if found), None)
+    if start is None:
+        return f"{_RUN} script.py …"
+    options = arguments[:start] if keeps_options else ()
+    return " ".join([*map(shlex.quote, options), _RUN, *map(shlex.quote, arguments[start:])])
 
 
 def _raised_by_runpy(error: ImportError) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from hf_lowprec.diagnostics.memory_estimate import (
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.backends.selection import expected_backend
 from hf_lowprec.optim.initial_compensation import initial_values
+from hf_lowprec.optim.state_tensors import state_tensors
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
 from hf_lowprec.rounding import MODES, dtype_name
 
@@ -85,11 +87,18 @@ def _frozen(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _rounding_modes(optimizer: LowPrecisionOptimizer) -> str:
-    modes = {
-        f"weights {group['rounding']}, 16-bit states {group['state_rounding']}, seed {group['seed']}"
-        for group in optimizer.param_groups
-    }
-    return "; ".join(sorted(modes))
+    """How weights are rounded, and those states that are averages in 16 or 8 bits."""
+    sizes: dict[tuple[Any, ...], set[int]] = defaultdict(set)
+    for group in optimizer.param_groups:
+        params = (param for param in group["params"] if param.requires_grad)
+        tensors = [tensor for param in params for tensor in state_tensors(optimizer, group, param)]
+        averages = {8 * dtype.itemsize for state, dtype, _ in tensors if state.averages}
+        sizes[group["rounding"], group["state_rounding"], group["seed"]] |= averages - {32}
+    modes = []
+    for (rounding, state_rounding, seed), bits in sorted(sizes.items()):
+        states = " and ".join(f"{count}-bit" for count in sorted(bits, reverse=True))
+        modes.append(f"weights {rounding}, {f'{states} states {state_rounding}, ' if bits else ''}seed {seed}")
+    return "; ".join(modes)
 
 
 def _backends(optimizer: LowPrecisionOptimizer) -> str:

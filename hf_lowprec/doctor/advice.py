@@ -92,7 +92,10 @@ def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:
     if noise <= SOME_NOISE:
         switch = min((part.blurs_from or run.steps + 1 for part in _parts(stochastic).values()), default=run.steps + 1)
         share = int(100 * (switch - 1) / run.steps) / 100
-        reason = f"The noise of stochastic rounding is {noise:.2g} times what the updates move"
+        reason = (
+            "It needs no remainder or compensation, and the noise of stochastic rounding is "
+            f"{noise:.2g} times what the updates move"
+        )
         if 0 < share < END_OF_RUN:
             schedule = f"rounding=stochastic:{share:g}|split"
             reason += f"; from step {switch} on it would exceed what is still to come, so split weights take over."

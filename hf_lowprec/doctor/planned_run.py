@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from hf_lowprec.doctor.predicted_rounding import COMPENSATION, Storage
 from hf_lowprec.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
+from hf_lowprec.inspection.optimizer_states import read_parameter_states
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
@@ -19,6 +21,7 @@ from hf_lowprec.rounding import MODES
 
 STOCK = ("adamw_torch", "adamw_torch_fused")
 """Names of transformers whose updates can be predicted: torch's AdamW, which rounds to nearest."""
+Betas = tuple[float | None, float | None]
 _MEASURED_SCHEDULERS = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 """Schedulers whose learning rates depend on losses."""
 
@@ -69,6 +72,32 @@ class PlannedRun(NamedTuple):
         return Storage(((2.0**-declared.remainder_bits, 1.0),), stochastic=declared.random)
 
 
+def optimizer_of_checkpoint(folder: Path, optim_args: str | None, betas: Betas) -> dict[str, Any]:
+    """The arguments `optim`, `optim_args` and `betas` of `plan_run`, as the run had them that saved a checkpoint.
+
+    Args:
+        folder: the checkpoint. Without the state of an optimizer that is known, `optim` is `STOCK[0]`.
+        optim_args: what the user has given, which takes precedence.
+        betas: likewise.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    group = next((state.group for state in read_parameter_states(folder)), None)
+    found = group.training_arguments if group else None
+    if group is None or found is None:
+        return {"optim": STOCK[0]}
+    given = (optim_args or "").split(",")
+    keys = {pair.partition("=")[0].strip() for pair in given}
+    options = [f"{key}={value}" for key, value in found[1].items() if key not in keys]
+    saved = group.betas or (None, None)
+    return {
+        "optim": found[0],
+        "optim_args": ",".join([*options, *filter(None, given)]) or None,
+        "betas": tuple(value if mine is None else mine for mine, value in zip(betas, saved, strict=True)),
+    }
+
+
 def plan_run(
     optim: str,
     optim_args: str | None,
@@ -78,7 +107,7 @@ def plan_run(
     warmup_steps: float,
     steps: int,
     weight_decay: float,
-    betas: tuple[float | None, float | None],
+    betas: Betas,
 ) -> PlannedRun:
     """Plan a run from the arguments of `TrainingArguments` with these names; `betas` are `adam_beta1` and `adam_beta2`.
 

@@ -19,9 +19,13 @@ from hf_lowprec.integrations.export.saved_optimizer import (
     saved_param_groups,
     sharded_param_groups,
 )
+from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
-from hf_lowprec.optim.state_dict_format import in_own_dtype
+from hf_lowprec.optim.registry import SUFFIXES
+from hf_lowprec.optim.shared_keywords import keywords
+from hf_lowprec.optim.state_dict_format import HEADER, in_own_dtype
 from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
+from hf_lowprec.rounding import dtype_name
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
 
@@ -87,6 +91,21 @@ class ParamGroupSettings:
         return "nearest" if self._library and self._library.startswith("torch.") else None
 
     @property
+    def training_arguments(self) -> tuple[str, dict[str, str]] | None:
+        """`optim` and options of `optim_args` that compute and store like this group; None if the keys do not tell."""
+        if self._library == "torch.optim.Adam or torch.optim.AdamW" and self.decoupled_decay:
+            return "adamw_torch_fused" if self._group.get("fused") else "adamw_torch", {}
+        algorithm = self._group.get(HEADER, {}).get("optimizer")
+        if algorithm not in ALGORITHMS:
+            return None
+        suffix = next((suffix for suffix, mode in SUFFIXES.items() if mode == self.rounding), None)
+        options = {} if suffix else {"rounding": str(self.rounding)}
+        for key, default in keywords(ALGORITHMS[algorithm]).items():
+            if key in _STORAGE_OPTIONS and self._group.get(key, default) != default:
+                options[key] = _option(self._group[key])
+        return f"{algorithm.lower()}_bf16_{suffix or 'split'}", options
+
+    @property
     def rounds_states_to_nearest(self) -> bool:
         """True if 16-bit states are known to be rounded to nearest."""
         if self._library == "hf_lowprec":
@@ -121,6 +140,16 @@ class ParamGroupSettings:
     def _number(self, key: str) -> float | None:
         value = self._group.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+_STORAGE_OPTIONS = ("state_dtype", "state_rounding", "decoupled_weight_decay")
+
+
+def _option(value: Any) -> str:
+    """The value of an option of `optim_args` as its string."""
+    if isinstance(value, Mapping):
+        return "|".join(f"{name}:{_option(dtype)}" for name, dtype in value.items())
+    return dtype_name(value) if isinstance(value, torch.dtype) else str(value)
 
 
 class ParameterState(NamedTuple):

@@ -10,6 +10,7 @@ from torch.optim import swa_utils
 
 from hf_lowprec.casting import uncast_model
 from hf_lowprec.optim.fp32_weights import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -55,7 +56,7 @@ class AveragedModel(swa_utils.AveragedModel):
         super().__init__(model, device, avg_fn, multi_avg_fn, use_buffers)
         uncast_model(self.module)
 
-    @torch.no_grad()
+    @without_grad
     def update_parameters(self, model: nn.Module, optimizer: Any = None) -> None:
         """Update the average with the model's weights. The first call copies them.
 

@@ -121,13 +121,10 @@ def _in_fp32_model(params: list[Tensor]) -> bool:
     models = list(_models_of(params))
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
-    return bool(models) and plain and not any(map(_is_quantized, models)) and not any(map(cast_dtypes, models))
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a model has quantized weights. Shards do not count, though their class is no plain Parameter."""
-    unsharded = (m for m in model.modules() if not any(map(is_sharded, m.parameters(recurse=False))))
-    return any(map(holds_quantized_weights, unsharded))
+    modules = (module for model in models for module in model.modules())
+    return (
+        bool(models) and plain and not any(map(holds_quantized_weights, modules)) and not any(map(cast_dtypes, models))
+    )
 
 
 def _ddp_sums(params: list[Tensor]) -> str | None:

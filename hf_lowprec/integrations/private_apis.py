@@ -5,6 +5,7 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ OptimizerHandler = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
 def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickle: Callable[[str], Any]) -> None:
-    """Add `names` to `OptimizerNames` and to Trainer's dispatch table. Existing names are not changed.
+    """Add `names` to `OptimizerNames`, its error about unknown ones, and Trainer's dispatch table. Existing names are
+    not changed.
 
     `TrainingArguments` accepts only members of this enum, and there is no public way to extend it.
 
@@ -69,6 +71,7 @@ def add_optimizer_names(names: Iterable[str], handler: OptimizerHandler, unpickl
             if name not in OptimizerNames._value2member_map_:
                 _add_member(name, unpickle)
             handlers[OptimizerNames(name)] = handler
+        _suggest_close_names()
     except AttributeError as error:
         raise RuntimeError(
             f"transformers {transformers.__version__} has changed where optimizer names live ({error}), so `optim=` "
@@ -88,6 +91,22 @@ def _add_member(name: str, unpickle: Callable[[str], Any]) -> None:
     OptimizerNames._member_map_[member._name_] = member
     OptimizerNames._value2member_map_[name] = member
     type.__setattr__(OptimizerNames, member._name_, member)
+
+
+def _suggest_close_names() -> None:
+    """Let the error about an unknown name end with the closest known one: it lists some 80 of them."""
+    if "_missing_" in vars(OptimizerNames):
+        return
+    original = OptimizerNames._missing_
+
+    def missing(cls: type[OptimizerNames], value: Any) -> Any:
+        try:
+            return original(value)
+        except ValueError as error:
+            near = difflib.get_close_matches(str(value), cls._value2member_map_, n=1)
+            raise ValueError(f"{error}" + (f". Did you mean {near[0]!r}?" if near else "")) from None
+
+    type.__setattr__(OptimizerNames, "_missing_", classmethod(missing))
 
 
 def optimizer_member(name: str) -> OptimizerNames:

@@ -149,11 +149,6 @@ class FusedGroupUpdates:
             return decode(code, scale, stored.nonnegative)
         return self._gather(name) if name in self.fused_group.entries[0].states else None
 
-    def compensation(self) -> Tensor | None:
-        """Gather the compensation or remainder as it is stored now, if there is one."""
-        found = (self.stored_state(name) for name in LOW_BITS_STATES)
-        return next((matrix for matrix in found if matrix is not None), None)
-
     def _columns(self, scalars: Tensor) -> dict[str, Tensor]:
         """The step's scalars by name, each of shape (entries, 1)."""
         group = self.fused_group

@@ -59,9 +59,9 @@ def find(evidence: Evidence) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def is_lost(numbers: dict[str, float], name: str) -> bool:
-    """Whether a share is significantly above `LOST`."""
-    return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > LOST
+def is_lost(numbers: dict[str, float], name: str, more_than: float = LOST) -> bool:
+    """Whether a share is significantly above `more_than`."""
+    return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > more_than
 
 
 def _not_finite(evidence: Evidence) -> Finding | None:
@@ -101,7 +101,8 @@ def _updates_vanish(evidence: Evidence) -> Finding | None:
 def _few_weights_change(evidence: Evidence) -> Finding | None:
     """For optimizers whose updates are not known, and that are known to round to nearest."""
     optimizer, by_kind = evidence.optimizer, evidence.precision.by_kind
-    if evidence.precision.learning_rate == 0:  # as in the first step of a warm-up
+    # The first step of a warm-up, or gradients that were zero in every measured step.
+    if evidence.precision.learning_rate == 0 or not any(evidence.gradients.nonzero):
         return None
     changed = [by_kind[kind].get("changed", 1.0) for kind in ("attention", "mlp", "other") if kind in by_kind]
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers") or min(changed, default=1) > FEW:
@@ -174,6 +175,13 @@ def _never_stepped(evidence: Evidence) -> Finding | None:
     gradients = evidence.gradients
     if gradients.steps < ENOUGH_MEASUREMENTS:
         return None
+    if gradients.zero() and not any(gradients.nonzero):
+        return Finding(
+            "never_stepped",
+            f"all gradients were exactly zero in each of {gradients.steps} measured steps, so nothing is learned: the "
+            "loss is constant. Look for rewards that are all the same, which in GRPO give advantages of zero, or for a "
+            "loss that is multiplied by zero",
+        )
     no_gradient = f"had no gradient in any of {gradients.steps} measured steps"
     detached = "Look for detach() or torch.no_grad() around what is computed from them"
     frozen = "if they are not meant to be trained, set requires_grad=False"

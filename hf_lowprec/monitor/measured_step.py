@@ -91,6 +91,12 @@ class MeasuredBlocks:
         """Forget the blocks, which hold on to the tensors of a plan."""
         self._blocks.clear()
 
+    def record_beginning(self) -> None:
+        """Before the first step, let one of our optimizers create the states, and record what weights start with."""
+        if isinstance(self._optimizer, LowPrecisionOptimizer):
+            with self._optimizer.plan_step():
+                self._watched.record_first_low_bits()
+
     def add_all(self, step: MeasuredStep) -> None:
         """Add all parameters before they are stepped, and compute their exact updates."""
         if not isinstance(self._optimizer, LowPrecisionOptimizer):
@@ -110,10 +116,11 @@ class MeasuredBlocks:
             step.stepped.update(rows)
             block = self._blocks.get(fused_group)
             if block is None:
+                self._watched.record_first_low_bits(rows)
                 samples = ParameterSamples(fused_group.weights, self._watched.sample_size)
                 measured = fused_group.spec.param_dtype in self._dtypes
                 updates = FusedGroupUpdates(self._optimizer, backend_step, samples) if measured else None
-                block = ParameterBlock(rows, fused_group.weights, samples, fused_group.sharding, updates)
+                block = ParameterBlock(self._watched, rows, fused_group.weights, samples, fused_group.sharding, updates)
             if block.updates is not None:
                 block.exact = block.updates.compute(step.with_decay)
             block.look_for_gradients([entry.grad for entry in fused_group.entries], self._gradients.nonzero)
@@ -125,6 +132,7 @@ class MeasuredBlocks:
     def add_rest(self, step: MeasuredStep) -> None:
         """Add the parameters that are in none of the plans that were added."""
         self._blocks = step.blocks_of_groups
+        self._watched.record_first_low_bits(set(self._watched.row.values()) - step.stepped)
         self._add_unstepped(step.stepped, step)
 
     def _add_replayed(self, step: MeasuredStep) -> None:
@@ -151,7 +159,7 @@ class MeasuredBlocks:
                 weights = list(map(local_shard, params))
                 samples = ParameterSamples(weights, self._watched.sample_size)
                 updates = ReplayedUpdates(self._optimizer, params, group, samples) if is_replayed else None
-                block = ParameterBlock(rows, weights, samples, sharding_of(params[0]), updates)
+                block = ParameterBlock(self._watched, rows, weights, samples, sharding_of(params[0]), updates)
             blocks[key] = block
             if block.updates is not None:
                 try:
@@ -167,13 +175,16 @@ class MeasuredBlocks:
 
     def _add_unstepped(self, stepped: set[int], step: MeasuredStep) -> None:
         """Add blocks of the parameters that have no gradient in this step."""
-        for rows in self._watched.alike(row for row in range(len(self._watched.params)) if row not in stepped):
+        rest = [row for row in range(len(self._watched.params)) if row not in stepped]
+        low_bits = {row: self._watched.low_bits(row) for row in rest}
+        dtypes = {row: None if shard is None else shard.dtype for row, shard in low_bits.items()}
+        for rows in self._watched.alike(rest, dtypes):
             key = ("unstepped", *rows)
             if key not in self._blocks:
                 params = [self._watched.params[row] for row in rows]
                 weights = list(map(local_shard, params))
                 samples = ParameterSamples(weights, self._watched.sample_size)
-                self._blocks[key] = ParameterBlock(rows, weights, samples, sharding_of(params[0]), None)
+                self._blocks[key] = ParameterBlock(self._watched, rows, weights, samples, sharding_of(params[0]), None)
             step.blocks.append(self._blocks[key])
 
     def _refuse(self, reason: str) -> None:
@@ -197,7 +208,7 @@ class MeasuredBlocks:
     def sum_up(self, step: MeasuredStep) -> None:
         """Compare what the step has changed with the exact updates."""
         for block in step.blocks:
-            sums = block.sums(self._watched.first_weights, self._watched.first_compensations)
+            sums = block.sums()
             if self._across_ranks:
                 sum_over_shards(sums, block.sharding)
             step.results.append((block.rows, sums))

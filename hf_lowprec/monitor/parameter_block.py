@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.replayed_update import ReplayedUpdates, agreement
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
+from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.spacing import spacing
@@ -26,7 +27,8 @@ class ParameterBlock:
         grad_seen: for each parameter, whether it has a gradient that is not zero.
 
     Args:
-        rows: their rows in the monitor's tables.
+        watched: all parameters.
+        rows: the rows of this block's.
         weights: this rank's shards.
         samples: their samples.
         sharding: over which ranks they are sharded.
@@ -35,12 +37,14 @@ class ParameterBlock:
 
     def __init__(
         self,
+        watched: WatchedParameters,
         rows: list[int],
         weights: Sequence[Tensor],
         samples: ParameterSamples,
         sharding: Sharding | None,
         updates: FusedGroupUpdates | ReplayedUpdates | None,
     ) -> None:
+        self._watched = watched
         self.rows = rows
         self.weights = list(weights)
         self.samples = samples
@@ -49,7 +53,7 @@ class ParameterBlock:
         self.exact: ExactUpdate | None = None
         self.weight: Tensor | None = None
         self.grad_seen: Tensor | None = None
-        self._first: tuple[Tensor, Tensor | None] | None = None
+        self._first: tuple[torch.dtype | None, Tensor] | None = None
 
     def look_for_gradients(self, grads: Sequence[Tensor | None], seen: Sequence[bool]) -> None:
         """Find out which parameters have a gradient, until each of them has had one."""
@@ -64,9 +68,9 @@ class ParameterBlock:
 
     def agreement(self) -> Tensor:
         """How many updates can be compared with what the weights did, and how many agree."""
-        assert self.exact is not None and self.updates is not None
+        assert self.exact is not None
         weight = self.samples.gather(self.weights, "weight")
-        stored = fp64_value(weight, self.updates.compensation())
+        stored = fp64_value(weight, self._low_bits())
         return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
 
     def forget_update(self) -> None:
@@ -74,56 +78,43 @@ class ParameterBlock:
         assert self.exact is not None
         self.weight, self.exact = self.exact.weight, None
 
-    def sums(self, first_weights: Mapping[int, Tensor], first_compensations: Mapping[int, Tensor]) -> Tensor:
-        """The sums of the step that was taken.
-
-        Args:
-            first_weights: the samples of the weights when training began, by row.
-            first_compensations: those of the compensations or remainders, as far as there are any.
-
-        Returns:
-            FP64 of shape (parameters, len(SUMS)).
-        """
+    def sums(self) -> Tensor:
+        """The sums of the step that was taken; FP64 of shape (parameters, len(SUMS))."""
         samples = self.samples
         weights = samples.element_weights
         table = torch.zeros(len(self.rows), len(SUMS), dtype=torch.float64, device=weights.device)
         stored_weight = samples.gather(self.weights, "weight")
-        compensation = None if self.updates is None else self.updates.compensation()
+        low_bits = self._low_bits()
+        stored = fp64_value(stored_weight, low_bits)
         table[:, COLUMN["elements"]] = torch.tensor(samples.sizes, dtype=torch.float64)
-        table[:, COLUMN["never_moved"]] = self._never_moved(
-            first_weights, first_compensations, stored_weight, compensation
-        )
-        table[:, COLUMN["never_moved"]] *= weights
+        same = stored == self._first_values(low_bits)
+        table[:, COLUMN["never_moved"]] = (same & samples.valid if samples.is_padded else same).sum(1) * weights
         if self.grad_seen is not None:
             table[:, COLUMN["has_gradient"]] = self.grad_seen
         if self.weight is not None:
             table[:, COLUMN["stepped"]] = table[:, COLUMN["elements"]]
             table[:, COLUMN["changed"]] = (self.weight != stored_weight).sum(1) * weights
         if self.exact is not None:
-            self._add_slopes(table, self.exact, stored_weight, compensation)
+            self._add_slopes(table, self.exact, stored_weight, low_bits, stored)
         return table
 
-    def _never_moved(
-        self,
-        first_weights: Mapping[int, Tensor],
-        first_compensations: Mapping[int, Tensor],
-        weight: Tensor,
-        compensation: Tensor | None,
-    ) -> Tensor:
-        """How many sampled elements of each parameter are as they were when training began."""
-        if self._first is None or (self._first[1] is None) != (compensation is None):
-            first = torch.stack([first_weights[row] for row in self.rows])
-            if compensation is None or not all(row in first_compensations for row in self.rows):
-                self._first = first, compensation
-            else:
-                self._first = first, torch.stack([first_compensations[row] for row in self.rows])
-        same = self._first[0] == weight
-        if compensation is not None and self._first[1] is not None:
-            same &= self._first[1] == compensation
-        return (same & self.samples.valid).sum(1) if self.samples.is_padded else same.sum(1)
+    def _low_bits(self) -> Tensor | None:
+        """Gather the compensations or remainders as they are stored now, if there are any."""
+        shards = [shard for row in self.rows if (shard := self._watched.low_bits(row)) is not None]
+        return self.samples.gather(shards, "low bits") if len(shards) == len(self.rows) else None
+
+    def _first_values(self, low_bits: Tensor | None) -> Tensor:
+        """The values of the sampled elements when training began, with low bits like those that they have now, FP64."""
+        dtype = None if low_bits is None else low_bits.dtype
+        if self._first is None or self._first[0] != dtype:
+            weights, known = self._watched.first_weights, self._watched.first_low_bits
+            has_low_bits = low_bits is not None and all(row in known for row in self.rows)  # else they began at zero
+            first = torch.stack([known[row] for row in self.rows]) if has_low_bits else None
+            self._first = dtype, fp64_value(torch.stack([weights[row] for row in self.rows]), first)
+        return self._first[1]
 
     def _add_slopes(
-        self, table: Tensor, exact: ExactUpdate, stored_weight: Tensor, compensation: Tensor | None
+        self, table: Tensor, exact: ExactUpdate, stored_weight: Tensor, low_bits: Tensor | None, stored: Tensor
     ) -> None:
         """Compare what is stored with the exact update."""
         samples = self.samples
@@ -137,19 +128,18 @@ class ParameterBlock:
             table[:, first : first + size] = sums
 
         update = valid(exact.update)
-        stored = fp64_value(stored_weight, compensation)
         ulp = spacing(exact.weight, stored_weight.dtype)
-        if compensation is None:
+        if low_bits is None:
             grid = ulp
-        elif compensation.is_floating_point():
-            grid = spacing(compensation, compensation.dtype)
+        elif low_bits.is_floating_point():
+            grid = spacing(low_bits, low_bits.dtype)
         else:  # a remainder
-            grid = spacing(exact.weight, torch.float32) * 2.0 ** dropped_bits(compensation)
+            grid = spacing(exact.weight, torch.float32) * 2.0 ** dropped_bits(low_bits)
         random_grid = grid if exact.random_weights else None
         put("update", slope_sums(update, stored - exact.stored, random_grid, weights))
         wide = exact.weight.double()
         table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(wide, wide) * weights
-        if compensation is not None:
+        if low_bits is not None:
             # Of the weight after the step: near zero, one step may take a weight through many binades.
             kept_out = stored - stored_weight.double()
             ulps = kept_out / spacing(stored_weight, stored_weight.dtype)

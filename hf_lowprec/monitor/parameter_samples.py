@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from hf_lowprec.optim.cached_property import cached_property
 
 SAMPLED_SHARE = 1 / 256
 """The share of all elements that is sampled, so that a measurement is a small part of a step of any model.

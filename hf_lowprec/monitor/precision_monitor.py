@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -197,27 +199,34 @@ class PrecisionMonitor:
                 raise
             self.on_error(error)
 
-    @torch.no_grad()
+    @without_grad
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth > _methods_of_a_step(type(optimizer)):  # an earlier step has raised and not run its last hooks
             self._depth = 1
         if self._depth > 1:
             return
+        # A closure computes the gradients only now.
+        has_closure = kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
         if self._release is None or not self._begun:  # else the first bucket has, during the backward pass
-            # A closure computes the gradients only now.
-            self._begin(kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None))
-        if self._running is not None and self._release is None:
+            self._begin(has_closure)
+        if self._release is not None:
+            return
+        if self._running is not None:
             self._blocks.add_all(self._running)
+        elif self.steps == 0 and not has_closure and not _is_capturing():
+            self._blocks.record_beginning()
 
     def _run_before_bucket(self, plan: StepPlan) -> None:
         self._run_hook("_before_bucket", plan)
 
-    @torch.no_grad()
+    @without_grad
     def _before_bucket(self, plan: StepPlan) -> None:
         """Gradient release is about to step the parameters of `plan`."""
         if not self._begun:
             self._begin(has_closure=False)
+        if self.steps == 0:
+            self._watched.record_first_low_bits()
         if self._running is not None:
             self._blocks.add_plan(plan, self._running)
 
@@ -244,7 +253,7 @@ class PrecisionMonitor:
         if with_decay:
             self._decay_measured_at = self.steps
 
-    @torch.no_grad()
+    @without_grad
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth = max(self._depth - 1, 0)
         if self._depth:
@@ -262,8 +271,6 @@ class PrecisionMonitor:
                 running.gradients = [row in running.stepped for row in range(count)] + self._gradients.look()[count:]
             self._blocks.sum_up(running)
             self._finished = running
-        if self.steps == 1 and not _is_capturing():
-            self._watched.record_first_compensations()
 
     # The result.
 

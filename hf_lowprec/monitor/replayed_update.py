@@ -127,11 +127,6 @@ class ReplayedUpdates:
             return None
         return self.samples.gather([local_shard(state[name]) for state in states], name)
 
-    def compensation(self) -> Tensor | None:
-        """Gather the compensation as it is stored now, if there is one."""
-        found = (self.stored_state(name) for name in COMPENSATIONS)
-        return next((matrix for matrix in found if matrix is not None), None)
-
     def gather_state(self) -> dict[str, Any]:
         """The states by name: matrices of samples, and values that all parameters share."""
         states = [self.optimizer.state.get(param, {}) for param in self.params]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
 from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_columns, precision_values
+from hf_lowprec.optim.cached_property import cached_property
 
 ALL = "all"
 """The name, among the kinds, of the whole model."""
@@ -32,7 +32,7 @@ class StepPrecision:
     | `lost_updates` | share of the weight changes that rounding lost: 0 none, 1 all |
     | `lost_second_moment` | share of the decay of second moments that rounding lost |
     | `lost_weight_decay` | share of the weight decay that does not arrive in the weights, over the last measurements |
-    | `never_moved` | share of weights that are bit for bit what they were when training began |
+    | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
     | `compensation_ulps` | root mean square of the compensation, in spacings of the weight |
     | `update_to_weight` | root mean square of the update over that of the weight |
     | `changed` | share of weights that the step changed, where `lost_updates` is not known |

@@ -35,7 +35,7 @@ SUMS = (
 )
 """The columns of a table of sums, which has one row for each tensor.
 
-- elements: the number of elements; never_moved: of those that are as they were when training began;
+- elements: the number of elements; never_moved: of those whose value is as it was when training began;
 - has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
 - stepped: elements that were stepped by an unknown update; changed: those of them whose stored weight changed;
 - weight_square: of the weights with a measured update;

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.monitor.replayed_update import is_elementwise
 from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import local_shard, sharding_of
 
@@ -33,7 +32,7 @@ class WatchedParameters:
         kinds: the kind of each row, see `parameter_kinds.py`.
         sample_size: elements that are sampled of each.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
-        first_compensations: by row, the sampled compensations or remainders as they were after the first step.
+        first_low_bits: by row, the sampled compensations or remainders as they were then.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
@@ -43,9 +42,10 @@ class WatchedParameters:
         self.names, self.kinds = _names_and_kinds(optimizer, model)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
         self.first_weights: dict[int, Tensor] = {}
-        self.first_compensations: dict[int, Tensor] = {}
+        self.first_low_bits: dict[int, Tensor] = {}
         for rows in self.alike(range(len(self.params))):
             self.first_weights |= self._samples(rows, [local_shard(self.params[row]) for row in rows])
+        self.record_first_low_bits()
 
     def are_current(self) -> bool:
         """Return whether the optimizer still has the same parameters in the same order."""
@@ -60,17 +60,26 @@ class WatchedParameters:
             groups[(param.dtype, param.device, sharding_of(param), *(key[row] for key in keys))].append(row)
         return list(groups.values())
 
-    def record_first_compensations(self) -> None:
-        """After the first step: take the compensations as those at the beginning, where there are none yet."""
-        states = {row: self._optimizer.state.get(param, {}) for param, row in self.row.items()}
+    def low_bits(self, row: int) -> Tensor | None:
+        """This rank's shard of the compensation or remainder that a parameter has now, if it has one."""
+        param = self.params[row]
+        state = self._optimizer.state.get(param, {})
         for name in COMPENSATIONS:
-            new = [
-                row
-                for row, state in states.items()
-                if row not in self.first_compensations and is_elementwise(state.get(name), self.params[row])
-            ]
-            for rows in self.alike(new):
-                self.first_compensations |= self._samples(rows, [local_shard(states[row][name]) for row in rows])
+            tensor = state.get(name)
+            if isinstance(tensor, Tensor) and tensor.shape == param.shape:
+                return local_shard(tensor)
+        return None
+
+    def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:
+        """Before a step: record the low bits of `rows`, or of all, that were not there before, or in another dtype.
+
+        A parameter's first step creates them, and so does its first one in another rounding mode.
+        """
+        shards = {row: self.low_bits(row) for row in (self.row.values() if rows is None else rows)}
+        dtypes = {row: shard.dtype for row, shard in shards.items() if shard is not None}
+        known = {row: first.dtype for row, first in self.first_low_bits.items()}
+        for new in self.alike((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
+            self.first_low_bits |= self._samples(new, [shards[row] for row in new])  # type: ignore[misc]
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
         """The samples of `shards`, by row."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import dtensor_like
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
 from hf_lowprec.optim.validation import first_parameter
@@ -21,7 +22,7 @@ _NAMED = 3
 """The number of parameters that the warning names."""
 
 
-@torch.no_grad()
+@without_grad
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the best FP32 estimate of every tensor of `model.state_dict()`.
 

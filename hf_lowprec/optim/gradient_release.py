@@ -24,12 +24,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.gradient_buckets import GradientBucket, bucket_key
 from hf_lowprec.optim.gradient_hooks import GradientHooks
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.delayed_clipping import DelayedClipping
@@ -105,9 +105,12 @@ class GradientRelease:
         return optimizer
 
     def start(self) -> None:
-        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers."""
+        """Give every parameter that requires a gradient a hook. Takes parameters over from other optimizers.
+
+        If a backward pass was interrupted, its step is over: what it has stepped stays as it is.
+        """
         self._hooks.start()
-        self.watch_parameters()
+        self.resume(float(self.clipping.norm_before))
 
     def stop(self) -> None:
         """Remove the hooks until `start` is called. `step()` then steps all parameters."""
@@ -300,6 +303,7 @@ class GradientRelease:
             self._step(key, bucket)
         waiting.take(count)
 
+    @without_grad
     def _step(self, key: Any, bucket: Sequence[Tensor]) -> None:
         """Step the parameters of `bucket`, and free their gradients."""
         optimizer, running = self._optimizer, self._running
@@ -307,7 +311,7 @@ class GradientRelease:
             optimizer.check_gradient_release()
             running.settings = self._settings()
         slot = key, running.buckets[key]
-        with torch.no_grad(), optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
+        with optimizer.plan_bucket(self._plans.get(slot), set(map(id, bucket))) as plan:
             self._plans[slot] = plan
             optimizer.prepare_step(plan)
             for call in self.before_bucket:
@@ -344,9 +348,9 @@ class GradientRelease:
             "parameters with their first one. Call step() after every backward pass: gradients of micro-batches cannot "
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
             "gradient checkpointing, or build the optimizer without gradient_release. If a backward pass was "
-            "interrupted or ran out of memory, it has stepped some parameters: resume from a checkpoint, or go on with "
-            "a new Trainer or optimizer. If another optimizer trains this model now, remove this one's hooks: call its "
-            "zero_grad(), step() and stop_gradient_release(), or delete it"
+            "interrupted or ran out of memory, it has stepped some parameters: to go on, call zero_grad() and step(), "
+            "which end its step, or Trainer.train(). If another optimizer trains this model now, remove this one's "
+            "hooks: call its zero_grad(), step() and stop_gradient_release(), or delete it"
         )
 
 

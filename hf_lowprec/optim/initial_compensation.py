@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
 from hf_lowprec.rounding import MODES, mode_name
 from hf_lowprec.rounding.dither import dither
@@ -148,7 +149,7 @@ def low_bits_state(optimizer_state: Mapping[str, Any]) -> Tensor | None:
     return next((optimizer_state[name] for name in LOW_BITS_STATES if name in optimizer_state), None)
 
 
-@torch.no_grad()
+@without_grad
 def fp32_values(param: Tensor, low_bits: Tensor, dither_stream: tuple[int, int] | None = None) -> Tensor:
     """The FP32 values that a parameter and its compensation or remainder hold, without the dither that it started with.
 
@@ -192,7 +193,7 @@ def _draw(weight: Tensor, index: Tensor, seed: int, number: int) -> Tensor:
     return dither(weight, bits).nan_to_num(0.0, 0.0, 0.0)
 
 
-@torch.no_grad()
+@without_grad
 def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slice, Tensor], Tensor]) -> None:
     """Store FP32 values in a parameter and its compensation or remainder.
 
@@ -204,12 +205,13 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
     """
     shard, target = local_shard(param), local_shard(low_bits).view(-1)
     flat = shard.contiguous().view(-1)
-    moved = False
+    moved: list[tuple[slice, Tensor]] = []
     for part, index in chunks(param):
         weight, target[part] = stored_pair(values(flat[part], part, index), flat.dtype, target.dtype)
         if not torch.equal(weight, flat[part]):
-            flat[part] = weight
-            moved = True
+            moved.append((part, weight))
+    for part, weight in moved:  # after all values, so that running out of memory leaves the weights unchanged
+        flat[part] = weight
     if moved and flat.data_ptr() != shard.data_ptr():
         shard.copy_(flat.view(shard.shape))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_lowprec.optim.fp32_weights import random_streams
 from hf_lowprec.optim.initial_compensation import low_bits_state
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
@@ -16,7 +16,7 @@ from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.low_bits import set_low_bits
 
 
-@torch.no_grad()
+@without_grad
 def keep_low_bits(optimizer: Any) -> None:
     """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
 

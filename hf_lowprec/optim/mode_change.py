@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.initial_compensation import chunks, store_values, undithered
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
@@ -31,7 +32,7 @@ def states_of_other_modes(group: ParamGroup, optimizer_state: dict[str, Any]) ->
     return (AUXILIARY_STATES.keys() - own) & optimizer_state.keys()
 
 
-@torch.no_grad()
+@without_grad
 def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, number: int) -> None:
     """Store the value of a parameter that has been trained in another mode in the mode of `group`.
 
@@ -68,12 +69,12 @@ def _store_rounded(
     """Round FP32 values as the mode of `group` rounds weights; `values` is that of `store_values`."""
     shard = local_shard(param)
     weight = shard.contiguous().view(-1)
+    rounded = torch.empty_like(weight)  # so that running out of memory leaves the weights unchanged
     for part, index in chunks(param):
         exact = values(weight[part], part, index)
         if MODES[group["rounding"]].random:
             bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
-            weight[part] = round_stochastic(exact, bits).to(weight.dtype)
+            rounded[part] = round_stochastic(exact, bits).to(weight.dtype)
         else:
-            weight[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
-    if weight.data_ptr() != shard.data_ptr():
-        shard.copy_(weight.view(shard.shape))
+            rounded[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
+    shard.copy_(rounded.view(shard.shape))

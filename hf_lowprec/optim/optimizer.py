@@ -19,7 +19,7 @@ from hf_lowprec.optim import argument_checks, parameter_numbers, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release import GradientRelease
-from hf_lowprec.optim.private_torch_apis import without_torch_function
+from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
 from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.state_dict import check_and_load
 from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
@@ -164,7 +164,7 @@ class LowPrecisionOptimizer(Algorithm):
         self._clipping = GradientClipping()
 
     @_never_compiled
-    @torch.no_grad()
+    @without_grad
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform a single optimization step. Ctrl-C and other signals are handled before or after it, never during it.
 
@@ -215,6 +215,9 @@ class LowPrecisionOptimizer(Algorithm):
 
     def run_step(self, plan: StepPlan) -> None:
         """Step the plan's parameters, after `prepare_step`."""
+        for backend_step in plan.backend_steps:
+            if not backend_step.fused_group.spec.orthogonalizes:
+                backend_step.load_tables()
         for backend_step in plan.backend_steps:
             for entries in parts_to_step(self, backend_step):
                 backend_step.run(entries)
@@ -302,7 +305,7 @@ class LowPrecisionOptimizer(Algorithm):
             self.release.stop()
         self.release, self.gradient_release, self.clip = None, False, "exact"
 
-    @torch.no_grad()
+    @without_grad
     def _updated_plan(
         self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
     ) -> StepPlan:
@@ -406,7 +409,7 @@ class LowPrecisionOptimizer(Algorithm):
             return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
 
-    @torch.no_grad()
+    @without_grad
     def _compute_norm(self, max_norm: float | None) -> PendingClip:
         """Compute the norm of the gradients, and clip them to `max_norm` in the coming step; None does not clip."""
         grads = self._gradients()
@@ -440,9 +443,10 @@ class LowPrecisionOptimizer(Algorithm):
             raise ValueError(f"param group {len(self.param_groups)} has no 'params', its parameters")
         super().add_param_group(param_group)
         try:
-            self._spell_out_modes()
+            group = self.param_groups[-1]
+            group["rounding"] = mode_name(group["rounding"])
             where = f"param group {len(self.param_groups) - 1}"
-            validation.check_new_group(self, self.param_groups[-1], where)
+            validation.check_new_group(self, group, where)
         except Exception:
             self.param_groups.pop()
             raise

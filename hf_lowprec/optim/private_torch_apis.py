@@ -1,18 +1,23 @@
-"""The private names of torch that every step needs for DTensors, each behind one function.
+"""The private names of torch that every step needs, each behind one function.
 
-The public ways cost more than the rest of a step: `to_local()` of a parameter makes a new view each time, 1 µs against
-0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these functions rely on.
+For DTensors, the public ways cost more than the rest of a step: `to_local()` of a parameter makes a new view each time,
+1 µs against 0.03 µs. `tests/optim/test_private_torch_apis.py` fails if a version of torch changes what these functions
+rely on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 # `map` with `getattr` runs in C, and its default serves plain tensors among DTensors.
 
@@ -37,3 +42,22 @@ def without_torch_function() -> AbstractContextManager[None]:
     """
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def without_grad(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`torch.no_grad()` as a decorator that switches autograd on again even if a signal's handler raises.
+
+    Python runs such handlers when a Python function begins, and after a call. `torch.no_grad` is made of Python
+    functions, so Ctrl-C can end it between its switches and what undoes them. Here only a call of a C function is left.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
@@ -37,7 +37,8 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
         ValueError: the name or a keyword is unknown.
     """
     if name not in OPTIMIZER_NAMES:
-        raise ValueError(f"optimizer name {name!r} is unknown; valid are {', '.join(map(repr, OPTIMIZER_NAMES))}")
+        valid = ", ".join(map(repr, OPTIMIZER_NAMES))
+        raise ValueError(f"optimizer name {name!r} is unknown{_hint(name, OPTIMIZER_NAMES)}; valid are {valid}")
     algorithm, suffix = name.split("_bf16_")
     cls = _CLASSES[algorithm]
     check_keywords(overrides, keywords(cls), f"{name!r}")
@@ -51,6 +52,11 @@ def check_keywords(names: Iterable[str], valid: Iterable[str], where: str) -> No
         if name not in valid:
             if name in FOREIGN_ARGUMENTS:
                 raise ValueError(f"{name!r} is not an argument of {where}: {FOREIGN_ARGUMENTS[name]}")
-            near = difflib.get_close_matches(name, valid, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"{name!r} is not an argument of {where}{hint}; valid are {', '.join(valid)}")
+            raise ValueError(
+                f"{name!r} is not an argument of {where}{_hint(name, valid)}; valid are {', '.join(valid)}"
+            )
+
+
+def _hint(name: str, valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, valid, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.foreign_states import START_AGAIN
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state_dict_format import DITHERED, HEADER, from_saved_form
 from hf_lowprec.optim.states_in_8_bits import decoded_states
@@ -38,7 +39,7 @@ class ForTorch(NamedTuple):
     state_dict: dict[str, Any]
     weights: list[tuple[Tensor, Tensor]]
 
-    @torch.no_grad()
+    @without_grad
     def load_weights(self) -> None:
         """Give the parameters these values."""
         for param, value in self.weights:

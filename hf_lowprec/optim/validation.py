@@ -187,6 +187,11 @@ def check_param(param: Tensor, group: ParamGroup, where: str) -> None:
     quantized = type(param.data) is not Tensor and not is_sharded(param)
     if (quantized or not param.is_floating_point() or param.itemsize == 1) and not param.requires_grad:
         return  # a frozen quantized weight, which is never stepped
+    if param.device.type == "mps":
+        raise ValueError(
+            f"a parameter in {where} is on {param.device}, and Apple's GPUs have no FP64, which gradient norms and "
+            "correctly rounded square roots need; train on the CPU: model.to('cpu'), or TrainingArguments(use_cpu=True)"
+        )
     if quantized:
         raise ValueError(
             f"a parameter in {where} is quantized ({type(param.data).__name__} of {param.dtype}) and cannot be "

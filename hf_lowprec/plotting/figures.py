@@ -82,7 +82,7 @@ def training_panels(runs: Sequence[Run]) -> list[Panel]:
 
 def measure_panels(measure: Measure, runs: Sequence[Run]) -> list[Panel]:
     """One measure, a panel for each kind of parameters that has it in any of the runs."""
-    kinds = [kind for kind in kinds_of_all(runs) if any(run.measured(kind, measure.name) for run in runs)]
+    kinds = [kind for kind in kinds_of_all(runs) if any(run.drawn(kind, measure.name) for run in runs)]
     return [Panel(kind_title(kind), kind, partial(draw_measure, measure=measure, kind=kind), SMALL) for kind in kinds]
 
 
@@ -115,7 +115,7 @@ def draw_learning_rate(ax: Axes, runs: Sequence[Run], theme: Theme) -> None:
 def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measure, kind: str) -> None:
     """Lines with bands of two standard errors to each side."""
     for k, run in enumerate(runs):
-        series = _thinned(run.measured(kind, measure.name), ax)
+        series = _thinned(run.drawn(kind, measure.name), ax)
         low, high = (
             [value + sign * 2 * error for value, error in zip(series.values, series.errors, strict=True)]
             for sign in (-1, 1)
@@ -129,7 +129,7 @@ def draw_measure(ax: Axes, runs: Sequence[Run], theme: Theme, *, measure: Measur
     if measure.name == "update_to_weight" and any(run.has_bf16_weights() for run in runs):
         ax.axhspan(*HALF_SPACING, color=theme.grid, linewidth=0, zorder=0)
     # The panels of a measure have one axis, so that kinds can be compared.
-    everywhere = [run.measured(other, measure.name).values for run in runs for other in run.kinds()]
+    everywhere = [run.drawn(other, measure.name).values for run in runs for other in run.kinds()]
     values = [value for column in everywhere for value in column if math.isfinite(value)]
     if measure.scale == "share":
         _set_share_axis(ax, values)

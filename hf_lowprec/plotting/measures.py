@@ -38,7 +38,7 @@ MEASURES = (
     Measure(
         "never_moved",
         "Never moved",
-        "Share of the weights that are, bit for bit, what they were when training began.",
+        "Share of the weights whose value, low bits included, is what it was when training began.",
         "share",
     ),
     Measure(

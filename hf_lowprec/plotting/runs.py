@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hf_lowprec.diagnostics.parameter_kinds import PARAMETER_KINDS
@@ -18,6 +19,10 @@ from hf_lowprec.user_inputs.input_errors import InputError
 
 ALL = "all"
 """The name, next to those of the kinds, under which records hold the values of all weights together."""
+
+
+UNCERTAIN = 0.5 / 3
+"""A share with a larger standard error is not drawn: at three of them, half of all may be lost where nothing is."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,12 @@ class Run:
     def measured(self, kind: str, measure: str) -> Series:
         """A number about the precision of one kind of parameters, or of `all`."""
         return self._precision.get(kind, {}).get(measure, Series())
+
+    def drawn(self, kind: str, measure: str) -> Series:
+        """What to draw of `measured`: nothing if most values are uncertain by `UNCERTAIN`."""
+        found = self.measured(kind, measure)
+        errors = [error for error in found.errors if math.isfinite(error)]
+        return Series() if errors and median(errors) > UNCERTAIN else found
 
     @cached_property
     def _precision(self) -> dict[str, dict[str, Series]]:

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gradient_release.
 
 def test_it_runs(monkeypatch, capsys):
     monkeypatch.setattr(gradient_buckets, "BUCKET_ELEMENTS", gradient_buckets.BUCKET_ELEMENTS)  # the benchmark sets it
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
@@ -24,4 +25,4 @@ def test_it_runs(monkeypatch, capsys):
         torch.set_num_threads(threads)
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[3:]]
     assert [line[1].strip() for line in lines] == ["not released", "64", "1,000,000"]
-    assert [float(cell) for cell in lines[0][4:6]] == pytest.approx([1.0, 1.0])
+    assert [float(cell) for cell in lines[0][3:5]] == pytest.approx([1.0, 1.0])

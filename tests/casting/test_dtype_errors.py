@@ -4,27 +4,18 @@ import copy
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import conv1d, conv3d, grid_sample, layer_norm, scaled_dot_product_attention
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.casting import cast_model, uncast_model
 from hf_lowprec.casting.input_hooks import numbers_of
 from tests.support.models.inspection import BF16, FP16, hook_counts
-
-
-@pytest.fixture
-def two_fake_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 class Head(nn.Module):

@@ -15,6 +15,7 @@ import hf_lowprec
 from hf_lowprec.casting import cast_model
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32, NORM_PATH
+from tests.support.models.quantized_models import quantize_linears
 
 SAID = r"tensors that are kept in FP32 \(.*Norm.*\) arrived in bfloat16\. .*from_pretrained\(…, dtype=torch\.float32\)"
 
@@ -149,6 +150,14 @@ def test_frozen_weights_and_adapters_on_them_gain_nothing(tmp_path):
     loaded = type(model).from_pretrained(tmp_path, dtype=BF16).requires_grad_(False)
     loaded.adapter = nn.Linear(4, 4).to(BF16)  # not in the checkpoint
     assert cast_model(loaded).warnings == ()
+
+
+def test_quantized_models_are_loaded_in_16_bits_as_the_guide_says(trained, tmp_path):
+    copy.deepcopy(trained).float().save_pretrained(tmp_path)
+    loaded = quantize_linears(type(trained).from_pretrained(tmp_path, dtype=BF16), skip="classifier")
+    report = cast_model(loaded)
+    assert any("Norm" in name for name in report.upcast)
+    assert report.warnings == ()
 
 
 @pytest.mark.parametrize("place", ["16 bits on disk", "no checkpoint", "damaged"])

@@ -171,12 +171,44 @@ def test_tensors_of_large_weights_lose_more(tmp_path):
 def test_a_checkpoint_is_read_with_its_moments(tmp_path, optim):
     """Ours has the names of its parameters; of a stock checkpoint, the moments of all of them are taken together."""
     trained(tmp_path, optim=optim, max_steps=4, save_strategy="steps", save_steps=4)
-    _, found = numbers(tmp_path / "checkpoint-4", *FINE_TUNING)
+    _, found = numbers(tmp_path / "checkpoint-4", *FINE_TUNING, "--optim", "adamw_torch")
     assert found["sizes_of_updates"] == "checkpoint"
     lost = {kind: part["nearest"]["lost_updates"] for kind, part in found["kinds"].items()}
     _, noise = numbers(tmp_path / "checkpoint-4", *FINE_TUNING, "--optim", "lion_bf16_sr")
     assert noise["sizes_of_updates"] == "noise"  # Lion's directions are signs, whatever the moments
     assert 0 < lost["all"] < 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "expected"),
+    [
+        (
+            {"optim": "adamw_bf16_split", "optim_args": "state_dtype=exp_avg:int8|exp_avg_sq:float32"},
+            [],
+            "optim='adamw_bf16_split', optim_args='state_dtype=exp_avg:int8|exp_avg_sq:float32': no problem found.",
+        ),
+        ({"optim": "adam_bf16_sr"}, [], "optim='adam_bf16_sr': no problem found."),
+        ({"optim": "adamw_bf16_sr", "save_only_model": True}, [], "optim='adamw_torch': - Half of the updates"),
+        ({"optim": "adamw_torch_fused"}, [], "optim='adamw_torch_fused': - Half of the updates"),
+        (
+            {"optim": "adamw_bf16_kahan", "optim_args": "rounding=nearest,state_rounding=nearest,betas=0.9|0.98"},
+            ["--optim-args", "state_rounding=stochastic"],
+            "optim='adamw_bf16_split', optim_args='rounding=nearest,state_rounding=stochastic': - Half of",
+        ),
+        (
+            {"optim": "adamw_bf16_kahan", "optim_args": "state_rounding=nearest", "adam_beta2": 0.9995},
+            [],
+            "kahan', optim_args='state_rounding=nearest': - The second moment will not decay: BF16 numbers rounded to "
+            "nearest stay the same if they lose a share of 1 - beta2 = 0.0005,",
+        ),
+        ({"optim": "adamw_bf16_split"}, ["--optim", "adamw_torch"], "optim='adamw_torch': - Half of the updates"),
+    ],
+)
+def test_the_optimizer_is_that_of_the_checkpoint(tmp_path, settings, words, expected):
+    trained(tmp_path, **settings, max_steps=1, save_strategy="steps", save_steps=1)
+    result = run(tmp_path / "checkpoint-1", "--lr", 2e-5, "--steps", 1000, *words)
+    assert expected in " ".join(result.output.split())
+    assert result.exit_code == ("no problem" not in expected)
 
 
 def test_the_plot_is_a_png(tmp_path, model):

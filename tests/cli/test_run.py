@@ -121,13 +121,24 @@ def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        ("torchrun --nproc-per-node 2 train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
-        ("-m torch.distributed.run train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
-        ("/usr/bin/deepspeed train.py", "torchrun --nproc-per-node 2 -m hf_lowprec run script.py …"),
-        ("/some/bin/accelerate launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
-        ("accelerate-launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
-        ("-m accelerate.commands.launch train.py", "accelerate launch -m hf_lowprec run script.py …"),
-        ("-m accelerate.commands.accelerate_cli launch", "accelerate launch -m hf_lowprec run script.py …"),
+        (
+            "torchrun --nproc-per-node 8 train.py --optim adamw_bf16_split --name a;b",
+            "torchrun --nproc-per-node 8 -m hf_lowprec run train.py --optim adamw_bf16_split --name 'a;b'",
+        ),
+        ("torchrun -m pack.train -m 3", "torchrun -m hf_lowprec run -m pack.train -m 3"),
+        ("torchrun --no-python train", "torchrun -m hf_lowprec run script.py …"),
+        ("-m torch.distributed.run t.py 1", "python -m torch.distributed.run -m hf_lowprec run t.py 1"),
+        ("/usr/bin/deepspeed --num_gpus 2 t.py 1", "torchrun --nproc-per-node gpu -m hf_lowprec run t.py 1"),
+        (
+            "/some/bin/accelerate launch --config_file fsdp.yaml --module pack.train --seed 1",
+            "/some/bin/accelerate launch --config_file fsdp.yaml -m hf_lowprec run --module pack.train --seed 1",
+        ),
+        ("accelerate-launch t.py", "accelerate-launch -m hf_lowprec run t.py"),
+        ("-m accelerate.commands.launch t.py", "python -m accelerate.commands.launch -m hf_lowprec run t.py"),
+        (
+            "-m accelerate.commands.accelerate_cli launch",
+            "python -m accelerate.commands.accelerate_cli launch -m hf_lowprec run script.py …",
+        ),
         (
             "/some/bin/trl dpo --output_dir o --eos_token <|end|>",
             "accelerate launch -m hf_lowprec run -m trl.scripts.dpo --output_dir o --eos_token '<|end|>'",
@@ -179,9 +190,11 @@ def test_the_command_that_is_given_for_trl_trains(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_torchrun_starts_us_on_every_rank(tmp_path):
+def test_the_command_that_is_given_for_torchrun_trains_on_every_rank(tmp_path):
     words = f"--output_dir {tmp_path} --optim adamw_bf16_sr --max_steps 2 --save_strategy no --use_cpu --report_to none"
-    script = ["-m", "hf_lowprec", "run", str(SCRIPTS / "distributed_train_tiny.py"), *words.split()]
-    output = launched([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script])
+    script = ["--nproc-per-node", "2", str(SCRIPTS / "distributed_train_tiny.py"), *words.split()]
+    result = CliRunner().invoke(app, ["run", "torchrun", *script])
+    program, *rest = shlex.split(result.output.splitlines()[-2])
+    output = launched([str(Path(sys.executable).parent / program), *rest])
     assert output.count("steps=2 dtype=torch.bfloat16") == 2
     assert "DDP: FP32 sums over 2 ranks" in output

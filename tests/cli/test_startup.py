@@ -87,6 +87,7 @@ def test_help_names_every_option_in_full_on_80_columns(command: str) -> None:
     out = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
     names = {name for param in get_command(app).commands[command].params for name in param.opts if name[0] == "-"}  # type: ignore[attr-defined]
     assert {name for name in names if f" {name} " not in out} == set()
+    assert "<bool>" not in out + CliRunner().invoke(app, ["--help"]).output  # no flag looks as if it took a value
 
 
 def test_python_m_is_the_same_command(without_torch: Path) -> None:

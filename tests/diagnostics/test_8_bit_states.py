@@ -72,3 +72,20 @@ def test_fp32_parameters_keep_fp32_states():
     optimizer = hf_lowprec.AdamW(trained.parameters(), state_dtype=INT8)
     assert expected_memory(trained, optimizer).state == {torch.float32: 2 * 4 * (64 * 64 + 64)}
     assert not elements_kept_in_bf16(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        ({"rounding": "split", "state_dtype": INT8}, "8-bit states stochastic, "),
+        ({"rounding": "kahan", "state_dtype": INT8}, "16-bit and 8-bit states stochastic, "),
+        ({"rounding": "split", "state_dtype": torch.float32}, ""),
+        ({"rounding": "split", "state_rounding": "nearest"}, "16-bit states nearest, "),
+    ],
+)
+def test_the_report_says_how_the_states_that_there_are_are_rounded(options, states):
+    trained = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64))
+    cast = hf_lowprec.cast_model(trained)
+    groups = [{"params": part.parameters()} for part in trained]  # as Trainer's: that of the norms is FP32
+    lines = precision_report(trained, hf_lowprec.AdamW(groups, **options), cast).splitlines()
+    assert f"  rounding        weights {options['rounding']}, {states}seed 0" in lines

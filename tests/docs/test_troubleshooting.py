@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from argparse import ArgumentError
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -46,7 +47,7 @@ def of_libraries() -> dict[str, str]:
     raised = {}
 
     def provoke(quoted: str, call: Callable[[], object]) -> None:
-        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+        with pytest.raises((ArgumentError, RuntimeError, TypeError, ValueError)) as caught:
             call()
         raised[quoted] = str(caught.value)
 
@@ -55,6 +56,8 @@ def of_libraries() -> dict[str, str]:
     provoke("expected m1 and m2 to have the same dtype", lambda: torch.zeros(2, 2) @ linear.weight)
     provoke("Got unsupported ScalarType BFloat16", lambda: linear.weight.detach().numpy())
     provoke("… is not a valid OptimizerNames", lambda: TrainingArguments(optim="adamw_bf16_khan"))
+    parser = HfArgumentParser(TrainingArguments, exit_on_error=False)
+    provoke("argument --optim: invalid choice: …", lambda: parser.parse_args(["--optim", "adamw_bf16_khan"]))
     states = {"optimizer.param_groups.0.rounding": torch.zeros(1)}
     provoke(
         "Missing key in checkpoint state_dict: …",

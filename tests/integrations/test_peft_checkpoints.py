@@ -8,7 +8,7 @@ from transformers import Trainer
 
 import hf_lowprec
 from tests.support.models import tiny_models
-from tests.support.training.tiny_trainer import arguments, counting_data, optimizer_of
+from tests.support.training.tiny_trainer import arguments, counting_data, optimizer_of, trained
 
 peft = pytest.importorskip("peft")
 
@@ -133,6 +133,14 @@ def test_merging(tmp_path, method):
     assert not any("lora_" in name for name, _ in final.named_modules())
     assert {p.dtype for n, p in final.named_parameters() if "norm" not in n} == {BF16}
     assert {p.dtype for n, p in final.named_parameters() if "norm" in n} == {FP32}
+
+
+def test_a_merged_model_is_frozen_and_can_be_thawed(tmp_path):
+    """After `merge_and_unload`, the way out is another than for adapters that were loaded frozen."""
+    merged = adapted("lora").merge_and_unload()
+    with pytest.raises(ValueError, match=r"merge_and_unload\(\), call model\.requires_grad_\(True\)$"):
+        trained(tmp_path, model=merged, optim="adamw_bf16_kahan")
+    trained(tmp_path, model=merged.requires_grad_(True), optim="adamw_bf16_kahan", max_steps=1)
 
 
 def test_adapters_that_were_loaded_frozen_are_pointed_out(tmp_path):

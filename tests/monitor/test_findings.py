@@ -198,6 +198,18 @@ def test_a_tensor_with_gradients_of_zero():
     assert "a gradient of zeros in all of 7 measured steps" in finding.message
 
 
+@pytest.mark.parametrize("make", [adamw(), lambda params: torch.optim.Adafactor(params, lr=1e-3)])
+def test_gradients_that_are_all_zero(make):
+    """As those of GRPO are while all rewards of a prompt are equal. Freezing all weights is no remedy."""
+    model = model_of(None)
+    for param in model.parameters():
+        param.register_hook(torch.zeros_like)
+    (finding,) = train(model, make)
+    assert finding.code == "never_stepped" and finding.tensors == ()
+    assert "all gradients were exactly zero in each of 7 measured steps" in finding.message
+    assert "reward" in finding.message and "requires_grad" not in finding.message
+
+
 def test_a_tensor_that_was_replaced():
     model = model_of(None)
     old = list(model.parameters())

@@ -56,12 +56,41 @@ def test_kahan_loses_nothing_where_no_weight_moves():
     assert (optimizer.param_groups[0]["params"][0] == 1).all()
 
 
-def test_what_has_moved_in_its_compensation_has_moved():
-    optimizer = hf_lowprec.SGD([weights()], lr=1e-4)  # of spacings of the compensation, which is below 2^-8, of 2^-16
+def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What is stored of each weight, computed from its bits: an FP32 number as an integer, or a sum that FP64 holds."""
+    values = []
+    for param in optimizer.param_groups[0]["params"]:
+        state, bits = optimizer.state[param], param.detach().view(torch.int16).long() << 16
+        bits += state.get("remainder", torch.tensor(0)).long() + (state.get("remainder8", torch.tensor(0)).long() << 8)
+        values.append(param.double() + state["compensation"].double() if "compensation" in state else bits)
+    return values
+
+
+@pytest.mark.parametrize("measured_at", [{1, 6}, {6}])
+@pytest.mark.parametrize("initial", ["dither", "zero"])
+@pytest.mark.parametrize("rounding", ["split", "split24", "kahan", "stochastic", "nearest"])
+@pytest.mark.parametrize("gradient_release", [False, True])
+def test_weights_have_moved_if_their_low_bits_have(rounding, initial, measured_at, gradient_release):
+    """A quarter of the weights never has a gradient; updates of the others are below the spacing of 16-bit weights."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 64).bfloat16()
+    options = {"lr": 3e-5, "rounding": rounding, "initial_compensation": initial}
+    params, twins = ([nn.Parameter(start.clone()), nn.Parameter(start.clone())] for _ in range(2))
+    step(twin := hf_lowprec.SGD(twins, **options), 0.0)  # creates the states and changes nothing
+    optimizer = hf_lowprec.SGD(params, **options, gradient_release=gradient_release)
     monitor = hf_lowprec.PrecisionMonitor(optimizer)
-    for _ in range(3):
-        step(optimizer)
-    assert measured(optimizer, monitor=monitor).by_kind["all"]["never_moved"] == 0
+    for k in range(1, 7):
+        if k in measured_at:
+            monitor.measure_next_step()
+        used = params if k < 3 else params[:1]
+        sum((param * torch.randn(64, 64).bfloat16() * (torch.arange(64) % 4 > 0)).sum() for param in used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if k in measured_at:
+            found = [numbers["never_moved"] for numbers in monitor.last.by_tensor.values()]
+            expected = [(now == first).double().mean() for now, first in zip(held(optimizer), held(twin), strict=True)]
+            assert found == expected
+    assert found[0] < 0.3 or rounding not in ("split", "kahan")
 
 
 def test_weight_decay_that_arrives_and_one_that_does_not():

@@ -430,6 +430,40 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(param._post_accumulate_grad_hooks or ()) for param in model.parameters())
 
 
+def test_a_loop_goes_on_after_an_interrupted_backward_pass():
+    """As if the parameters that the pass has stepped were all that had a gradient."""
+
+    def interrupted(**options):
+        model = network()
+        optimizer = AdamW(model.parameters(), lr=0.1, **options)
+        hook = model[1].register_forward_hook(lambda layer, inputs, output: output.register_hook(fail) and None)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of(model, 0).backward()
+        hook.remove()
+        return model, optimizer
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError
+
+    released, optimizer = interrupted(gradient_release=True)
+    stepped = [param in optimizer.state for param in released.parameters()]
+    assert any(stepped) and not all(stepped)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"to go on, call zero_grad\(\) and step\(\)"):
+        loss_of(released, 1).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    train(released, optimizer)
+
+    ordinary, other = interrupted()
+    for param, was_stepped in zip(ordinary.parameters(), stepped, strict=True):
+        param.grad = param.grad if was_stepped else None
+    other.step()
+    other.zero_grad()
+    train(ordinary, other)
+    assert_same_bits(contents(released, optimizer), contents(ordinary, other))
+
+
 def test_hooks_do_not_keep_an_optimizer_alive_and_end_with_it():
     model, optimizer = released()
     assert hooks_of(model) == 6

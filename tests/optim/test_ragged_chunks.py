@@ -12,7 +12,7 @@ from hf_lowprec.optim import AdamW, Muon, gradient_buckets
 from hf_lowprec.optim.backends import triton_launch, triton_tables
 from hf_lowprec.optim.backends.triton_chunks import BOUNDARY, alignment, divide
 from hf_lowprec.optim.step import graph_capture
-from tests.support.triton_available import quiet_interpreter, require_triton
+from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
 require_triton()
 pytestmark = quiet_interpreter
@@ -44,7 +44,7 @@ def launches(monkeypatch) -> list[Launch]:
     found: list[Launch] = []
     real = triton_launch.kernels
 
-    class Recorded:
+    class Recorded(InPlaceOfAKernel):
         def __init__(self, kernel, ragged: bool):
             self.kernel, self.ragged = kernel, ragged
 

@@ -124,6 +124,14 @@ def test_added_groups_train_and_take_the_defaults():
     assert all("compensation" in optimizer.state[param] for param in added)
 
 
+def test_adding_a_group_does_not_look_at_the_others(monkeypatch):
+    """Thousands of groups, one for each parameter, would take time that grows with the square of their number."""
+    looks = []
+    monkeypatch.setattr("hf_lowprec.optim.optimizer.mode_name", lambda name: looks.append(name) or name)
+    AdamW([{"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]} for _ in range(20)])
+    assert len(looks) == 1 + 20
+
+
 @pytest.mark.parametrize(
     "cls_and_copy", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
 )

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
+from hf_lowprec.optim.backends import selection, triton_square_sum, triton_tables
 from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.backends import triton_tables
+from hf_lowprec.optim.backends.triton_availability import TritonError
 from hf_lowprec.optim.step.fused_step import fused_step
-from tests.support.triton_available import quiet_interpreter, require_triton
+from tests.support.optim.optimizer_contents import assert_equal, everything
+from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton
 
 require_triton()
 pytestmark = quiet_interpreter
@@ -34,7 +36,7 @@ def launches(monkeypatch) -> Counter:
     counted: Counter = Counter()
     real = triton_backend.kernels
 
-    class Counting:
+    class Counting(InPlaceOfAKernel):
         def __init__(self, kernel):
             self.kernel = kernel
 
@@ -64,7 +66,7 @@ def launches(monkeypatch) -> Counter:
 def test_registers_are_limited_by_the_option_of_the_gpu(monkeypatch, warp_size, ptx, state_dtype, limit, sum_limit):
     options = {}
 
-    class Recording:
+    class Recording(InPlaceOfAKernel):
         def __init__(self, name):
             self.name = name
 
@@ -102,6 +104,40 @@ def test_hundreds_of_tensors_are_one_launch_per_spec(launches):
 def test_nothing_is_launched_for_nothing(launches):
     AdamW(make([(0,), (3, 0)]), backend="triton").step()
     assert not launches
+
+
+@pytest.mark.parametrize("fails", ["step", "step_ragged", "tensor_sum", "square_sum"])
+def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monkeypatch):
+    """Whole chunks and ragged ones, a mean and a norm; `auto` goes on with `eager`, and says so once."""
+
+    class DoesNotCompile:
+        def warmup(self, *tables, **options):
+            raise ValueError("out of resources: registers")
+
+    real = triton_backend.kernels
+    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(selection, "expected_backend", lambda backend, device: "triton")
+    if fails == "square_sum":
+        monkeypatch.setattr(triton_square_sum, "square_sum", DoesNotCompile())
+    else:
+        broken = {fails: DoesNotCompile()}
+        monkeypatch.setattr(triton_backend, "kernels", lambda spec: real(spec)._replace(**broken))
+
+    def optimizer(backend):
+        return StableAdamW(make([(37,), (8192,)]) + make([(5,)], FP32), max_grad_norm=1.0, backend=backend)
+
+    requested, automatic, eager = map(optimizer, ("triton", "auto", "eager"))
+    before = everything(requested)
+    with pytest.raises(TritonError, match=r"cannot compile.*out of resources: registers.*'eager'"):
+        requested.step()
+    assert_equal(everything(requested)["params"], before["params"])
+    assert all(not state["step"] for state in requested.state.values())
+    with pytest.warns(RuntimeWarning, match="'eager' backend on .*out of resources") as warned:
+        automatic.step()
+    assert len(warned) == 1
+    monkeypatch.undo()
+    eager.step()
+    assert_equal(everything(automatic), everything(eager))
 
 
 @pytest.mark.parametrize("shift", [1, 2, 4, 7, 8])

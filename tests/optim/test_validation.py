@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_lowprec
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
@@ -238,3 +239,10 @@ def test_booleans_of_python_and_numpy_are_accepted_and_others_raise(name):
 def test_a_scalar_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match=r"lr=0.1 .* give gain=nan, which is not finite in FP32"):
         check_scalars({"lr": 0.1}, {"gain": float("nan")})
+
+
+def test_a_gpu_without_fp64_is_named():
+    with FakeTensorMode():
+        param = nn.Parameter(torch.empty(4, dtype=torch.bfloat16, device="mps"))
+        with pytest.raises(ValueError, match=r"param group 0 is on mps:0, .* no FP64.*use_cpu=True"):
+            AdamW([param])

@@ -81,6 +81,21 @@ def test_measures_are_drawn_by_kind_with_their_errors(measure: Any) -> None:
                         } <= drawn  # fmt: skip
 
 
+def test_lines_whose_error_hides_what_they_say_are_not_drawn() -> None:
+    """What is 0.5 at two thirds of the steps could be anything; a few such steps are drawn with their bands."""
+
+    def run(name: str, uncertain: int) -> Run:
+        errors = [0.5] * uncertain + [0.1] * (9 - uncertain)
+        values = [{"lost_updates": 0.0, "lost_updates_error": e, "never_moved": 0.5} for e in errors]
+        return run_of(name, [{"step": k, "precision": {"all": v, "head": v}} for k, v in enumerate(values)])
+
+    runs = [run("noise", 6), run("known", 3)]
+    panel, _ = figures.measure_panels(MEASURES[0], runs)
+    assert [len(lines(axes_of(panel, runs), k)) for k in range(2)] == [0, 1]
+    assert figures.measure_panels(MEASURES[0], runs[:1]) == []
+    assert {ax.get_title(loc="left") for ax in figures.overview(runs[:1]).axes} == {"all weights", "head"}
+
+
 def test_the_overview_has_every_panel_with_the_same_lines() -> None:
     figure = figures.overview(RUNS)
     panels = [*figures.training_panels(RUNS), *(p for m in MEASURES for p in figures.measure_panels(m, RUNS))]

@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_lowprec.reduction import reduce_scatter_in_fp32
 from hf_lowprec.reduction.private_torch_apis import (
@@ -54,13 +53,6 @@ def test_a_change_in_place_counts_as_a_version():
     view.add_(1)
     assert version_of(tensor) == version_of(view) == before + 1, HERE
     assert (is_view(view), is_view(tensor)) == (True, False), HERE
-
-
-@pytest.fixture
-def two_fake_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_dtype_of_fsdp2s_sums_is_seen(two_fake_ranks):

@@ -179,6 +179,25 @@ def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
         check_replicas(run.model, run.optimizer)
 
 
+def check_after_reduction(sharded: bool, clip: bool) -> None:
+    """NaN in a reduced gradient of rank 1: ranks with shards agree; replicas do not, which `check_replicas` sees."""
+    run = Run(sharded, "nearest", {}, skip_nonfinite=True)
+    for step in range(1, STEPS + 1):
+        run.backward(step)
+        if step == STEP and dist.get_rank() == 1:
+            local(next(run.model.parameters()).grad).view(-1)[0] = torch.nan
+        run.step(clip)
+    skipped = [None] * dist.get_world_size()
+    dist.all_gather_object(skipped, run.low.skipped_steps)
+    assert skipped == ([1, 1] if sharded else [0, 1]), skipped
+    try:
+        check_replicas(run.model, run.optimizer)
+    except RuntimeError as error:
+        assert not sharded and "replicas differ" in str(error), error
+    else:
+        assert sharded
+
+
 def check_trainer(out: str) -> None:
     model = llama()
     place, (_, element) = next(iter(PLACES.items()))
@@ -210,6 +229,8 @@ def main(kind: str) -> None:
     for accumulation in ("nearest", "fp32") if sharded else ("nearest", "kahan", "fp32"):
         check_without_skipping(sharded, accumulation)
         check_skipping(sharded, accumulation, clip=accumulation != "nearest")
+    for clip in (False, True):
+        check_after_reduction(sharded, clip)
     if not sharded:
         with tempfile.TemporaryDirectory() as out:
             check_trainer(out)

@@ -1,10 +1,11 @@
-"""A process that sends itself real signals at every line of a step, in turn: steps are taken as a whole or not at all.
+"""A process that sends itself signals wherever Python handles them in a step, in turn.
+
+Steps are taken as a whole or not at all, and autograd stays on.
 
 python interrupted_steps.py eager|native adamw|muon
 """
 
 import copy
-import os
 import signal
 import sys
 import threading
@@ -15,10 +16,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
-from hf_lowprec.optim import optimizer as base
 from hf_lowprec.optim.step import whole_tensor_quantities
-
-PACKAGE = os.path.dirname(os.path.dirname(base.__file__))
 
 
 class Terminated(Exception):
@@ -62,29 +60,28 @@ def contents(optimizer: LowPrecisionOptimizer) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors(optimizer)]
 
 
-def interrupt_at(line: int, number: int, step: Any) -> tuple[type[BaseException] | None, int]:
-    """Send a signal when `step` comes to a line of the package, counted from 1; what was raised, and how many lines."""
-    lines = 0
+def interrupt_at(point: int, number: int, step: Any) -> tuple[type[BaseException] | None, int]:
+    """Send a signal at one of the points of `step`, counted from 1, at which Python handles signals: where a Python
+    function begins, and where a C function has returned. Return what was raised, and how many points there are.
+    """
+    points = 0
 
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == line:
-                sys.settrace(None)
-                os.kill(os.getpid(), number)
-        return trace
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal points
+        if event in ("call", "c_return"):
+            points += 1
+            if points == point:
+                sys.setprofile(None)
+                signal.raise_signal(number)
 
-    sys.settrace(trace)
+    sys.setprofile(profile)
     try:
         step()
     except (KeyboardInterrupt, Terminated) as interruption:
-        return type(interruption), lines
+        return type(interruption), points
     finally:
-        sys.settrace(None)
-    return None, lines
+        sys.setprofile(None)
+    return None, points
 
 
 def main(backend: str, algorithm: str) -> None:
@@ -104,22 +101,23 @@ def main(backend: str, algorithm: str) -> None:
     assert all(map(torch.equal, contents(optimizer), after))
 
     sent, taken = 0, 0
-    strides = {signal.SIGINT: (3, KeyboardInterrupt), signal.SIGTERM: (17, Terminated)}
+    strides = {signal.SIGINT: (1 if backend == "native" else 3, KeyboardInterrupt), signal.SIGTERM: (17, Terminated)}
     for number, (stride, expected) in strides.items():
         handler = signal.getsignal(number)
-        for line in range(1, total + 1, stride):
+        for point in range(1, total + 1, stride):
             for tensor, value in zip(tensors(optimizer), before, strict=True):
                 tensor.copy_(value)
-            raised, _ = interrupt_at(line, number, optimizer.step)
-            assert raised is expected, (number, line, raised)
-            assert signal.getsignal(number) is handler, (number, line)
+            raised, _ = interrupt_at(point, number, optimizer.step)
+            assert raised is expected, (number, point, raised)
+            assert signal.getsignal(number) is handler, (number, point)
+            assert torch.is_grad_enabled(), (number, point)
             found = contents(optimizer)
             whole = [all(map(torch.equal, found, state)) for state in (before, after)]
-            assert any(whole), f"half a step after {number!r} at line {line} of {total}"
+            assert any(whole), f"half a step after {number!r} at point {point} of {total}"
             sent, taken = sent + 1, taken + whole[1]
             if not whole[1]:
                 optimizer.step()  # and it goes on
-                assert all(map(torch.equal, contents(optimizer), after)), (number, line)
+                assert all(map(torch.equal, contents(optimizer), after)), (number, point)
     assert 20 < taken < sent - 20, (taken, sent)
 
     # A thread of its own has no handlers, and leaves those of the main one alone.

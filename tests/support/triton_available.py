@@ -7,6 +7,13 @@ quiet_interpreter = pytest.mark.filterwarnings("ignore:.* encountered in:Runtime
 """Ignores what NumPy, with which the interpreter computes, says about overflows, NaN and divisions by zero."""
 
 
+class InPlaceOfAKernel:
+    """Base of classes that stand for a Triton function in a test: the backend compiles what it will launch."""
+
+    def warmup(self, *tables, **options):
+        """Nothing, as in the interpreter."""
+
+
 def require_triton() -> None:
     """Skip the calling test unless Triton's kernels can run here."""
     # The interpreter of Triton 3.6 does not go with NumPy 2.4 and later; its compiler is in order.

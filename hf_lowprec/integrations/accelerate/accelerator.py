@@ -143,14 +143,22 @@ def is_evaluation(*args: Any, **kwargs: Any) -> bool:
 
 
 def _warn_of_separate_processes(accelerator: Accelerator, reduction: ReductionStatus) -> None:
-    """Warn if more processes were started than accelerate trains with."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    """Warn if more processes were started or asked for than accelerate trains with."""
+    started = int(os.environ.get("WORLD_SIZE", "0"))
     if started > accelerator.num_processes:
         reduction.notes.append(
             f"{started} processes were started (WORLD_SIZE), but accelerate trains with {accelerator.num_processes}: "
             "each trains alone. Without GPUs, start the script with --use_cpu or use Accelerator(cpu=True)"
         )
-        logger.warning("hf_lowprec: %s", reduction.notes[-1])
+    # Accelerate's launcher of single processes sets no WORLD_SIZE, and an address if it was asked for several.
+    elif not started and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
+        reduction.notes.append(
+            "accelerate launch was asked for several processes and has started 1, as it does with --cpu; start them "
+            "with torchrun --nproc-per-node"
+        )
+    else:
+        return
+    logger.warning("hf_lowprec: %s", reduction.notes[-1])
 
 
 def _any_in_ddp(models: list[nn.Module]) -> bool:

@@ -13,6 +13,11 @@ _SUPPORTED = {
     DistributedType.MULTI_XPU,
     DistributedType.FSDP,
 }
+_SETTINGS = {
+    DistributedType.DEEPSPEED: "TrainingArguments(deepspeed=…), DeepSpeedPlugin and --use_deepspeed",
+    DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
+}
+"""What selects a type, where its name does not say it."""
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 
@@ -24,9 +29,10 @@ def check_supported(accelerator: Any, grad_accumulation: str) -> None:
     """
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
+        setting = _SETTINGS.get(kind, f"distributed_type={kind.value}")
         raise ValueError(
             f"distributed_type={kind.value} reduces gradients itself, in 16 bits, and offers no hook for FP32 sums; "
-            f"{_ALTERNATIVE}"
+            f"remove {setting} and {_ALTERNATIVE}"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(

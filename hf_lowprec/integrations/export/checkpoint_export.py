@@ -39,7 +39,7 @@ from hf_lowprec.integrations.export.saved_optimizer import (
 )
 from hf_lowprec.integrations.export.weight_layout import WeightLayout
 from hf_lowprec.integrations.transformers.checkpoints import damage
-from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
@@ -292,7 +292,7 @@ def _write_config(description: Path, folder: Path, dtype: torch.dtype) -> None:
     for part in parts:
         part.pop("torch_dtype", None)
         part["dtype"] = dtype_name(dtype)
-    (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    replace_file(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _export_adapters(

@@ -16,9 +16,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
+from hf_lowprec.integrations.transformers.checkpoints.manifest import replace_file
 from hf_lowprec.rounding import dtype_name
 
 ExportDtype = Literal["float32", "bfloat16"]
@@ -94,8 +96,7 @@ def write_model_folder(
             names = _sources(model.get_adapter_state_dict(state_dict=state_dict), recorded)  # type: ignore[operator]
             model.save_pretrained(folder, state_dict=state_dict | {name: tensors[name].value() for name in names})  # type: ignore[operator]
         else:
-            _write_model(model, tensors, folder, state_dict, recorded, max_shard_size)
-            _write_config(model, folder, dtype)
+            _write_model(model, tensors, folder, dtype, state_dict, recorded, max_shard_size)
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -107,23 +108,30 @@ def _write_model(
     model: Any,
     tensors: Mapping[str, PendingTensor],
     folder: Path,
+    dtype: torch.dtype,
     state_dict: dict[str, Tensor],
     recorded: RecordedOperations,
     max_shard_size: int | str,
 ) -> None:
+    """Write the weights, then config.json with `dtype`, in which `from_pretrained` loads all of them.
+
+    transformers writes config.json first, with the dtype of training: a process that is killed after the weights would
+    leave a folder that loads in that dtype. For the same reason, that of an earlier model goes before its weights.
+    """
+    config = model.config
+
     def compute(file: dict[str, Tensor]) -> dict[str, Tensor]:
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
         return _computed(file, tensors, recorded)
 
+    config.to_json_file = lambda path, **_: None
     with private_apis.computing_saved_tensors(compute):
         model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
-
-
-def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write config.json with `dtype`, in which `from_pretrained` loads all weights."""
-    configs = [model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)]
-    for config in filter(None, configs):
-        config.dtype = dtype_name(dtype)
-    model.config.save_pretrained(folder)
+    del config.to_json_file
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype_name(dtype)
+    replace_file(folder / CONFIG_NAME, config.to_json_string())
 
 
 def _write_adapters(

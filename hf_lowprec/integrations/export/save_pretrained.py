@@ -25,10 +25,11 @@ from hf_lowprec.integrations.export.model_folder import (
     write_model_folder,
 )
 from hf_lowprec.optim.fp32_weights import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 
 
-@torch.no_grad()
+@without_grad
 def save_pretrained(
     model: nn.Module,
     optimizer: Any,

@@ -23,7 +23,9 @@ from hf_lowprec.integrations.transformers.run_monitor import RunMonitor, steps_1
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor import Finding, StepPrecision
+from hf_lowprec.monitor.findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.step_precision import ALL
+from hf_lowprec.monitor.step_statistics import LOST_SHARES
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import reset_outdated_compensations
@@ -37,8 +39,6 @@ from hf_lowprec.reduction.reduction_status import ReductionStatus
 from hf_lowprec.rounding import dtype_name
 
 LOST_UPDATES = "lost_updates"
-LOGGED_SHARES = (LOST_UPDATES, "lost_second_moment", "lost_weight_decay")
-"""The shares that are logged of the whole model. All other numbers are in `LowPrecisionCallback.precision`."""
 NORMS_NEVER_MOVED = "norms_never_moved"
 SKIPPED_STEPS = "skipped_steps"
 MANY_MICRO_BATCHES = 128
@@ -55,11 +55,11 @@ class LowPrecisionCallback(TrainerCallback):
     in Trainer's constructor, before it is moved to the device.
 
     If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
-    was lost in rounding, from 0 (none) to 1 (all). Where they apply, it also gets `lost_second_moment` and
-    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay. Each has its
-    standard error, such as `lost_updates_error`. `norms_never_moved` is the share of norm weights that have not changed
-    since training began. If one of these numbers, or anything else, shows that part of the training has no effect,
-    there is one warning. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
+    was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets `lost_second_moment` and
+    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
+    `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these numbers,
+    or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the
+    log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -360,15 +360,18 @@ class LowPrecisionCallback(TrainerCallback):
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:
-    """The numbers that are added to Trainer's logs; except `lost_updates`, none whose standard error is 1 or more.
+    """The numbers for Trainer's logs: `lost_updates`, and others that are above 0 by three standard errors.
 
-    Stochastic rounding changes weights by far more than a small weight decay, of which a step then says nothing.
+    `lost_updates` comes with its standard error if that is too large to tell whether more than half is lost. The
+    metrics file and trackers get all numbers.
     """
     whole, norms = precision.by_kind[ALL], precision.by_kind.get("norms", {})
-    known = [name for name in LOGGED_SHARES if name == LOST_UPDATES or whole.get(f"{name}_error", 0.0) < 1]
-    shares = [text for name in known for text in (name, f"{name}_error")]
-    numbers = {name: whole[name] for name in shares if name in whole}
-    return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if "never_moved" in norms else {})
+    numbers = {LOST_UPDATES: whole[LOST_UPDATES]} if LOST_UPDATES in whole else {}
+    error = whole.get(f"{LOST_UPDATES}_error", 0.0)
+    if STANDARD_ERRORS * error > LOST:
+        numbers[f"{LOST_UPDATES}_error"] = error
+    numbers |= {name: whole[name] for name in LOST_SHARES if is_lost(whole, name, more_than=0.0)}
+    return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})
 
 
 def _first(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +61,10 @@ def optim_args_of(args: Any) -> OptimArgs:
 @functools.lru_cache(maxsize=16)  # both Trainer and transformers' dispatch table need it
 def _parsed_optim_args(name: str, text: str) -> OptimArgs:
     cls, _ = optimizer_factory(name)
-    options = _option_strings(text)
+    try:
+        options = _option_strings(text)
+    except ValueError as error:
+        raise ValueError(f"{error}{_separators_hint(name, text)}") from None
     check_keywords(options, [*_text_keywords(cls), *_CALLBACK_PARSERS], f"optim_args for optim={name!r}")
     optimizer, callback = {}, {}
     for key, value in options.items():
@@ -88,17 +92,29 @@ def _option_strings(text: str) -> dict[str, str]:
             raise ValueError(f"optim_args={text!r} has a comma with nothing before or after it; remove the comma")
         key, separator, value = (field.strip() for field in part.partition("="))
         if not (key and separator and value) or "=" in value:
-            *_, (before, first) = [("", ""), *options.items()]
-            several = (
-                f"; several values of one key by |, as in {before}={first}|{part}" if before and not separator else ""
-            )
-            raise ValueError(
-                f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas{several})"
-            )
+            raise ValueError(f"optim_args: {part!r} is not of the form key=value (pairs are separated by commas)")
         if key in options:
             raise ValueError(f"optim_args names {key!r} twice")
         options[key] = value
     return options
+
+
+def _separators_hint(name: str, text: str) -> str:
+    """For several values of one key written as in Python, `betas=(0.9, 0.95)`, the text that can be parsed."""
+    pairs: list[str] = []
+    for part in re.sub(r"[\s'\"]", "", text).split(","):
+        if "=" in part or not pairs:
+            pairs.append(part)
+        else:
+            pairs[-1] += f"|{part}"
+    corrected = ",".join(re.sub(r"=[(\[{](.*)[)\]}]$", r"=\1", pair) for pair in pairs)
+    try:
+        if corrected != text:
+            _parsed_optim_args(name, corrected)
+            return f"; several values of one key are separated by |: optim_args={corrected!r}"
+    except ValueError:
+        pass
+    return ""
 
 
 def _text_keywords(cls: type[LowPrecisionOptimizer]) -> list[str]:

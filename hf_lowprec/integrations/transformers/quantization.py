@@ -49,7 +49,7 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
             kind = f"{type(param.data).__name__} of {param.dtype}"
             raise ValueError(f"{name} is quantized ({kind}) and requires a gradient: {_ADAPTERS}")
     config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if getattr(model, "peft_config", None) or private_apis.has_adapters(model):
+    if _has_adapters(model):
         return
     if getattr(model, "is_quantized", False):
         aware = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
@@ -68,11 +68,14 @@ def check_quantized_weights_are_frozen(model: nn.Module) -> None:
 
 def check_trainable(model: nn.Module) -> None:
     """Raise ValueError if `model` has no trainable parameters."""
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ValueError(
-            "no parameter of the model requires a gradient, so nothing would be trained; to continue training saved "
-            "adapters, load them with PeftModel.from_pretrained(…, is_trainable=True)"
-        )
+    if any(param.requires_grad for param in model.parameters()):
+        return
+    way_out = (
+        "to continue training saved adapters, load them with PeftModel.from_pretrained(…, is_trainable=True)"
+        if _has_adapters(model)
+        else "to train all weights, as after merge_and_unload(), call model.requires_grad_(True)"
+    )
+    raise ValueError(f"no parameter of the model requires a gradient, so nothing would be trained; {way_out}")
 
 
 def quantization_notes(model: nn.Module) -> list[str]:
@@ -84,6 +87,10 @@ def quantization_notes(model: nn.Module) -> list[str]:
         f"{len(in_fp32)} quantized modules multiply in float32; bnb_4bit_compute_dtype=torch.bfloat16 in "
         "BitsAndBytesConfig would be faster"
     ]
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return bool(getattr(model, "peft_config", None)) or private_apis.has_adapters(model)
 
 
 def _defining_modules(model: nn.Module) -> Iterator[tuple[str, str]]:

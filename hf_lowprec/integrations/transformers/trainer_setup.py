@@ -21,7 +21,11 @@ from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_arg
 from hf_lowprec.integrations.transformers.quantization import check_trainable
 from hf_lowprec.integrations.transformers.stock_run_monitor import add_stock_run_monitor
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
-from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
+from hf_lowprec.integrations.transformers.training_arguments import (
+    REPLACED_FIELDS,
+    checked_arguments,
+    optimizer_arguments,
+)
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.hidden_matrices import hidden_matrices
@@ -222,12 +226,8 @@ def _move_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.
     Unless told otherwise, its DDP looks for unused parameters, which excludes gradient release.
     """
-    if "weight_decay" in options:
-        if args.weight_decay not in (0, options["weight_decay"]):
-            raise ValueError(
-                f"weight_decay={args.weight_decay} and weight_decay={options['weight_decay']} in optim_args differ"
-            )
-        args.weight_decay = options["weight_decay"]
+    for key, field in REPLACED_FIELDS.items():
+        setattr(args, field, options.get(key, getattr(args, field)))
     if "max_grad_norm" in options:
         args.max_grad_norm = options["max_grad_norm"]
     if options.get("gradient_release") and args.ddp_find_unused_parameters is None:

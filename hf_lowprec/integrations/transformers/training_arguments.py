@@ -15,6 +15,8 @@ from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import optimizer_factory
 from hf_lowprec.optim.shared_keywords import keywords
 
+REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+"""Keys of `optim_args` whose value replaces that of a field, which must then have its default or the same value."""
 _ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -26,11 +28,17 @@ def optimizer_arguments(args: Any) -> tuple[type[LowPrecisionOptimizer], dict[st
     a counterpart in the algorithm is ignored, as in Trainer.
 
     Raises:
-        ValueError: `optim_args` has an unknown key or a value that cannot be parsed, or `adam_beta1` or `adam_beta2`
-            was set for an algorithm with three betas; the message names it.
+        ValueError: `optim_args` has an unknown key or a value that cannot be parsed, or one that differs from that of
+            a field in `REPLACED_FIELDS`; or `adam_beta1` or `adam_beta2` was set for an algorithm with three betas.
+            The message names it.
     """
     cls, kwargs = optimizer_factory(optimizer_name(args))
     options = optim_args_of(args).optimizer
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for key, field in REPLACED_FIELDS.items():
+        value = getattr(args, field)
+        if value not in (defaults[field], options.get(key, value)):
+            raise ValueError(f"{field}={value} and {key}={options[key]} in optim_args differ; remove one of them")
     kwargs |= {"lr": args.learning_rate, "seed": args.seed}
     kwargs |= _adam_fields(args, {key: value for key, value in keywords(cls).items() if key not in options})
     if options.get("clip") == "delayed" and args.max_grad_norm:

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import platform
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from hf_lowprec.optim.backends.c_compiler import (
     compiler_identity,
     require_compiler,
 )
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.codegen.c_source import CHUNK, render
 from hf_lowprec.optim.codegen.c_square_sum import render_square_sum
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -44,6 +44,8 @@ class NativeStep(BackendStep):
         super().__init__(fused_group)
         self._kernel = kernel(fused_group.spec)
         self._chunks = fused_group.segments.chunks(CHUNK)
+        self._chunk_bounds = fused_group.segments.chunk_bounds(self._chunks, len(fused_group.entries))
+        self._scalars: Tensor | None = None
 
     def run(self, entries: range) -> None:
         """Step some consecutive entries of the group in place, in one call."""
@@ -54,6 +56,14 @@ class NativeStep(BackendStep):
         increment_version(self.fused_group.weights[entries.start : entries.stop])
         chunks = self._chunks[self._chunk_bounds[entries.start] : self._chunk_bounds[entries.stop]]
         self._call(self._kernel.step, chunks, self.fused_group.counts)
+
+    def load_tables(self) -> None:
+        """Make this step's tables, so that `run` allocates nothing."""
+        self._scalars = self.fused_group.all_scalars(self.fused_group.scalars)
+
+    def release_tables(self) -> None:
+        """Release this step's tables."""
+        self._scalars = None
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on the CPU."""
@@ -76,12 +86,9 @@ class NativeStep(BackendStep):
             last: its last table, the counts or the sums.
         """
         group = self.fused_group
-        tables = (chunks, group.segments.table, group.pointers(), group.all_scalars(group.scalars), last)
+        scalars = group.all_scalars(group.scalars) if self._scalars is None else self._scalars
+        tables = (chunks, group.segments.table, group.pointers(), scalars, last)
         function(len(chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
-
-    @cached_property
-    def _chunk_bounds(self) -> list[int]:
-        return self.fused_group.segments.chunk_bounds(self._chunks, len(self.fused_group.entries))
 
     @cached_property
     def _chunks_per_entry(self) -> Tensor:

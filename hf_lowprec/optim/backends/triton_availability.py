@@ -16,20 +16,18 @@ def check_available(device: torch.device | None = None) -> None:
     except ImportError as error:
         raise TritonError(
             f"backend='triton' needs the package triton ({error}); install it (pip install triton), or use 'auto', "
-            "'native' (CPU) or 'eager' (any device)"
+            "'native' (CPU) or 'eager'"
         ) from None
     on_gpu = torch.cuda.is_available() or torch.xpu.is_available() if device is None else device.type != "cpu"
     if device is not None and on_gpu:
         try:
             triton.runtime.driver.active.get_current_target()  # builds Triton's own launcher with a C compiler
         except Exception as error:
-            raise TritonError(
-                f"backend='triton' cannot start on {device} ({error}); use 'auto' or 'eager' (any device)"
-            ) from error
+            raise TritonError(f"backend='triton' cannot start on {device} ({error}); use 'auto' or 'eager'") from error
     if not on_gpu and not is_interpreted():
         where = "there is none" if device is None else "a parameter is on the CPU"
         raise TritonError(
-            f"backend='triton' runs on a GPU, but {where}; use 'auto', 'native' (CPU) or 'eager' (any device), or set "
+            f"backend='triton' runs on a GPU, but {where}; use 'auto', 'native' (CPU) or 'eager', or set "
             "TRITON_INTERPRET=1 before anything imports triton, to run its kernels in Triton's interpreter"
         )
 

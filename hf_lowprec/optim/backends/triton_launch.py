@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_lowprec.optim.backends.triton_availability import check_available, is_interpreted
+from hf_lowprec.optim.backends.triton_availability import TritonError, check_available, is_interpreted
 from hf_lowprec.optim.backends.triton_tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.codegen.triton_source import render
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec
-from hf_lowprec.optim.step.segments import sum_by_entry
+from hf_lowprec.optim.step.segments import segment_columns, sum_by_entry
 from hf_lowprec.rounding import dtype_name
 
 BLOCK = 1024
@@ -72,7 +72,7 @@ class TritonStep(BackendStep):
         ragged_kernel: the one that steps a ragged chunk.
 
     Raises:
-        TritonError: Triton is not installed, or does not run on the group's device.
+        TritonError: Triton is not installed, does not run on the group's device, or cannot compile a kernel for it.
     """
 
     capturable = True
@@ -82,12 +82,40 @@ class TritonStep(BackendStep):
         super().__init__(fused_group)
         self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
         self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
-        self._constants = {"BLOCK": BLOCK, "PTX": _ptx(fused_group.device)}
-        self._options = {"num_warps": _warps(fused_group.device), "enable_fp_fusion": False}
-        self._step_registers = _register_options(fused_group.spec, self._constants["PTX"], fused_group.device)
-        self._sum_registers = {"maxnreg": max_sum_registers(fused_group.spec)} if self._constants["PTX"] else {}
+        self._options = _kernel_options(fused_group.spec, fused_group.device)
         self._inputs: _StepInputs | None = None
         self._has_run = False
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile and load every kernel of a step: once one of them has changed weights, the others must not fail."""
+        chunks = segments = pointers = counts = torch.int64
+        scalars, enabled, sums = torch.float32, torch.int32, torch.float64
+        step = (chunks, segments, pointers, scalars, counts, enabled)
+        kernels: list[tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = [
+            (self.ragged_kernel, step, self._options.step_ragged),
+            (self.step_kernel, step, self._options.step),
+        ]
+        if self._tensor_sum_kernel is not None:
+            sum_tables = (chunks, segments, pointers, scalars, sums)
+            kernels.append((self._tensor_sum_kernel, sum_tables, self._options.tensor_sum))
+        if self.fused_group.spec.clipped:
+            kernels.append((_square_sum(), (chunks, segments, pointers, sums), self._options.square_sum))
+        try:
+            with _on(self.fused_group.device):
+                for kernel, tables, options in kernels:
+                    compiled = kernel.warmup(*tables, grid=(1,), **options)  # takes dtypes in place of tables
+                    _ = compiled and compiled.run  # loads the machine code; the interpreter has none
+        except Exception as error:
+            raise TritonError(
+                f"backend='triton' cannot compile its kernels for {self.fused_group.device} ({error}); use 'auto' or "
+                "'eager'"
+            ) from error
+
+    def load_tables(self) -> None:
+        """Make this step's tables, so that `run` allocates nothing."""
+        if len(self._tables.all_chunks) > 0:
+            self._step_inputs()
 
     def run(self, entries: range) -> None:
         """Step some consecutive entries in place: at most two launches, without synchronizing with the device."""
@@ -95,12 +123,11 @@ class TritonStep(BackendStep):
             return
         group, (chunks, arguments) = self.fused_group, self._step_inputs()
         whole, ragged = chunks.of_entries(entries)
-        settings = self._constants | self._options
         with _on(group.device):
             if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
-                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **settings)
+                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **self._options.step_ragged)
             if len(whole) > 0:
-                self.step_kernel[(len(whole),)](whole, *arguments, CHUNK=CHUNK, **settings, **self._step_registers)
+                self.step_kernel[(len(whole),)](whole, *arguments, **self._options.step)
         self._has_run = True
         # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
         increment_version(group.weights[entries.start : entries.stop])
@@ -117,23 +144,12 @@ class TritonStep(BackendStep):
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of the group's gradients; FP64 scalar on its device."""
-        import triton.language as tl
-
-        from hf_lowprec.optim.backends.triton_square_sum import square_sum
-
         group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
         sums = torch.empty(len(chunks), dtype=torch.float64, device=group.device)
         if len(chunks) > 0:
-            dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
             pointers = self._tables.of_step().pointers
             with _on(group.device):
-                square_sum[(len(chunks),)](
-                    *(chunks, segments, pointers, sums),
-                    **{"COLUMNS": segments.shape[1], "TENSORS": len(group.spec.tensors)},
-                    **{"DTYPE": dtype[group.spec.grad_dtype]},
-                    **{"CHUNK": CHUNK, "BLOCK": BLOCK},
-                    **self._options,
-                )
+                _square_sum()[(len(chunks),)](chunks, segments, pointers, sums, **self._options.square_sum)
         return sums.sum()
 
     def tensor_sums(self) -> Tensor:
@@ -143,11 +159,9 @@ class TritonStep(BackendStep):
         if len(chunks) > 0:
             tables = self._tables.of_step()
             with _on(group.device):
-                self._tensor_sum_kernel[(len(chunks),)](
-                    *(chunks, segments, tables.pointers, group.all_scalars(tables.scalars), sums),
-                    **{"CHUNK": CHUNK, "TAIL": TAIL},
-                    **(self._constants | self._options | self._sum_registers),
-                )
+                scalars = group.all_scalars(tables.scalars)
+                arguments = (chunks, segments, tables.pointers, scalars, sums)
+                self._tensor_sum_kernel[(len(chunks),)](*arguments, **self._options.tensor_sum)
         return sum_by_entry(sums, self._tables.chunks_per_entry)
 
     @property
@@ -159,6 +173,31 @@ class TritonStep(BackendStep):
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""
         self._inputs = None
         self._tables.release()
+
+
+class _KernelOptions(NamedTuple):
+    """The constants and options with which each kernel is compiled and launched."""
+
+    step: dict[str, Any]
+    step_ragged: dict[str, Any]
+    tensor_sum: dict[str, Any]
+    square_sum: dict[str, Any]
+
+
+def _kernel_options(spec: StepSpec, device: torch.device) -> _KernelOptions:
+    import triton.language as tl
+
+    ptx = _ptx(device)
+    common = {"BLOCK": BLOCK, "num_warps": _warps(device), "enable_fp_fusion": False}
+    dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    gradients = {"DTYPE": dtypes[spec.grad_dtype], "COLUMNS": len(segment_columns(spec)), "TENSORS": len(spec.tensors)}
+    return _KernelOptions(
+        step={**common, "PTX": ptx, "CHUNK": CHUNK, **_register_options(spec, ptx, device)},
+        step_ragged={**common, "PTX": ptx},
+        tensor_sum={**common, "PTX": ptx, "CHUNK": CHUNK, "TAIL": TAIL}
+        | ({"maxnreg": max_sum_registers(spec)} if ptx else {}),
+        square_sum={**common, "CHUNK": CHUNK, **gradients},
+    )
 
 
 def _ptx(device: torch.device) -> int:
@@ -211,6 +250,13 @@ def _warps(device: torch.device) -> int:
 
 def _warp_size(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+def _square_sum() -> Any:
+    """The kernel `square_sum`, whose module imports Triton."""
+    from hf_lowprec.optim.backends.triton_square_sum import square_sum
+
+    return square_sum
 
 
 def _on(device: torch.device) -> Any:

@@ -6,13 +6,13 @@ has changed. Every replay of a CUDA graph reads the tables that were there when 
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.backends.triton_chunks import Chunks, alignment, divide
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.graph_capture import is_capturing
 

@@ -38,10 +38,16 @@ class BackendStep(ABC):
     def tensor_sums(self) -> Tensor:
         """The sums of the `tensor_mean` formula over this rank's part of each parameter; FP64 of shape (entries)."""
 
+    def load_tables(self) -> None:  # noqa: B027  # `eager` has none
+        """Make this step's tables before any group is stepped, so that `run` allocates nothing.
+
+        Not called for groups that orthogonalize, whose addresses are not known yet.
+        """
+
     @property
     def is_loaded(self) -> bool:
         """True if `run` has nothing left to load, which a CUDA graph could not capture."""
         return True
 
-    def release_tables(self) -> None:  # noqa: B027  # most backends have none
+    def release_tables(self) -> None:  # noqa: B027
         """Release this step's tables: at the end of the step, or because addresses in them have changed."""

@@ -6,13 +6,13 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry

@@ -6,12 +6,12 @@ A `StepSpec` is hashable: backends compile one kernel per spec, and parameters o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from hf_lowprec.optim.algorithm_interface import Formula, Update
+from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.modes import WEIGHT_ROLE
 from hf_lowprec.rounding.random_bits import word_of

@@ -61,8 +61,8 @@ class StepPlan:
 
     Attributes:
         fused_groups: the parameters, in groups that are stepped together. Groups of orthogonalized matrices come first,
-            those with the largest matrix before the others: their temporaries are the largest, and if memory runs out,
-            nothing has been changed yet.
+            and those with the largest parameter before the others: their temporaries are the largest, and if memory
+            runs out, nothing has been changed yet.
         backend_steps: how each of them is stepped, in the same order; set by the optimizer.
         contiguous_copies: parameters and states that are not contiguous.
         param_dtypes: the dtypes of the parameters that are stepped, by parameter.
@@ -96,7 +96,7 @@ class StepPlan:
                 convert_states(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
         groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
-        self.fused_groups = sorted(groups, key=_largest_matrix, reverse=True)
+        self.fused_groups = sorted(groups, key=_size_of_temporaries, reverse=True)
 
         entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
         self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}
@@ -226,9 +226,9 @@ class StepPlan:
         self.release()
 
 
-def _largest_matrix(fused_group: FusedGroup) -> int:
-    """Elements of the group's largest orthogonalized matrix, the same on all ranks; 0 if there is none."""
-    return max(entry.param.numel() for entry in fused_group.entries) if fused_group.spec.orthogonalizes else 0
+def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
+    """What the memory that the group needs for a moment grows with, the same on all ranks."""
+    return fused_group.spec.orthogonalizes, max(entry.param.numel() for entry in fused_group.entries)
 
 
 def _check_params(optimizer: Algorithm, only: Set[int]) -> None:
@@ -275,14 +275,17 @@ def _initialized_state(
         number: its number in the random stream.
     """
     optimizer_state: dict[str, Any] = optimizer.state[param]
+    missing: dict[str, Any] = {}
     if "step" not in optimizer_state:
-        optimizer_state["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
+        missing["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
     for k, (state, dtype, shape) in enumerate(states):
         key = key_of(state.name, dtype)
         if key not in optimizer_state:
-            optimizer_state[key] = zeros_apart(param, dtype, shape, k, len(states))
+            missing[key] = zeros_apart(param, dtype, shape, k, len(states))
             if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
-                initialize_compensation(optimizer, optimizer_state[state.name], param, group["seed"], number)
+                initialize_compensation(optimizer, missing[state.name], param, group["seed"], number)
+    # All at once and filled: if memory runs out before, the next step finds none and begins again.
+    optimizer_state.update(missing)
     drop_low_bits(param)
     return optimizer_state
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -19,6 +20,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     ParallelismConfig,
 )
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from torch import nn
 from transformers import Trainer
 
@@ -49,9 +51,18 @@ def fsdp(**settings) -> Accelerator:
     return built
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_NPU"])
-def test_what_reduces_by_itself_is_refused(kind):
-    with pytest.raises(ValueError, match=rf"distributed_type={kind}.*use DDP .*or FSDP2 .*--fsdp_version 2"):
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("DEEPSPEED", r"TrainingArguments\(deepspeed=…\)"),
+        ("MEGATRON_LM", "MegatronLMPlugin"),
+        ("XLA", "distributed_type=XLA"),
+        ("MULTI_NPU", "distributed_type=MULTI_NPU"),
+    ],
+)
+def test_what_reduces_by_itself_is_refused(kind, setting):
+    words = rf"distributed_type={kind}.*remove {setting}.* and use DDP .*or FSDP2 .*--fsdp_version 2"
+    with pytest.raises(ValueError, match=words):
         hf_lowprec.prepare_accelerator(accelerator(DistributedType[kind]))
 
 
@@ -238,12 +249,23 @@ def test_autocast_left_on_by_habit_is_off_and_said_once(caplog):
     assert seen == [False]
 
 
-def test_processes_that_train_alone_are_pointed_out(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ("WORLD_SIZE=4", ["4 processes were started (WORLD_SIZE), but accelerate trains with 1: each trains alone"]),
+        ("", ["accelerate launch was asked for several processes and has started 1"]),
+        ("WORLD_SIZE=1", []),
+    ],
+)
+def test_processes_that_train_alone_are_pointed_out(monkeypatch, variables, found):
+    """In the environment that `accelerate launch --cpu --num_processes 2` makes, with what torchrun adds to it."""
+    words = "--cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no script.py"
+    _, environment = prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(words.split()))
     built = accelerator()
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in (*environment.items(), *(pair.split("=") for pair in variables.split())):
+        monkeypatch.setenv(name, value)
     notes = hf_lowprec.prepare_accelerator(built).notes
-    assert len(notes) == 1
-    assert "4 processes were started (WORLD_SIZE), but accelerate trains with 1: each trains alone" in notes[0]
+    assert [text in note for text, note in zip(found, notes, strict=True)] == [True] * len(found)
 
 
 def trained(accumulation: str, steps: int) -> tuple[list[torch.Tensor], torch.nn.Module]:

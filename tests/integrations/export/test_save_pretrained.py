@@ -2,6 +2,11 @@
 
 import copy
 import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +118,66 @@ def test_bfloat16_rounds_once_and_leaves_norms(tmp_path):
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in theirs.items()}
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name] if "norm" in name else expected[name].to(BF16)), name
+
+
+CHANGES_FILES = {"open", "write", "close", "__exit__", "replace", "rename", "remove", "unlink", "serialize_file"}
+"""Names of C functions; `serialize_file` is that of safetensors."""
+
+
+@contextmanager
+def copied_whenever_it_changes(folder: Path, copies: Path) -> Iterator[None]:
+    """Copy `folder` to folders in `copies` at every moment inside: what a process that is killed there leaves."""
+    last: list = []
+
+    def look(frame, event, called) -> None:
+        if event != "c_return" or called.__name__ not in CHANGES_FILES:
+            return
+        stats = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+        state = [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        if state != last:
+            last[:] = state
+            shutil.copytree(folder, copies / str(len([*copies.iterdir()])))
+
+    copies.mkdir()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def loaded_from(folder: Path) -> dict[str, torch.Tensor] | None:
+    """The weights that `from_pretrained` loads without arguments; None if it raises or lacks some."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    except Exception:  # whatever transformers raises
+        return None
+    return None if info["missing_keys"] else model.state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("kind", ["new", "over another model", "export"])
+def test_a_kill_at_any_moment_leaves_a_whole_model_or_none(tmp_path, kind, size):
+    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=2, save_strategy="steps", save_steps=2)
+    out, models = tmp_path / "out", []
+    if kind == "over another model":
+        llama().to(BF16).save_pretrained(out, max_shard_size=size)
+        models.append(loaded_from(out))
+    with copied_whenever_it_changes(out, tmp_path / "copies"):
+        if kind == "export":
+            hf_lowprec.export_checkpoint(tmp_path / "checkpoint-2", out, dtype="bfloat16", max_shard_size=size)
+        else:
+            hf_lowprec.save_pretrained(trainer.model, trainer.optimizer, out, max_shard_size=size)
+    models.append(loaded_from(out))
+    left = sorted((tmp_path / "copies").iterdir())
+    for folder in left:
+        found = loaded_from(folder)
+        assert found is None or any(same(found, model) for model in models), sorted(map(str, folder.iterdir()))
+    assert len(left) >= 4
 
 
 def test_tokenizer_and_generation_config_come_along(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
@@ -54,11 +54,32 @@ def test_weight_decay_is_that_of_the_training_arguments(tmp_path):
 def test_weight_decay_in_optim_args_reaches_the_groups(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", optim_args="weight_decay=0.1", max_steps=1)
     assert [group["weight_decay"] for group in optimizer_of(trainer).param_groups] == [0.1, 0.0]
-    with pytest.raises(ValueError, match=r"weight_decay=0\.2 and weight_decay=0\.1 in optim_args differ"):
-        trained(tmp_path, optim="adamw_bf16_kahan", optim_args="weight_decay=0.1", weight_decay=0.2)
 
 
-@pytest.mark.parametrize("words", ["rounding=foo", "betas=2|3", "backend=foo", "state_dtype=nope:bf16", "lr=-1"])
+def test_a_learning_rate_in_optim_args_is_trainers(tmp_path):
+    words = {"output_dir": str(tmp_path), "optim": "adamw_bf16_kahan", "optim_args": "lr=0.125", "use_cpu": True}
+    args = TrainingArguments(**words, report_to=[])
+    trainer = Trainer(llama(), args)
+    assert trainer.create_optimizer().param_groups[0]["lr"] == args.learning_rate == 0.125
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "message"),
+    [
+        ("weight_decay=0.1", {"weight_decay": 0.2}, r"weight_decay=0\.2 and weight_decay=0\.1 in optim_args differ"),
+        (
+            "lr=0.1",
+            {"learning_rate": 1e-3},
+            r"learning_rate=0\.001 and lr=0\.1 in optim_args differ; remove one of them",
+        ),
+    ],
+)
+def test_a_field_and_a_different_value_in_optim_args_are_an_error(tmp_path, words, field, message):
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, **field)
+
+
+@pytest.mark.parametrize("words", ["rounding=foo", "betas=2|3", "backend=foo", "state_dtype=nope:bf16", "eps=-1"])
 def test_a_model_is_untouched_when_its_arguments_are_wrong(tmp_path, words):
     model = llama()
     with pytest.raises(ValueError, match=words.split("=")[0]):

@@ -11,9 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
+from transformers.distributed import DistributedConfig
 
 import hf_lowprec
+from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.diagnostics.memory_estimate import memory_use
 from hf_lowprec.diagnostics.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import quantization_notes
@@ -119,6 +122,18 @@ class TestRefusals:
         refused(tmp_path, model, rf"{re.escape(name)} is quantized \(Int8Weight of torch.float32\) and requires")
         with pytest.raises(ValueError, match=r"is quantized \(Int8Weight of torch.float32\).*freeze it"):
             hf_lowprec.AdamW(model.parameters())
+
+    def test_a_tensor_parallel_model_is_not_called_quantized(self, tmp_path, two_fake_ranks):
+        """Its parameters are DTensors, as those that FSDP2 shards, which may be of quantized numbers all the same."""
+        tiny_models.llama()[0].save_pretrained(tmp_path)
+        parallel = DistributedConfig(tp_plan="auto", tp_size=2)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=parallel)
+        refused(
+            tmp_path, model, r"^the model is tensor parallel \(tp_size=2\); load it without tp_plan, and train with"
+        )
+        weight = model.model.layers[0].mlp.up_proj.weight.detach()
+        assert isinstance(weight, DTensor)
+        assert [is_quantized(weight), is_quantized(weight.to(torch.int8))] == [False, True]
 
     @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
     def test_quantization_aware_training(self, tmp_path):

@@ -130,7 +130,7 @@ def test_optimizer_factory_feeds_trainer(tmp_path):
     optimizer = optimizer_of(trainer)
     assert isinstance(optimizer, hf_lowprec.AdamW)
     assert optimizer.defaults["lr"] == 5e-3
-    with pytest.raises(ValueError, match="'adamw_bf16_kahn' is unknown"):
+    with pytest.raises(ValueError, match=r"'adamw_bf16_kahn' is unknown \(did you mean 'adamw_bf16_kahan'\?\)"):
         hf_lowprec.optimizer_factory("adamw_bf16_kahn")
     with pytest.raises(ValueError, match="'sed' is not an argument"):
         hf_lowprec.optimizer_factory("adamw_bf16_sr", sed=1)

@@ -14,9 +14,10 @@ LOAD_BEST = {
 }
 """Training arguments that evaluate and save every four steps, and load the best weights at the end."""
 
-_SHARES = {"lost_updates", "lost_second_moment", "lost_weight_decay"}
-PRECISION_LOGS = {*_SHARES, *(f"{name}_error" for name in _SHARES), "norms_never_moved"}
-"""Names that `LowPrecisionCallback` adds to the logs, where they apply."""
+PRECISION_LOGS = {
+    *("lost_updates", "lost_updates_error", "lost_second_moment", "lost_weight_decay", "norms_never_moved")
+}
+"""Names that `LowPrecisionCallback` adds to the logs; all but the first only where they say something."""
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +28,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.metrics_file import METRICS_NAME
 
+logger = logging.getLogger(__name__)
+
 MANIFEST_NAME = "hf_lowprec_manifest.json"
 FORMAT = 1
 _BEING_SAVED = "checkpoint-is-incomplete.txt"
@@ -37,6 +41,12 @@ _LOADED_IF_PRESENT = (
     METRICS_NAME,
 )  # fmt: skip
 """Files and folders that are loaded if they exist, even those of an earlier checkpoint in the same folder."""
+_ENDS_OF_FILES = {
+    ".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".pt", ".pth", ".py", ".safetensors", ".tmp", ".txt",
+}  # fmt: skip
+"""Ends of the names of files that are written to a checkpoint."""
+_CANNOT_SYNC = {errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+"""Errors of `fsync` on file systems that lack it, for directories or at all. Others, such as EIO, mean lost data."""
 
 
 class FileRecord(NamedTuple):
@@ -57,7 +67,6 @@ class Manifest:
             changes them.
         global_step: Trainer's global step.
         optimizer: the optimizer's class.
-        rounding: the rounding modes of its groups; empty for an optimizer from another library.
         complete: whether every file was written.
         files: every file in the folder by its relative path, once the manifest is complete.
     """
@@ -66,7 +75,6 @@ class Manifest:
     saved: str
     global_step: int
     optimizer: str
-    rounding: list[str]
     complete: bool = False
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
 
@@ -87,10 +95,22 @@ class ManifestWriter:
         self._records_of_ranks: dict[str, FileRecord] = {}
 
     def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
-        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads."""
-        groups = getattr(optimizer, "param_groups", [])
+        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads.
+
+        Directories and dangling links where files will be written are removed first.
+        """
         if self._folder is None:
-            self._last_saved = max([self._last_saved, *_times_of_saving(folder.parent)])
+            earlier = _manifests(folder.parent)
+            self._last_saved = max([self._last_saved, *(manifest.saved for manifest in earlier.values())])
+            if others := [name for name, manifest in earlier.items() if manifest.run != self._run]:
+                logger.warning(
+                    "hf_lowprec: %s has checkpoints of another training run (%d, the first is %s). This run replaces "
+                    "those whose steps it reaches, and save_total_limit counts them: use another output_dir to keep "
+                    "them",
+                    folder.parent,
+                    len(others),
+                    others[0],
+                )
         self._last_saved = _time_after(self._last_saved)
         self._folder, self._stats, self._records_of_ranks = folder, {}, {}
         self._manifest = Manifest(
@@ -98,13 +118,12 @@ class ManifestWriter:
             saved=self._last_saved,
             global_step=global_step,
             optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            rounding=sorted({group["rounding"] for group in groups if "rounding" in group}),
         )
         folder.mkdir(parents=True, exist_ok=True)
+        _remove(path for path in [*folder.rglob("*")] if path.suffix in _ENDS_OF_FILES and not path.is_file())
         _write(folder, self._manifest)
         for pattern in _LOADED_IF_PRESENT:
-            for path in folder.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            _remove(folder.glob(pattern))
 
     def add(self, records: dict[str, FileRecord]) -> None:
         """Add the checksums computed by other ranks, whose machines still have their files in memory."""
@@ -146,7 +165,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     try:
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        return Manifest(**fields, files=files)
+        known = {field.name for field in dataclasses.fields(Manifest)}  # earlier ones also have the rounding modes
+        return Manifest(**{name: value for name, value in fields.items() if name in known}, files=files)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
 
@@ -182,14 +202,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _times_of_saving(folder: Path) -> list[str]:
-    """The times at which the checkpoints in `folder` were saved, by their manifests; damaged ones are left out."""
-    times = []
-    for path in folder.glob(f"*/{MANIFEST_NAME}"):
+def _manifests(folder: Path) -> dict[str, Manifest]:
+    """The manifests of the checkpoints in `folder` by name; damaged ones are left out."""
+    manifests = {}
+    for path in sorted(folder.glob(f"*/{MANIFEST_NAME}")):
         with contextlib.suppress(OSError, ValueError):
-            manifest = read_manifest(path.parent)
-            times += [] if manifest is None else [manifest.saved]
-    return times
+            if (manifest := read_manifest(path.parent)) is not None:
+                manifests[path.parent.name] = manifest
+    return manifests
 
 
 def _time_after(earlier: str) -> str:
@@ -205,22 +225,40 @@ def _checksum_of_json(fields: dict[str, Any]) -> str:
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest atomically: a reader finds either the old one or the new one."""
     fields = {"format": FORMAT, **dataclasses.asdict(manifest)}
     fields["files"] = {name: record._asdict() for name, record in manifest.files.items()}
     content = json.dumps({**fields, "checksum": _checksum_of_json(fields)}, indent=1)
-    temporary = folder / f"{MANIFEST_NAME}.tmp"
+    replace_file(folder / MANIFEST_NAME, content + "\n")
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Write a file atomically: a reader finds either the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(content + "\n")
+        file.write(content)
         file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / MANIFEST_NAME)
+        _sync(file.fileno())
+    os.replace(temporary, path)
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            _sync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    """Wait until a file or directory is on disk, if its file system can do that."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[str]:

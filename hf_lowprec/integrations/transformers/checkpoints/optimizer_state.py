@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, load_mapped
 from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
-from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
@@ -25,7 +23,7 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS_OF_STATES = {"state_dtype", "state_rounding"}
+_OPTIONS_OF_STATES = {"rounding", "state_dtype", "state_rounding"}
 """Keys of param groups that decide which states exist; states in 8 bits exclude a value of `state_rounding`."""
 
 
@@ -50,24 +48,21 @@ def load_optimizer(call: TrainerCall) -> None:
 
 def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpoint: Path) -> None:
     attachment = attachment_of(call.trainer)
-    saved_dtypes = _in_saved_dtypes(optimizer, checkpoint) if call.trainer.is_fsdp_enabled else nullcontext()
-    if attachment is not None and attachment.callback.rounding_schedule is not None:
-        with _in_saved_modes(optimizer, checkpoint), saved_dtypes:
-            call.proceed()  # the schedule sets the mode at the beginning of the next step
-        return
-    if not call.trainer.is_fsdp_enabled:
+    scheduled = attachment is not None and attachment.callback.rounding_schedule is not None
+    if not call.trainer.is_fsdp_enabled and not scheduled:
         call.proceed()
         return
-    if _has_our_state_of_fsdp(checkpoint) is False:
+    if call.trainer.is_fsdp_enabled and _has_our_state_of_fsdp(checkpoint) is False:
         raise ValueError(
             f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
             f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
         )
-    # A distributed checkpoint is loaded into the states that the optimizer has, so these must be as they were saved.
     own = [group["rounding"] for group in optimizer.param_groups]
-    with _in_saved_modes(optimizer, checkpoint), saved_dtypes:
+    with _as_saved(optimizer, _groups_saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else []):
         call.proceed()
-        saved = [group["rounding"] for group in optimizer.param_groups]
+    if scheduled:
+        return  # the schedule sets the mode at the beginning of the next step
+    saved = [group["rounding"] for group in optimizer.param_groups]
     for group, mode in zip(optimizer.param_groups, own, strict=True):
         group["rounding"] = mode
     if saved != own:
@@ -80,38 +75,23 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
 
 
 @contextmanager
-def _in_saved_modes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Iterator[None]:
-    """Give the optimizer's groups the rounding modes in which `checkpoint` was saved, and leave them there."""
-    modes = _saved_modes(checkpoint)
-    for group in optimizer.param_groups if len(modes) == 1 else ():
-        group["rounding"] = modes[0]
+def _as_saved(optimizer: LowPrecisionOptimizer, saved_groups: list[ParamGroup]) -> Iterator[None]:
+    """Give the optimizer the options of `saved_groups` until its `load_state_dict`, and leave the mode of the state.
 
-    def follow(loading: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        for group, saved in zip(loading.param_groups, state_dict["param_groups"], strict=False):
-            group["rounding"] = saved.get("rounding", group["rounding"])
-
-    handle = optimizer.register_load_state_dict_pre_hook(follow)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _in_saved_dtypes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Iterator[None]:
-    """Give the groups the options with which FSDP saved their states, until the optimizer's own `load_state_dict`.
-
-    It converts the states to its own `state_dtype`. Until then, codes have the keys that they have in the checkpoint.
+    A distributed checkpoint is loaded into the states that the optimizer has, so these must be as they were saved.
+    `load_state_dict` then converts them to the optimizer's own `state_dtype`. Until then, codes have the keys of the
+    checkpoint.
     """
     own = [{key: group[key] for key in _OPTIONS_OF_STATES} for group in optimizer.param_groups]
-    saved_groups = _groups_saved_by_fsdp(checkpoint)
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
         group.update({key: saved[key] for key in _OPTIONS_OF_STATES & saved.keys()})
     is_early = any(EIGHT_BITS in saved.get(HEADER, {}) for saved in saved_groups)
 
-    def give_back(*_: object) -> None:
+    def give_back(_: object, loading: dict[str, Any]) -> None:
         for group, options in zip(optimizer.param_groups, own, strict=True):
             group.update(options)
+        for group, saved in zip(optimizer.param_groups, loading["param_groups"], strict=False):
+            group["rounding"] = saved.get("rounding", group["rounding"])
 
     handles = [optimizer.register_load_state_dict_pre_hook(give_back)]
     if is_early:
@@ -119,7 +99,7 @@ def _in_saved_dtypes(optimizer: LowPrecisionOptimizer, checkpoint: Path) -> Iter
     try:
         yield
     except BaseException:
-        give_back()
+        give_back(optimizer, {"param_groups": []})
         raise
     finally:
         for handle in handles:
@@ -172,7 +152,7 @@ def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
         return is_ours(load_mapped(whole))
     if not sharded.is_dir():
         return None
-    return any(key.endswith(".state_rounding") for key in FileSystemReader(sharded).read_metadata().state_dict_metadata)
+    return any(path[-1] == "state_rounding" for path in ShardedFolder(sharded).paths())
 
 
 def _groups_saved_by_fsdp(checkpoint: Path) -> list[ParamGroup]:
@@ -183,12 +163,3 @@ def _groups_saved_by_fsdp(checkpoint: Path) -> list[ParamGroup]:
     return (
         saved_param_groups({"param_groups": sharded_param_groups(ShardedFolder(sharded))}) if sharded.is_dir() else []
     )
-
-
-def _saved_modes(checkpoint: Path) -> list[str]:
-    """The rounding modes of the optimizer that saved `checkpoint`, by its manifest; empty if there is none."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except ValueError:
-        return []
-    return [] if manifest is None else manifest.rounding

@@ -85,6 +85,7 @@ def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output
         chosen = Path(resume_from_checkpoint)
         if not any(_on_every_rank(chosen.is_dir())):
             return resume_from_checkpoint  # as above
+        _check_not_a_run(chosen)
         _check_named(chosen, Path(output_dir))
     _check_seen(chosen)
     _warn_of_missing_state(chosen)
@@ -215,6 +216,18 @@ def _check_named(checkpoint: Path, output_dir: Path, argument: str = "resume_fro
     if problem.kind == _DAMAGED and (checkpoint / MANIFEST_NAME).exists():
         way_out += f" (if the files were changed on purpose, delete its {MANIFEST_NAME})"
     raise ValueError(f"{argument}={str(checkpoint)!r} {problem.kind}: {problem.reason}; {way_out}")
+
+
+def _check_not_a_run(folder: Path) -> None:
+    """Raise ValueError, naming the last good checkpoint, if `folder` has checkpoints instead of an optimizer state."""
+    if any(_on_every_rank(damage.holds_optimizer(folder))):
+        return
+    good, _ = _search(folder)
+    if good is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} is the output folder of a run and has no optimizer state; pass "
+            f"{str(good)!r}, its last good checkpoint"
+        )
 
 
 def _check_seen(checkpoint: Path) -> None:

@@ -1,5 +1,6 @@
 """Damaged, mixed and copied checkpoints: the last good one is resumed, or an error names the file."""
 
+import errno
 import functools
 import io
 import itertools
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -256,6 +258,28 @@ def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed, dam
     assert_same(train(killed, resume=True), whole[1])
 
 
+def directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    (path / "config.json").mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/nowhere/at all")
+
+
+@pytest.mark.parametrize("damage", [directory, dangling])
+def test_what_is_in_the_place_of_a_file_is_replaced_when_that_step_is_saved_again(whole, killed, damage):
+    for file in (*WRITTEN, MANIFEST_NAME, f"{MANIFEST_NAME}.tmp"):
+        damage(killed / "checkpoint-4" / file)
+    (killed / "checkpoint-4/exported").mkdir()
+    assert_same(train(killed, resume=True), whole[1])
+    assert resolve(str(killed / "checkpoint-4"), str(killed)) == str(killed / "checkpoint-4")
+    names = {path.name for path in (killed / "checkpoint-4").iterdir()}
+    assert names == {*WRITTEN, MANIFEST_NAME, "exported"}
+
+
 def test_a_finished_training_is_resumed_to_what_it_was(whole, tmp_path):
     """Killed after its last checkpoint: Trainer by itself adds a step, since it looks at `max_steps` after each."""
     shutil.copytree(whole[0] / "checkpoint-6", tmp_path / "checkpoint-6")
@@ -417,7 +441,7 @@ def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
 
 
 def saved_at(time: str) -> Manifest:
-    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="", rounding=[])
+    return Manifest(run="a machine whose clock is ahead", saved=time, global_step=0, optimizer="")
 
 
 def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
@@ -442,6 +466,35 @@ def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
     save(second, tmp_path, 3)
     again = ManifestWriter(read_manifest(tmp_path / "checkpoint-2"))
     assert str(save(again, tmp_path, 1)) == resolve(True, str(tmp_path)), "it went back to an earlier step"
+
+
+def test_checkpoints_of_another_run_are_named_once(tmp_path, caplog):
+    first = ManifestWriter()
+    for writer in (first, first, ManifestWriter(read_manifest(save(first, tmp_path, 2)))):
+        save(writer, tmp_path, 4)
+    assert not caplog.records, "a resumed run saves its own checkpoints again"
+    second = ManifestWriter()
+    for step in (2, 4):
+        save(second, tmp_path, step)
+    (record,) = caplog.records
+    assert f"{tmp_path} has checkpoints of another training run (2, the first is checkpoint-2)" in record.getMessage()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("refused", [stat.S_ISREG, stat.S_ISDIR])
+def test_a_file_system_without_fsync(tmp_path, monkeypatch, refused, code):
+    """For files or for directories; an error that means lost data ends the training."""
+
+    def fsync(descriptor: int) -> None:
+        if refused(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if code in (errno.EINVAL, errno.ENOTSUP):
+        assert read_manifest(save(ManifestWriter(), tmp_path, 1)).complete
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            save(ManifestWriter(), tmp_path, 1)
 
 
 class ShortReads(io.FileIO):

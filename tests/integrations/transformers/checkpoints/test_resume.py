@@ -145,6 +145,16 @@ def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
         resolve(str(elsewhere), str(tmp_path / "out"))
 
 
+def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_path):
+    """`save_model` and `save_state` have left in it what looks like a checkpoint without optimizer."""
+    settings = {"optim": "adamw_bf16_split", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = trained(tmp_path, **settings)
+    trainer.save_model()
+    trainer.save_state()
+    with pytest.raises(ValueError, match=r"output folder of a run and has no optimizer state; pass '.*/checkpoint-2',"):
+        trained(tmp_path / "longer", resume=str(tmp_path), **settings)
+
+
 def test_nothing_finished_is_said(tmp_path):
     cut_short(tmp_path, 10)
     with pytest.raises(ValueError, match=r"no checkpoint in .* is complete"):
