@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec import AdamW
+from hf_lowprec.optim.states_in_8_bits import decoded_states
 from hf_lowprec.rounding import join
-from hf_lowprec.rounding.block_floats import BLOCK, decode
 
 STEPS, DROP_AFTER, LR, BETA1, EPS = 2000, 500, 1e-3, 0.9, 1e-20
 FP32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
@@ -114,11 +114,8 @@ class Training:
 
     def second_moments(self) -> Tensor:
         """The second moments as stored; FP32 of shape (cases, *shape)."""
-        stored = self._states("exp_avg_sq")
-        if stored.dtype != INT8:
-            return stored.float()
-        scale = self._states("exp_avg_sq_scale").int().repeat_interleave(BLOCK, dim=-1)
-        return decode(stored.int(), scale, nonnegative=True)
+        states = (self.optimizer.state[param] for param in self.params)
+        return torch.stack([decoded_states(state)["exp_avg_sq"].float() for state in states])
 
     def displacements(self) -> Tensor:
         """The masters; FP64 of shape (cases, elements)."""

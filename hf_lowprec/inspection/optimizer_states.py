@@ -29,7 +29,7 @@ from hf_lowprec.optim.foreign_states import COMPENSATIONS, format_of
 from hf_lowprec.optim.registry import SUFFIXES
 from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.optim.state_dict_format import HEADER, in_own_dtype
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded, is_in_8_bits
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.user_inputs.empty_model import build_empty_model, load_config
 from hf_lowprec.user_inputs.input_errors import InputError, explain_input_errors
@@ -264,14 +264,14 @@ def _parameter_state(
     read: Callable[[str], Tensor],
 ) -> ParameterState:
     """The saved state of a parameter whose stored tensors are `infos`, those of scales included."""
-    in_8_bits = {state for state in infos if is_in_8_bits(state, infos)}
+    codes = codes_in({key: info.dtype for key, info in infos.items()})
 
     def read_values(state: str) -> Tensor:
-        stored = read(state)
-        return decoded(stored, read(state + SCALE_SUFFIX), state) if state in in_8_bits else stored
+        return decoded(read(codes[state]), read(state + SCALE_SUFFIX), state) if state in codes else read(state)
 
-    scales = {state + SCALE_SUFFIX for state in in_8_bits}
-    of_its_shape = {state: info for state, info in infos.items() if state not in scales}
+    names = {key: name for name, key in codes.items()}
+    scales = {state + SCALE_SUFFIX for state in codes}
+    of_its_shape = {names.get(key, key): info for key, info in infos.items() if key not in scales}
     return ParameterState(name, named, group, step, of_its_shape, read_values)
 
 

@@ -119,15 +119,24 @@ def _second_moment_frozen(evidence: Evidence) -> Finding | None:
     if not is_lost(numbers, "lost_second_moment"):
         return None
     optimizer = evidence.optimizer
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
-    else:
+    reason = (
+        "16-bit states rounded to nearest cannot decay by a factor so close to 1, so steps stay too short after large "
+        "gradients"
+    )
+    if not isinstance(optimizer, LowPrecisionOptimizer):
         remedy = f"Use {_ours(evidence)}, which rounds states stochastically, or keep its states in FP32"
+    elif any(group["state_rounding"] == "nearest" for group in optimizer.param_groups):
+        remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
+    else:  # rounded stochastically, only codes of 8 bits cannot decay
+        reason = (
+            "gradients that stay about a million times larger than those of their neighbours in a row keep the second "
+            "moments of these, in 8 bits, too large, so their steps are too short"
+        )
+        remedy = "Set state_dtype=exp_avg:int8|exp_avg_sq:bfloat16, also to resume"
     return Finding(
         "second_moment_frozen",
-        f"{numbers['lost_second_moment']:.0%} of the decay of the second moment is lost in rounding "
-        f"({_describe(evidence)}): 16-bit states rounded to nearest cannot decay by a factor so close to 1, so steps "
-        f"stay too short after large gradients. {remedy}",
+        f"{min(numbers['lost_second_moment'], 1):.0%} of the decay of the second moment is lost in rounding "
+        f"({_describe(evidence)}): {reason}. {remedy}",
     )
 
 

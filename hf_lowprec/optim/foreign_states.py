@@ -8,6 +8,7 @@ are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.argument_checks import check_range
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -156,7 +158,9 @@ def _check_plain(state: OptimizerState, where: str, library: str) -> None:
 
 def _decay_mode(decoupled: bool, saved: ParamGroup, algorithm: str) -> ParamGroup:
     """Adam's option for decoupled weight decay. AdamW has no other, so it raises ValueError for an L2 penalty."""
-    if algorithm == "AdamW" and saved["weight_decay"] and not decoupled:
+    decay = saved.get("weight_decay")
+    check_range("weight_decay", decay, -math.inf)
+    if algorithm == "AdamW" and decay and not decoupled:
         raise ValueError("an L2 penalty as weight decay; load it into Adam")
     return {"decoupled_weight_decay": decoupled} if algorithm == "Adam" else {}
 

@@ -68,8 +68,8 @@ def split_group(group: ParamGroup, matrices: Iterable[Tensor] | None) -> list[Pa
     Returns:
         The one or two groups that are not empty.
     """
-    params = group["params"]
-    if "use_muon" in group or matrices is None or isinstance(params, set):  # torch raises for sets, which have no order
+    params = group.get("params")
+    if "use_muon" in group or matrices is None or params is None or isinstance(params, set):  # the last two are refused
         return [{"use_muon": True, **group}]
     ids = {id(matrix) for matrix in matrices}
     params = [params] if isinstance(params, Tensor) else list(params)

@@ -437,8 +437,10 @@ class LowPrecisionOptimizer(Algorithm):
         """Add a parameter group, as `torch.optim.Optimizer.add_param_group` does. An invalid group is not added.
 
         Raises:
-            ValueError: a hyperparameter, mode, dtype or parameter is not supported.
+            ValueError: a hyperparameter, mode, dtype or parameter is not supported, or there are no `params`.
         """
+        if isinstance(param_group, dict) and param_group.get("params") is None:
+            raise ValueError(f"param group {len(self.param_groups)} has no 'params', its parameters")
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]

@@ -6,6 +6,7 @@ torch's loader copies it into the optimizer, and what that loader has changed or
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ from hf_lowprec.optim.state_tensors import StateTensor, rounded_to_nearest, stat
 from hf_lowprec.optim.states_in_8_bits import check_codes
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.rounding.low_bits import drop_low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 if TYPE_CHECKING:
@@ -77,11 +78,7 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
     """
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"a state dict with the keys {sorted(map(str, state_dict))} is not that of an optimizer, which has 'state' "
-            "and 'param_groups'"
-        )
+    _check_containers(state_dict)
     name = algorithm_name(optimizer)
     state_dict = from_saved_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
@@ -126,6 +123,47 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
     loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered_numbers(saved_groups)}
     return Prepared(loadable, notes)
+
+
+def _check_containers(state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves."""
+
+    def expect(value: Any, types: Any, names: str, what: str) -> None:
+        if not isinstance(value, types):
+            raise ValueError(f"{what} of the state dict must be {names}, but is of type {type(value).__name__}")
+
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"a state dict with the keys {sorted(map(str, state_dict))} is not that of an optimizer, which has 'state' "
+            "and 'param_groups'"
+        )
+    expect(state_dict["param_groups"], list | tuple, "a list", "'param_groups'")
+    for k, group in enumerate(state_dict["param_groups"]):
+        expect(group, Mapping, "a dict", f"param group {k}")
+        expect(group.get("params", []), list | tuple, "a list", f"'params' in param group {k}")
+        for number in group.get("params", []):
+            expect(number, int | str, "numbers", f"'params' in param group {k}")
+        for key in group:
+            expect(key, str, "strings", f"the keys in param group {k}")
+    listed = [number for group in state_dict["param_groups"] for number in group.get("params", [])]
+    known = set(listed)
+    if len(known) < len(listed):
+        raise ValueError("'params' in the param groups of the state dict contain a number twice")
+    for kind in ("state", LOW_BITS):
+        expect(state_dict.get(kind, {}), Mapping, "a dict", repr(kind))
+        for number in known & state_dict.get(kind, {}).keys():  # users may keep more under other keys
+            values = state_dict[kind][number]
+            where = f"the {kind} of parameter {number}"
+            expect(values, Mapping, "a dict", where)
+            for name, value in values.items():
+                expect(name, str, "strings", f"the keys in {where}")
+                if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta):
+                    raise ValueError(
+                        f"{name} in {where} of the state dict is {value.layout} on {value.device}; it must be a dense "
+                        "tensor with values"
+                    )
+            if kind == LOW_BITS and not are_saved_low_bits(values):
+                raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
 
 
 def _check_header(name: str, saved: ParamGroup, where: str) -> None:
@@ -264,7 +302,7 @@ def _check_state(
     """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
     existing = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tensors = state_tensors(optimizer, saved_group, param, existing)
-    expected = {"step", *(tensor.state.name for tensor in tensors)}
+    expected = {"step", *(tensor.key for tensor in tensors)}
     owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
     required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
     if missing := sorted(expected - state.keys()):
@@ -296,12 +334,12 @@ def _check_state(
     formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
     tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
     for tensor in tensors:
-        _check_state_tensor(tensor, param, state[tensor.state.name], where)
+        _check_state_tensor(tensor, param, state[tensor.key], where)
 
 
 def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
     """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
-    name, stored = tensor.state.name, tensor.state
+    name, stored = tensor.key, tensor.state
     if not isinstance(saved, Tensor):
         raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
     if saved.shape != tensor.shape:
@@ -331,8 +369,9 @@ def _is_count(step: Any) -> bool:
     """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
     try:
         value = step.item() if isinstance(step, Tensor) else step
-        return int(value) == value and 0 <= int(value) < 2**63
-    except (TypeError, ValueError, OverflowError):  # not a number, NaN, infinity
+        is_number = isinstance(value, numbers.Real)
+        return is_number and int(value) == value and 0 <= int(value) < 2**63
+    except (ValueError, OverflowError):  # NaN, infinity
         return False
 
 

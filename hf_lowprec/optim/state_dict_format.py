@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.gradient_release import gradient_release_of
 from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.states_in_8_bits import names_in_8_bits
+from hf_lowprec.optim.states_in_8_bits import key_of
 from hf_lowprec.optim.validation import STATE_DTYPES
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
@@ -51,9 +51,11 @@ DITHERED = "dithered"
 if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
 
 EIGHT_BITS = "eight_bits"
-"""Key of the header: for each state of which some are in 8 bits, "1" for each parameter of the group whose state is,
-else "0". Distributed checkpoints convert what they load to the dtype of the optimizer's tensor, so that codes could be
-taken for values."""
+"""Key of the header in early versions, which saved codes under the name of their state: for each state of which some
+are in 8 bits, "1" for each parameter of the group whose state is, else "0". Distributed checkpoints convert what they
+load to the dtype of the optimizer's tensor, so that codes could be taken for values."""
+
+_HEADER_TYPES = {DITHERED: str, EIGHT_BITS: dict, NORM_BEFORE: float, SKIPPED_STEPS: int}
 
 _CARRIER = "state_rounding"
 """The key whose saved value is a JSON string of the header and of the value itself.
@@ -79,9 +81,6 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
         header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
         if not optimizer.dithered.isdisjoint(params):
             header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
-        in_8_bits = [names_in_8_bits(optimizer.state.get(param, {})) for param in params]
-        if names := sorted(set().union(*in_8_bits)):
-            header[EIGHT_BITS] = {name: "".join("01"[name in each] for each in in_8_bits) for name in names}
         header |= {key: group[key] for key in ADDED_KEYS if key in group}
         group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
         return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
@@ -95,7 +94,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     saved = {
         **state_dict,
         "param_groups": [saved_group(group, own["params"]) for group, own in groups],
-        "state": _map_states(state_dict["state"], _in_saved_dtype),
+        "state": _map_states(state_dict["state"], lambda name, value: (name, _in_saved_dtype(value))),
     }
     kept = {
         number: low_bits
@@ -120,6 +119,9 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             return group
         try:
             header = json.loads(carried)
+            for key in header.keys() & _HEADER_TYPES:
+                if not isinstance(header[key], _HEADER_TYPES[key]):
+                    raise ValueError(f"{key} is {header[key]!r}")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
         return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
@@ -127,11 +129,13 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         **state_dict,
         "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
-        "state": _map_states(state_dict.get("state", {}), in_own_dtype),
+        "state": _map_states(
+            state_dict.get("state", {}), lambda name, saved: (key_of(name, saved.dtype), in_own_dtype(name, saved))
+        ),
     }
 
 
-def _in_saved_dtype(name: str, value: Tensor) -> Tensor:
+def _in_saved_dtype(value: Tensor) -> Tensor:
     """A view of the state as it is saved, see `_BYTES`."""
     if value.dtype != torch.int16:
         return value
@@ -146,10 +150,10 @@ def in_own_dtype(name: str, saved: Tensor) -> Tensor:
     return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
 
 
-def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
-    """Copies of the dictionaries in `states`, with each tensor replaced."""
+def _map_states(states: Mapping[Any, Any], change: Callable[[str, Any], tuple[str, Any]]) -> dict[Any, Any]:
+    """Copies of the dictionaries in `states`, with each tensor and its key replaced."""
     return {
-        number: {name: change(name, value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        number: dict(change(*item) if isinstance(item[1], Tensor) else item for item in state.items())
         if isinstance(state, Mapping)
         else state
         for number, state in states.items()
@@ -189,7 +193,7 @@ def dithered_numbers(saved_groups: list[ParamGroup]) -> set[Any]:
 def names_saved_in_8_bits(saved: ParamGroup, position: int) -> set[str]:
     """Names of the states that were saved as codes, for the parameter at `position` of the group, from its header."""
     flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
-    return {name for name, of_params in flags.items() if of_params[position : position + 1] == "1"}
+    return {name for name, of_params in flags.items() if str(of_params)[position : position + 1] == "1"}
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.state_tensors import new_state_dtype, rounded_to_nearest, state_tensors
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded_states
+from hf_lowprec.optim.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded_states, dtype_in
 from hf_lowprec.rounding import dtype_name
 
 
@@ -38,8 +38,8 @@ def dtype_changes(
         param: the parameter.
         saved: its entry in the state dict, which may lack states.
     """
-    present = (state for state in optimizer.states(group) if state.name in saved)
-    changes = (DtypeChange(s.name, saved[s.name].dtype, new_state_dtype(s, group, param)) for s in present)
+    present = ((state, dtype) for state in optimizer.states(group) if (dtype := dtype_in(saved, state.name)))
+    changes = (DtypeChange(state.name, dtype, new_state_dtype(state, group, param)) for state, dtype in present)
     return [change for change in changes if change.before != change.after]
 
 
@@ -52,7 +52,8 @@ def converted_states(
         ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
     """
     state_tensors(optimizer, group, param, existing={})
-    old = {name for change in changes for name in (change.name, change.name + SCALE_SUFFIX)} & saved.keys()
+    keys = {change.name + suffix for change in changes for suffix in ("", CODE_SUFFIX, SCALE_SUFFIX)}
+    old = keys & saved.keys()
     kept = {name: value for name, value in saved.items() if name not in old}
     values = decoded_states({name: saved[name] for name in saved if name in old})
     return kept | rounded_to_nearest(optimizer, group, param, values)

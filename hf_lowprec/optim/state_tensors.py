@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.sharding import shard_length
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, encoded, holds_codes, scale_shape
+from hf_lowprec.optim.sharding import is_sharded, shard_length
+from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, dtype_in, encoded, holds_codes, key_of, scale_shape
 from hf_lowprec.rounding import MODES, State
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -32,6 +32,11 @@ class StateTensor(NamedTuple):
     state: State
     dtype: torch.dtype
     shape: torch.Size
+
+    @property
+    def key(self) -> str:
+        """Its key in `optimizer.state[param]`."""
+        return key_of(self.state.name, self.dtype)
 
 
 def state_tensors(
@@ -54,7 +59,7 @@ def state_tensors(
         existing = optimizer.state.get(param, {})
     tensors = []
     for state in optimizer.stored_states(group, param.dtype):
-        dtype = existing[state.name].dtype if state.name in existing else new_state_dtype(state, group, param)
+        dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
         tensors.append(StateTensor(state, dtype, param.shape))
         if holds_codes(state.name, dtype):
             _check_blocks(param)
@@ -105,7 +110,7 @@ def has_whole_blocks(param: Tensor) -> bool:
 def _check_blocks(param: Tensor) -> None:
     """Raise ValueError if a rank's part of a row of `param` is not made of whole blocks."""
     length = shard_length(param, -1)
-    if length % BLOCK != 0:
+    if is_sharded(param) and length % BLOCK != 0:
         raise ValueError(
             f"state_dtype=int8: a parameter of shape {tuple(param.shape)} is sharded as {param.placements}, "  # type: ignore[attr-defined]
             f"{length} elements of a row per rank, which cuts blocks of {BLOCK}; shard another dimension or over fewer "
@@ -122,12 +127,13 @@ def rounded_to_nearest(
         optimizer: the optimizer of `param`.
         group: its param group.
         param: the parameter.
-        values: floating-point tensors by name. What is not one is returned as it is, and so are compensations.
+        values: floating-point tensors by name. Compensations, and what is not a tensor of the parameter's shape, are
+            returned as they are.
     """
     known = {state.name: state for state in optimizer.stored_states(group, param.dtype)}
     states: dict[str, Any] = {}
     for name, value in values.items():
-        if not isinstance(value, Tensor) or name in ("step", *LOW_BITS_STATES):
+        if not isinstance(value, Tensor) or value.shape != param.shape or name in ("step", *LOW_BITS_STATES):
             states[name] = value
             continue
         dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)

@@ -1,4 +1,4 @@
-"""Whole states in 8 bits: their scales' names and shapes, and their values.
+"""Whole states in 8 bits: the names and shapes of their codes and scales, and their values.
 
 A step decodes and encodes elements as it loads and stores them, see `step/fused_step.py`. What is here is for
 everything else that reads or converts states.
@@ -18,13 +18,14 @@ from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
-SCALE_SUFFIX = "_scale"
-"""The end of the name of a state's scales, after the name of the state."""
+CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
+"""The ends of the keys of a state's codes and scales, after the name of the state. Under that name itself, other
+optimizers would take codes for values; early versions saved them so."""
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
     """The shape of the scales of a state of `shape`."""
-    return torch.Size((*shape[:-1], shape[-1] // BLOCK))
+    return torch.Size((*shape[:-1], *(length // BLOCK for length in shape[-1:])))
 
 
 def holds_codes(name: str, dtype: torch.dtype) -> bool:
@@ -32,32 +33,37 @@ def holds_codes(name: str, dtype: torch.dtype) -> bool:
     return dtype == torch.int8 and name not in AUXILIARY_STATES
 
 
-def is_in_8_bits(name: str, state: Mapping[str, Any]) -> bool:
-    """Return whether the state `name` of a parameter, whose states are `state`, is stored in 8 bits."""
-    return name + SCALE_SUFFIX in state
+def key_of(name: str, dtype: torch.dtype) -> str:
+    """The key of the state `name` in `optimizer.state[param]` if it is stored in `dtype`; that of codes is its own."""
+    return name.removesuffix(CODE_SUFFIX) + CODE_SUFFIX if holds_codes(name, dtype) else name
 
 
-def names_in_8_bits(state: Mapping[str, Any]) -> set[str]:
-    """Names of the states that are codes, in a parameter's entry in `optimizer.state` or in a state dict."""
-    return {name for name, value in state.items() if isinstance(value, Tensor) and holds_codes(name, value.dtype)}
+def codes_in(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
+    """Names of the states in 8 bits among those with these keys and dtypes, and the key of the codes of each."""
+    names = {key.removesuffix(CODE_SUFFIX): key for key, dtype in dtypes.items() if holds_codes(key, dtype)}
+    return {name: key for name, key in names.items() if name + SCALE_SUFFIX in dtypes}
+
+
+def dtype_in(state: Mapping[str, Any], name: str) -> torch.dtype | None:
+    """The dtype in which the entry `state` of a parameter stores the state `name`; None if it does not."""
+    stored = state.get(name + CODE_SUFFIX, state.get(name))
+    return None if stored is None else stored.dtype
 
 
 def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if codes became values or values codes since `state` was saved.
+    """Raise ValueError if codes that an early version saved were converted to floating point since then.
 
     Args:
-        were: names of the states that were saved in 8 bits.
+        were: names of the states that it saved in 8 bits.
         state: the parameter's entry in the state dict.
         where: its name in messages.
     """
-    if different := sorted((were ^ names_in_8_bits(state)) & state.keys()):
-        name = different[0]
+    if converted := sorted(were & state.keys()):
         raise ValueError(
-            f"{name} of {where} was saved in {'8 bits' if name in were else 'floating point'} and is "
-            f"{dtype_name(state[name].dtype)} in the state dict: a distributed checkpoint was loaded into an optimizer "
-            "with another state_dtype, which converts states to its dtypes. Load it with the state_dtype of the "
-            "checkpoint in optimizer.param_groups; one that is put there before set_optimizer_state_dict converts "
-            "the states"
+            f"{converted[0]} of {where} was saved in 8 bits and is {dtype_name(state[converted[0]].dtype)} in the "
+            "state dict: a distributed checkpoint was loaded into an optimizer with another state_dtype, which "
+            "converts states to its dtypes. Load it with the state_dtype of the checkpoint in optimizer.param_groups; "
+            "one that is put there before set_optimizer_state_dict converts the states"
         )
 
 
@@ -67,12 +73,10 @@ def decoded_states(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: its entry in `optimizer.state` or in a state dict, or a part of it. Tensors may be DTensors.
     """
-    scales = {name + SCALE_SUFFIX for name in state if is_in_8_bits(name, state)}
-    return {
-        name: decoded(value, state[name + SCALE_SUFFIX], name) if is_in_8_bits(name, state) else value
-        for name, value in state.items()
-        if name not in scales
-    }
+    codes = codes_in({key: value.dtype for key, value in state.items() if isinstance(value, Tensor)})
+    parts = {*codes.values(), *(name + SCALE_SUFFIX for name in codes)}
+    others = {key: value for key, value in state.items() if key not in parts}
+    return others | {name: decoded(state[key], state[name + SCALE_SUFFIX], name) for name, key in codes.items()}
 
 
 def decoded(code: Tensor, scale: Tensor, name: str) -> Tensor:
@@ -88,7 +92,7 @@ def decoded(code: Tensor, scale: Tensor, name: str) -> Tensor:
 
 
 def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
-    """A whole state in 8 bits, rounded to nearest: its codes and its scales, by the names of both.
+    """A whole state in 8 bits, rounded to nearest: its codes and its scales, by the keys of both.
 
     Args:
         value: floating-point tensor whose rows, or this rank's part of them, are made of blocks.
@@ -107,7 +111,7 @@ def encoded(value: Tensor, name: str) -> dict[str, Tensor]:
         codes.copy_(of_elements[0].to(torch.uint8).view(torch.int8))
         scales.copy_(of_elements[1][::BLOCK])
     return {
-        name: dtensor_like(code, value),
+        name + CODE_SUFFIX: dtensor_like(code, value),
         name + SCALE_SUFFIX: dtensor_like(scale, value, scale_shape(value.shape)),
     }
 

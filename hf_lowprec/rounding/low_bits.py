@@ -7,6 +7,7 @@ remainder of its optimizer, kept for the next one (see `optim/kept_low_bits.py`)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,16 @@ def low_bits_to_save(param: Tensor) -> dict[str, Any] | None:
     """The low bits kept for `param`, as a state dict can hold them; None if there are none."""
     kept: _LowBits | None = getattr(param, _ATTRIBUTE, None)
     return None if kept is None else {key: value for key, value in kept._asdict().items() if value is not None}
+
+
+def are_saved_low_bits(saved: Mapping[str, Any]) -> bool:
+    """Return whether `saved` has the keys and types of what `low_bits_to_save` returns."""
+    integers = {"weight_checksum": 3, "dither_stream": 2}
+    values = {"dither_stream": (0, 0), **saved}
+    if values.keys() != {*_LowBits._fields} or not all(isinstance(values[name], list | tuple) for name in integers):
+        return False
+    types_fit = all([*map(type, values[name])] == [int] * count for name, count in integers.items())
+    return types_fit and isinstance(values["low_bits"], Tensor)
 
 
 def restore_saved_low_bits(param: Tensor, saved: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class State:
     """A state tensor that every parameter of an algorithm or mode has.
 
     Attributes:
-        name: its key in `optimizer.state[param]`.
+        name: its key in `optimizer.state[param]`, where codes of 8 bits have another one, see `key_of`.
         role: the role of its random bits, see `random_bits.py`.
         averages: whether it averages or accumulates over steps; if so, rounding in BF16 must be unbiased. Other states
             are rounded to nearest.

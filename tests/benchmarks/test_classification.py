@@ -161,5 +161,5 @@ def test_everything_runs_once(tmp_path, capsys):
     (run,) = found["runs"]
     assert run["fp32"]["state_dtypes"] == {"exp_avg": ["float32"], "exp_avg_sq": ["float32"]}
     assert run["split"]["state_dtypes"]["exp_avg_sq"] == ["bfloat16", "float32"]  # norms are FP32, and so are theirs
-    assert "int8" in run["split-8bit"]["state_dtypes"]["exp_avg_sq"]
+    assert run["split-8bit"]["state_dtypes"]["exp_avg_sq_code"] == ["int8"]
     assert "| BF16 split, 8-bit states |" in capsys.readouterr().out

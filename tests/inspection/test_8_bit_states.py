@@ -8,7 +8,8 @@ from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.inspection.optimizer_states import read_parameter_states
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX, decoded_states
+from hf_lowprec.optim.states_in_8_bits import decoded_states, dtype_in
+from tests.support.optim.optimizer_contents import as_early_versions_saved
 from tests.support.training.tiny_trainer import optimizer_of, trained
 
 INT8 = torch.int8
@@ -23,7 +24,7 @@ def test_a_checkpoint_of_trainer(tmp_path):
     parameters, optimizer = dict(trainer.model.named_parameters()), optimizer_of(trainer)
     for state in facts.states:
         held = {k: v for k, v in optimizer.state[parameters[state.name]].items() if k != "step"}
-        assert state.dtypes == {k: v.dtype for k, v in held.items() if not k.endswith(SCALE_SUFFIX)}
+        assert state.dtypes == {name: dtype_in(held, name) for name in decoded_states(held)}
         assert state.nbytes == sum(tensor.nbytes for tensor in held.values())
         assert (state.dtypes["exp_avg"] == INT8) == ("norm" not in state.name)
     directions = saved_directions(folder, open_weights(folder))
@@ -42,8 +43,9 @@ def test_a_checkpoint_of_trainer(tmp_path):
         group["params"] = [names[position + k] for k in range(len(group["params"]))]
         position += len(group["params"])
     named["state"] = dict(zip(names, saved["state"].values(), strict=True))
-    dcp.save({"optimizer": named}, checkpoint_id=tmp_path / "sharded/optimizer_0", no_dist=True)
-    for state, value in zip(read_parameter_states(tmp_path / "sharded"), values, strict=True):
-        assert state.infos.keys() == value.keys() - {"step"}
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state.read(name), value[name])
+    for form, contents in {"sharded": named, "early": as_early_versions_saved(named)}.items():
+        dcp.save({"optimizer": contents}, checkpoint_id=tmp_path / form / "optimizer_0", no_dist=True)
+        for state, value in zip(read_parameter_states(tmp_path / form), values, strict=True):
+            assert state.infos.keys() == value.keys() - {"step"}
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(state.read(name), value[name])

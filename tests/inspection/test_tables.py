@@ -6,7 +6,7 @@ import torch
 from hf_lowprec.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.inspection.tables import lines_on_one
-from hf_lowprec.optim.states_in_8_bits import SCALE_SUFFIX
+from hf_lowprec.optim.states_in_8_bits import decoded_states, dtype_in
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
@@ -33,7 +33,7 @@ def test_compensations_and_remainders_are_told_apart(tmp_path, mode, state, kind
     for each in facts.states:
         tensors = {key: value for key, value in held[parameters[each.name]].items() if key != "step"}
         assert each.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-        assert each.dtypes == {k: v.dtype for k, v in tensors.items() if not k.endswith(SCALE_SUFFIX)}
+        assert each.dtypes == {name: dtype_in(tensors, name) for name in decoded_states(tensors)}
 
 
 @pytest.mark.parametrize(

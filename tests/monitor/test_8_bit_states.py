@@ -97,6 +97,24 @@ def test_the_decay_of_second_moments_arrives(beta2, precision):
     assert variance**0.5 < precision
 
 
+@pytest.mark.parametrize(("ratio", "share"), [(1e3, 0.0), (1e7, 1.0)])
+def test_moments_that_stay_far_below_their_neighbours_are_found(ratio, share):
+    """One gradient of each block is larger by `ratio`. Below 40 octaves, second moments cannot decay at all."""
+    param = nn.Parameter(torch.zeros(256, 2 * BLOCK, dtype=BF16))
+    optimizer = hf_lowprec.AdamW([param], betas=(0.9, 0.95), state_dtype=INT8)
+    monitor = hf_lowprec.PrecisionMonitor(optimizer)
+    for step in range(100):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step)).bfloat16() * 1e-3
+        param.grad[:, ::BLOCK] = ratio * 1e-3
+        if step == 99:
+            monitor.measure_next_step()
+        optimizer.step()
+    numbers = monitor.last.by_kind["all"]
+    assert abs(numbers["lost_second_moment"] - share) < 5 * numbers["lost_second_moment_error"]
+    found = [finding.message for finding in monitor.findings() if finding.code == "second_moment_frozen"]
+    assert ["state_dtype=exp_avg:int8|exp_avg_sq:bfloat16" in message for message in found] == [True] * int(share)
+
+
 def test_spacing_and_bias_are_those_of_the_codes():
     code = torch.arange(1, 256, dtype=torch.int32)
     scale = torch.full_like(code, 120)

@@ -16,7 +16,14 @@ from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.states_for_torch import convert_for_torch
 from hf_lowprec.optim.states_in_8_bits import decoded_states, is_nonnegative
 from tests.support.optim.every_optimizer import OPTIONS, build
-from tests.support.optim.optimizer_contents import assert_equal, everything, refuses, train
+from tests.support.optim.optimizer_contents import (
+    as_early_versions_saved,
+    assert_equal,
+    everything,
+    params_of,
+    refuses,
+    train,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:the state dict that was loaded replaces options:RuntimeWarning")
 
@@ -72,7 +79,7 @@ def test_a_state_dtype_that_is_set_after_loading_is_that_of_new_states():
     ("change", "words"),
     [
         (lambda state: state.pop("exp_avg_scale"), ["parameter 0", "has no 'exp_avg_scale'"]),
-        (lambda state: state.pop("exp_avg"), ["parameter 0", "has no 'exp_avg'"]),
+        (lambda state: state.pop("exp_avg_code"), ["parameter 0", "has no 'exp_avg_code'"]),
         (
             lambda state: state.update(exp_avg_scale=state["exp_avg_scale"][:, :1]),
             ["exp_avg_scale of parameter 0 has shape (6, 1)", "(6, 64), whose scales have (6, 2)"],
@@ -82,8 +89,8 @@ def test_a_state_dtype_that_is_set_after_loading_is_that_of_new_states():
             ["exp_avg_scale of parameter 0 has dtype torch.int32; it must be uint8"],
         ),
         (
-            lambda state: state.update(exp_avg=state["exp_avg"].bfloat16()),
-            ["exp_avg of parameter 0 was saved in 8 bits and is bfloat16", "state_dtype"],
+            lambda state: state.update(exp_avg_code=state["exp_avg_code"].bfloat16()),
+            ["parameter 0", "has no 'exp_avg'"],
         ),
         (
             lambda state: state.update(compensation=state["compensation"].to(INT8)),
@@ -98,9 +105,47 @@ def test_damaged_states_are_refused(change, words):
     refuses(lambda: target.load_state_dict(saved), target, words)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, torch.optim.RAdam])
+def test_torchs_optimizers_do_not_take_codes_for_values(cls):
+    source, theirs = build(cls.__name__, parameters(), state_dtype=INT8, backend="eager"), cls(parameters(), lr=1e-2)
+    train(source, 1)
+    theirs.load_state_dict(source.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(theirs, 1)
+    assert_equal([param.detach() for param in params_of(theirs)], [param.detach() for param in parameters()])
+    # The way out:
+    decoded = build(cls.__name__, parameters(), state_dtype=FP32, backend="eager")
+    with pytest.warns(RuntimeWarning, match="converted to the state_dtype"):
+        decoded.load_state_dict(source.state_dict())
+    theirs = cls(parameters(FP32), lr=1e-2)
+    theirs.load_state_dict(decoded.state_dict())
+    for ours, state in zip(source.state.values(), theirs.state.values(), strict=True):
+        assert torch.equal(state["exp_avg_sq"], decoded_states(ours)["exp_avg_sq"].float())
+    train(theirs, 1)
+
+
+@pytest.mark.parametrize("asked", [INT8, None, BF16])
+def test_codes_under_the_keys_of_early_versions(asked, tmp_path):
+    source = adamw(rounding="stochastic")
+    found = []
+    for number, saved in enumerate((source.state_dict(), as_early_versions_saved(source.state_dict()))):
+        torch.save(saved, tmp_path / str(number))
+        target = adamw(state_dtype=asked, rounding="stochastic", steps=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target.load_state_dict(torch.load(tmp_path / str(number), weights_only=True))
+        theirs = convert_for_torch(torch.optim.AdamW(parameters(FP32)), saved) if asked is None else None
+        found.append([target.state_dict(), theirs])
+    assert_equal(*found)
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].bfloat16()  # as a distributed checkpoint may do
+    refuses(
+        lambda: target.load_state_dict(saved), target, ["exp_avg of parameter 0 was saved in 8 bits and is bfloat16"]
+    )
+
+
 @pytest.mark.parametrize(("saved", "asked"), [(INT8, INT8), (INT8, None), (None, INT8)])
 def test_distributed_checkpoints(saved, asked, tmp_path):
-    """A distributed checkpoint is loaded into the tensors that the optimizer has, which converts dtypes."""
+    """A distributed checkpoint is loaded into the tensors that the optimizer has, under their keys."""
     models = [nn.ParameterList(parameters()) for _ in range(2)]
     source, target = (
         AdamW(model.parameters(), lr=1e-2, state_dtype=dtype, backend="eager")
@@ -121,11 +166,8 @@ def test_distributed_checkpoints(saved, asked, tmp_path):
     if saved == asked:
         load()
         assert_equal(target.state_dict(), source.state_dict())
-    elif saved == INT8:
-        with pytest.raises(ValueError, match=r"exp_avg of parameter \S+ was saved in 8 bits and is bfloat16"):
-            load()
     else:
-        with pytest.raises(CheckpointException, match=r"exp_avg\w*_scale"):
+        with pytest.raises(CheckpointException, match=r"exp_avg" if saved == INT8 else r"exp_avg\w*_code"):
             load()
     # The way out: the tensors get the dtypes of the checkpoint, and are converted when they are set.
     target.state.clear()
@@ -183,7 +225,7 @@ def test_states_of_torchs_optimizers_are_encoded():
     ours.load_state_dict(theirs.state_dict())
     for (param, state), exact in zip(ours.state.items(), theirs.state.values(), strict=True):
         in_8_bits = param.dim() > 1 and param.shape[-1] % 32 == 0
-        assert state["exp_avg"].dtype == (INT8 if in_8_bits else BF16)
+        assert ("exp_avg_code" in state) == in_8_bits
         for name in ("exp_avg", "exp_avg_sq"):
             found = decoded_states(state)[name].double()
             error = (found - exact[name].double()).abs() / exact[name].double().abs()

@@ -6,7 +6,9 @@ import gc
 import math
 import pickle
 import weakref
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,6 +202,21 @@ def test_without_it_a_non_finite_gradient_is_seen(backend):
 def test_a_limit_that_makes_no_sense_is_refused(value):
     with pytest.raises(ValueError, match="max_grad_norm"):
         AdamW([nn.Parameter(torch.zeros(3))], max_grad_norm=value)
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 2), 10**30, np.float32(0.5), torch.tensor(0.5)])
+def test_a_limit_is_a_number_of_any_type(value):
+    results = []
+    for limit in (value, float(value)):
+        for of_optimizer in (limit, None):
+            param = nn.Parameter(torch.zeros(3))
+            param.grad = torch.ones(3)
+            optimizer = SGD([param], lr=0.1, max_grad_norm=of_optimizer, backend="eager")
+            if of_optimizer is None:
+                optimizer.clip_grad_norm_(limit)
+            optimizer.step()
+            results.append(param.detach())
+    assert all(torch.equal(each, results[-1]) for each in results)
 
 
 @pytest.mark.parametrize("name", ["skip_nonfinite", "capturable"])

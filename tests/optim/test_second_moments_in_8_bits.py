@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.states_in_8_bits import decoded_states
+from hf_lowprec.optim.states_in_8_bits import decoded_states, encoded
 
 FP32, INT8 = torch.float32, torch.int8
 LR, BETAS, EPS = 1e-3, (0.9, 0.99), 1e-30
@@ -67,6 +67,22 @@ def test_storing_a_second_moment_lengthens_the_next_step_by_less_than_a_code(cas
         longest = max(longest, growth.max().item())
         before = stored
     assert longest > 1.05  # moments are rounded down as well
+
+
+@pytest.mark.parametrize(
+    ("ratio", "slowest", "fastest"), [(1e6, 0.64, 0.91), (1e7, 0.064, 0.091), (1e8, 0.0064, 0.0091)]
+)
+def test_steps_beside_an_outlier_are_too_short(ratio, slowest, fastest):
+    """Where one gradient is larger than its neighbours by `ratio`: √(exact moment / stored moment) of these.
+
+    The smallest number is 5/4 · 2⁻³⁹ of the octave of the largest. The numbers are those of the docs.
+    """
+    ratios = ratio * 2.0 ** (torch.arange(256) / 512)  # their squares fill an octave
+    exact = torch.cat([ratios.square()[:, None], torch.ones(256, 31)], dim=1)
+    stored = decoded_states(encoded(exact, "exp_avg_sq"))["exp_avg_sq"]
+    rates = stored[:, 1:].rsqrt() * (ratios[:, None] / ratio)
+    assert rates.min().item() == pytest.approx(slowest, rel=0.01)
+    assert rates.max().item() == pytest.approx(fastest, rel=0.01)
 
 
 def test_no_step_of_a_run_is_much_longer_than_with_fp32_states():

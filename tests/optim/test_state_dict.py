@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import operator
 import warnings
 from itertools import permutations
 from pathlib import Path
@@ -195,6 +196,29 @@ def test_unknown_keys_and_formats_raise(changes, words):
 def test_invalid_values_raise_before_anything_is_loaded(changes, words):
     target, saved = stepped("AdamW"), stepped("AdamW").state_dict()
     refuses(lambda: target.load_state_dict(edited(saved, **changes)), target, words)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (["state"], [(0, {})], "'state' of the state dict must be a dict, but is of type list"),
+        (["state", 1], [("step", 2)], "the state of parameter 1 of the state dict must be a dict"),
+        (["state", 1, 5], 0, "the keys in the state of parameter 1 of the state dict must be strings"),
+        (["state", 1, "exp_avg"], torch.ones(3, 4).to_sparse(), "the state dict is torch.sparse_coo on cpu"),
+        (["state", 1, "step"], np.array(2), "step of parameter 1 is array(2)"),
+        (["param_groups"], {0: {}}, "'param_groups' of the state dict must be a list"),
+        (["param_groups", 0], [("lr", 0.1)], "param group 0 of the state dict must be a dict"),
+        (["param_groups", 0, "params"], 3, "'params' in param group 0 of the state dict must be a list"),
+        (["param_groups", 0, "params"], [[0]], "'params' in param group 0 of the state dict must be numbers"),
+        (["param_groups", 0, "params"], [0, 0], "of the state dict contain a number twice"),
+        (["param_groups", 0, "state_rounding"], header(dithered=3), "is damaged: dithered is 3"),
+        (["low_bits"], {0: {"low_bits": 1}}, "the low_bits of parameter 0 of the state dict"),
+    ],
+)
+def test_containers_and_tensors_of_other_types_are_refused(path, value, words):
+    target, saved = stepped("AdamW"), copy.deepcopy(stepped("AdamW").state_dict())
+    functools.reduce(operator.getitem, path[:-1], saved)[path[-1]] = value
+    refuses(lambda: target.load_state_dict(saved), target, [words])
 
 
 def test_a_state_that_is_not_a_tensor_raises():

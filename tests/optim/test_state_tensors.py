@@ -17,18 +17,18 @@ def dtypes(optimizer: torch.optim.Optimizer) -> dict[str, torch.dtype]:
     """Of the states of the only parameter, before the first step and after it."""
     (group,) = optimizer.param_groups
     (param,) = group["params"]
-    before = {tensor.state.name: tensor.dtype for tensor in state_tensors(optimizer, group, param)}
+    before = {tensor.key: tensor.dtype for tensor in state_tensors(optimizer, group, param)}
     param.grad = torch.ones_like(param)
     optimizer.step()
     after = {name: value.dtype for name, value in optimizer.state[param].items() if name != "step"}
-    assert before == after == {tensor.state.name: tensor.dtype for tensor in state_tensors(optimizer, group, param)}
+    assert before == after == {tensor.key: tensor.dtype for tensor in state_tensors(optimizer, group, param)}
     return after
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 3, 32), (1, 32)])
 def test_rows_of_whole_blocks(shape):
     found = dtypes(AdamW([nn.Parameter(torch.ones(shape, dtype=BF16))], state_dtype=INT8, amsgrad=True))
-    moments = {"exp_avg": INT8, "exp_avg_scale": UINT8, "exp_avg_sq": INT8, "exp_avg_sq_scale": UINT8}
+    moments = {"exp_avg_code": INT8, "exp_avg_scale": UINT8, "exp_avg_sq_code": INT8, "exp_avg_sq_scale": UINT8}
     assert found == {**moments, "max_exp_avg_sq": BF16, "compensation": BF16}
 
 
@@ -46,7 +46,7 @@ def test_a_dtype_per_state():
     param = nn.Parameter(torch.ones(2, 32, dtype=BF16))
     found = dtypes(Adan([param], rounding="stochastic", state_dtype={"exp_avg": INT8, "exp_avg_sq": FP32}))
     others = {"exp_avg_diff": BF16, "previous_grad": BF16}
-    assert found == {"exp_avg": INT8, "exp_avg_scale": UINT8, "exp_avg_sq": FP32, **others}
+    assert found == {"exp_avg_code": INT8, "exp_avg_scale": UINT8, "exp_avg_sq": FP32, **others}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, RAdam, StableAdamW
+from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -236,6 +236,14 @@ def test_a_bad_hyperparameter_is_refused_wherever_it_is_given(cls, name, value):
     optimizer = trained(cls)
     group = {"params": [torch.nn.Parameter(torch.ones(2, dtype=BF16))], name: value}
     refuses(lambda: optimizer.add_param_group(group), optimizer, words)
+
+
+@pytest.mark.parametrize("group", [{}, {"lr": 1.0}, {"params": None}])
+@pytest.mark.parametrize("options", [(AdamW, {}), (Muon, {"matrices": []})])
+def test_a_group_without_params_is_refused(options, group):
+    cls, matrices = options
+    with pytest.raises(ValueError, match="param group 1 has no 'params'"):
+        cls([{"params": parameters()}, group], **matrices)
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", NAN), ("rounding", "up"), ("state_rounding", 3), ("eps", -1.0)])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.state_tensors import new_state_dtype
+from hf_lowprec.optim.states_in_8_bits import dtype_in
 from hf_lowprec.rounding import dtype_name
 
 
@@ -20,14 +21,14 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
         optimizer: about to take a step; the states of its parameters with a gradient exist.
         earlier_dtypes: parameter -> its dtype in the last step.
     """
-    changed: list[tuple[Tensor, list[str]]] = []
+    changed: list[tuple[Tensor, dict[str, torch.dtype]]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             if earlier_dtypes.get(param, param.dtype) == param.dtype:
                 continue
             existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
-            states = (each for each in optimizer.stored_states(group, param.dtype) if each.name in existing)
-            old = [each.name for each in states if existing[each.name].dtype != new_state_dtype(each, group, param)]
+            stored = ((s, dtype_in(existing, s.name)) for s in optimizer.stored_states(group, param.dtype))
+            old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
             if old:
                 changed.append((param, old))
     if changed:
@@ -35,7 +36,7 @@ def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tens
         before, after = dtype_name(earlier_dtypes[param]), dtype_name(param.dtype)
         warnings.warn(
             f"{len(changed)} parameters were converted from {before} to {after} after their first step. Their states "
-            f"({', '.join(old)}) stay in {dtype_name(optimizer.state[param][old[0]].dtype)}. Call cast_model(model) "
+            f"({', '.join(old)}) stay in {dtype_name(next(iter(old.values())))}. Call cast_model(model) "
             "before the first step; or build a new optimizer now, which starts with new states",
             RuntimeWarning,
             stacklevel=2,

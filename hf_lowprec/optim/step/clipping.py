@@ -63,7 +63,8 @@ def global_norm(backend_steps: Sequence[BackendStep]) -> Tensor:
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The FP32 factor that brings gradients of norm `norm` down to `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    limit = max_norm if isinstance(max_norm, Tensor) else float(max_norm)  # torch refuses fractions and large integers
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def has_views(grads: Sequence[Tensor]) -> bool:

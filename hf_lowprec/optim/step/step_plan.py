@@ -23,6 +23,7 @@ from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_
 from hf_lowprec.optim.mode_change import convert_states, states_of_other_modes
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
 from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
+from hf_lowprec.optim.states_in_8_bits import key_of
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
@@ -104,7 +105,11 @@ class StepPlan:
             clipped,
             only,
             stepped=[entry.param for entry in entries],
-            states=[entry.optimizer_state[name] for entry in entries for name in entry.states],
+            states=[
+                entry.optimizer_state[key_of(name, part.dtype)]
+                for entry in entries
+                for name, part in entry.states.items()
+            ],
         )
 
     def _add_param_group(
@@ -128,7 +133,7 @@ class StepPlan:
             states = state_tensors(optimizer, group, param)
             number = index + operator.index(validation.first_parameter(group))
             optimizer_state = _initialized_state(optimizer, param, group, states, number)
-            shapes = {tensor.state.name: tensor.shape for tensor in states}
+            shapes = {tensor.key: tensor.shape for tensor in states}
             tensors = {name: optimizer_state[name] for name in shapes}
             former = states_of_other_modes(group, optimizer_state)
             others = {"its gradient": grad} | {name: optimizer_state[name] for name in sorted(former)}
@@ -149,7 +154,7 @@ class StepPlan:
                 optimizer_state=optimizer_state,
                 param=param,
                 weight=self._contiguous(local_shard(param)),
-                states={name: self._contiguous(part) for name, part in parts.items()},
+                states={tensor.state.name: self._contiguous(parts[tensor.key]) for tensor in states},
             )
             entries_by_key[_GroupKey(specs[stored, dtypes], param.device, sharding_of(param))].append(entry)
             if former:
@@ -274,8 +279,9 @@ def _initialized_state(
     if "step" not in optimizer_state:
         missing["step"] = torch.tensor(0, dtype=torch.int64, device="cpu")
     for k, (state, dtype, shape) in enumerate(states):
-        if state.name not in optimizer_state:
-            missing[state.name] = zeros_apart(param, dtype, shape, k, len(states))
+        key = key_of(state.name, dtype)
+        if key not in optimizer_state:
+            missing[key] = zeros_apart(param, dtype, shape, k, len(states))
             if state.holds_low_bits and not states_of_other_modes(group, optimizer_state):
                 initialize_compensation(optimizer, missing[state.name], param, group["seed"], number)
     # All at once and filled: if memory runs out before, the next step finds none and begins again.

@@ -210,7 +210,7 @@ def test_the_dtype_of_states_changes_by_the_option_alone(runs, tmp_path, after):
     with pytest.warns(RuntimeWarning, match="saved states were converted"):
         reference.load_state_dict(torch.load(tmp_path / "checkpoint-6" / "optimizer.pt", weights_only=True))
     assert_equal(start.states, list(reference.state.values()))
-    assert torch.int8 in {state["exp_avg"].dtype for state in start.states} or after == torch.float32
+    assert any("exp_avg_code" in state for state in start.states) or after == torch.float32
     dtypes = [{name: value.dtype for name, value in state.items()} for state in start.states]
     after_training = optimizer_of(resumed).state.values()
     assert dtypes == [{name: value.dtype for name, value in state.items()} for state in after_training]
