@@ -345,18 +345,3 @@ def test_a_trainer_after_an_interrupted_one_begins_with_its_fp32_weights(tmp_pat
     later = trained(tmp_path, model, callbacks=[beginning], **settings, **STILL)
     for found in (beginning.estimates, estimates(later)):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_the_same_trainer_says_how_to_go_on_after_a_backward_pass_that_it_had_begun_to_step(tmp_path):
-    trainers: list[Trainer] = []
-
-    class Kept(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            trainers.append(self)
-
-    settings = {"optim": "adamw_bf16_split", "optim_args": "gradient_release=True", "max_grad_norm": 0}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, callbacks=[Interrupt()], trainer_cls=Kept, **settings)
-    with pytest.raises(RuntimeError, match=r"backward pass was interrupted.*resume from a checkpoint.*new Trainer"):
-        trainers[0].train()
