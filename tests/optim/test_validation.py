@@ -241,7 +241,7 @@ def test_a_scalar_that_is_not_finite_is_named():
         check_scalars({"lr": 0.1}, {"gain": float("nan")})
 
 
-def test_a_gpu_without_fp64_is_named():
+def test_a_device_without_fp64_is_named():
     with FakeTensorMode():
         param = nn.Parameter(torch.empty(4, dtype=torch.bfloat16, device="mps"))
         with pytest.raises(ValueError, match=r"param group 0 is on mps:0, .* no FP64.*use_cpu=True"):
