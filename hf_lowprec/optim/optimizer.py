@@ -180,9 +180,10 @@ class LowPrecisionOptimizer(Algorithm):
             RuntimeError: a gradient is sparse, complex or not floating point, or was written to after
                 `clip_grad_norm_`; or the memory of a tensor was freed. Weights and states are left unchanged.
             ValueError: a group was given an unsupported mode or dtype. Weights and states are left unchanged.
-            torch.OutOfMemoryError: weights and states are left unchanged unless memory runs out after the first matrix
-                of `Muon`. The largest matrix is the first, so this happens only if others take memory at the same time.
-                Then some matrices have been stepped, others have not, and training has to resume from a checkpoint.
+            torch.OutOfMemoryError: weights and states are left unchanged, so the step can be repeated, unless memory
+                runs out after the first matrix of `Muon`, or the first chunk of the `eager` backend. The largest is the
+                first, so this happens only if others take memory at the same time, or if it is fragmented. Then some
+                have been stepped, others have not, and training has to resume from a checkpoint.
         """
         loss = None
         if closure is not None:

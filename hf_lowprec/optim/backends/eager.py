@@ -15,8 +15,7 @@ from hf_lowprec.rounding.block_floats import BLOCK
 class EagerStep(BackendStep):
     """Steps a fused group chunk by chunk with torch's own operations. It keeps nothing between steps.
 
-    The largest chunk is the first: if its temporaries fit into memory, those of the others do as well, so running out
-    of memory changes nothing.
+    The largest chunk is the first: if its temporaries fit into memory, those of the others do as well.
     """
 
     def run(self, entries: range) -> None:
