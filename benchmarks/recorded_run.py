@@ -1,4 +1,4 @@
-"""What a benchmark writes beside its numbers: when it ran, with which options, and how busy the machine was."""
+"""The result file of a benchmark: its numbers, the date, the options, and the load of the machine."""
 
 from __future__ import annotations
 

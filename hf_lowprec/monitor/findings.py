@@ -60,7 +60,7 @@ def find(evidence: Evidence) -> list[Finding]:
 
 
 def is_lost(numbers: dict[str, float], name: str, more_than: float = LOST) -> bool:
-    """Whether a share is significantly above `more_than`."""
+    """Return whether a share is above `more_than` by three standard errors."""
     return numbers.get(name, 0.0) - STANDARD_ERRORS * numbers.get(f"{name}_error", 0.0) > more_than
 
 

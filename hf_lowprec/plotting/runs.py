@@ -86,7 +86,7 @@ class Run:
         return self._precision.get(kind, {}).get(measure, Series())
 
     def drawn(self, kind: str, measure: str) -> Series:
-        """What to draw of `measured`: nothing if most values are uncertain by `UNCERTAIN`."""
+        """The series `measured`, or an empty one if the median of its errors is above `UNCERTAIN`."""
         found = self.measured(kind, measure)
         errors = [error for error in found.errors if math.isfinite(error)]
         return Series() if errors and median(errors) > UNCERTAIN else found

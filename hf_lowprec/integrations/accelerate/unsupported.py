@@ -17,7 +17,7 @@ _SETTINGS = {
     DistributedType.DEEPSPEED: "TrainingArguments(deepspeed=…), DeepSpeedPlugin and --use_deepspeed",
     DistributedType.MEGATRON_LM: "MegatronLMPlugin and --use_megatron_lm",
 }
-"""What selects a type, where its name does not say it."""
+"""The settings that select a type, if they have other names than the type."""
 _ALTERNATIVE = "use DDP (accelerate launch --multi_gpu) or FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
 
 

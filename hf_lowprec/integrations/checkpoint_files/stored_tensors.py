@@ -140,7 +140,7 @@ _IN_METADATA = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     },
 }  # fmt: skip
-"""What `torch.distributed.checkpoint` writes into `.metadata`, besides dtypes and paths."""
+"""The classes and functions that `torch.distributed.checkpoint` pickles in `.metadata`, besides dtypes and paths."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -227,7 +227,7 @@ class StepPlan:
 
 
 def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
-    """What the memory that the group needs for a moment grows with, the same on all ranks."""
+    """A key that sorts groups by the memory their temporaries take. All ranks compute the same one."""
     return fused_group.spec.orthogonalizes, max(entry.param.numel() for entry in fused_group.entries)
 
 
