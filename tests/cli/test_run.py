@@ -29,11 +29,6 @@ print(repr(TrainingArguments(output_dir="out", optim=sys.argv[-1]).optim.value))
 """
 
 
-def run(cwd, *words):
-    command = [sys.executable, "-m", "hf_lowprec", "run", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
-
-
 @pytest.fixture
 def script(tmp_path):
     folder = tmp_path / "a folder"
@@ -44,7 +39,10 @@ def script(tmp_path):
 
 
 def test_a_script_sees_its_own_arguments_and_our_names(script, tmp_path):
-    result = run(tmp_path, script, "--flag", "-m", "--help", "--optim", "adamw_bf16_kahan")
+    """In a new interpreter, where nothing has registered the names before."""
+    words = [script, "--flag", "-m", "--help", "--optim", "adamw_bf16_kahan"]
+    command = [sys.executable, "-m", "hf_lowprec", "run", *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
     name, names = result.stdout.splitlines()
     assert name == (
@@ -53,8 +51,9 @@ def test_a_script_sees_its_own_arguments_and_our_names(script, tmp_path):
     assert names == "'adamw_bf16_kahan'"
 
 
-def test_a_module_runs_by_name(script):
-    result = run(script.parent, "-m", "script", "adamw_bf16_sr")
+def test_a_module_runs_by_name(script, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    result = forkserver.run(MAIN, ["run", "-m", "script", "adamw_bf16_sr"], timeout=120)
     assert result.returncode == 0, result.stderr
     assert "'adamw_bf16_sr'" in result.stdout
 
