@@ -5,15 +5,14 @@ from importlib import metadata
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
-from typer.testing import CliRunner
 
 from hf_lowprec import AdamW
-from hf_lowprec.cli import app
 from hf_lowprec.diagnostics.layer_probes import Probe
 from hf_lowprec.doctor import checks
 from hf_lowprec.doctor.layers import probe_layers
 from hf_lowprec.optim.backends import native
 from tests.support.broken_kernels.planted import break_function, off_by
+from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks
 
 TORCH = metadata.version("torch")
@@ -40,7 +39,7 @@ def layers_are_known(monkeypatch, probed):
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:
     """The exit status, and status and text by check."""
-    result = CliRunner().invoke(app, ["doctor"])
+    result = hf_lowprec("doctor")
     return result.exit_code, _findings(result.output)
 
 
