@@ -8,22 +8,20 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from hf_lowprec.cli import app
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
 from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.poisoned_files import poisons, write_poisoned
 from tests.support.training.tiny_trainer import trained
 
 
 def run(*words: object) -> Result:
-    """Run a command; its errors are messages."""
-    result = CliRunner().invoke(app, [*map(str, words)], env={"COLUMNS": "1000"})
-    assert isinstance(result.exception, SystemExit | None), (words, result.exception)
-    return result
+    """Run a command; its errors are messages, each in a line."""
+    return hf_lowprec(*words, columns=1000)
 
 
 def reading(checkpoint: Path, good: Path, out: Path) -> list[tuple[object, ...]]:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from hf_lowprec.cli import app
 from hf_lowprec.cli import demo as demo_command
-from tests.support.command_output import unboxed
+from tests.support.command_output import hf_lowprec, refused
 
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
@@ -28,7 +27,7 @@ BF16_ULP = 2.0**-8
 
 
 def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["demo", *map(str, arguments)], env={"COLUMNS": "80"})
+    return hf_lowprec("demo", *arguments)
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -211,10 +210,7 @@ def test_bad_input_is_an_error_that_says_why(own_model: Path, tmp_path: Path, ar
         "short": tmp_path / "short.txt",
         "empty": tmp_path / "empty",
     }
-    result = invoke(*(word.format(**places) for word in arguments), "--output-dir", tmp_path / "out")
-    assert result.exit_code == 2, result.output
-    # The message is wrapped into a box.
-    assert says in unboxed(result)
+    assert says in refused("demo", *(word.format(**places) for word in arguments), "--output-dir", tmp_path / "out")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from importlib import metadata
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
-from typer.testing import CliRunner
 
 from hf_lowprec import AdamW
-from hf_lowprec.cli import app
+from hf_lowprec.diagnostics.layer_probes import Probe
+from hf_lowprec.doctor import checks
 from hf_lowprec.doctor.layers import probe_layers
 from hf_lowprec.optim.backends import native
 from tests.support.broken_kernels.planted import break_function, off_by
+from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks
 
 TORCH = metadata.version("torch")
@@ -19,15 +20,26 @@ TORCH = metadata.version("torch")
 CHECKS = ["packages", "names", "steps", "layers", "reduction", "training"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def broken_here() -> int:
+@pytest.fixture(scope="module")
+def probed() -> tuple[list[Probe], list[str]]:
+    return probe_layers(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def broken_here(probed) -> int:
     """1 on a machine whose torch computes layers wrongly, as on some CPUs with AMX, where the doctor must fail."""
-    return int(any(probe.broken for probe in probe_layers(torch.device("cpu"))[0]))
+    return int(any(probe.broken for probe in probed[0]))
+
+
+@pytest.fixture
+def layers_are_known(monkeypatch, probed):
+    """The doctor does not probe layers again."""
+    monkeypatch.setattr(checks, "probe_layers", lambda device: probed)
 
 
 def doctor() -> tuple[int, dict[str, tuple[str, str]]]:
     """The exit status, and status and text by check."""
-    result = CliRunner().invoke(app, ["doctor"])
+    result = hf_lowprec("doctor")
     return result.exit_code, _findings(result.output)
 
 
@@ -60,14 +72,14 @@ def test_all_is_well_here(broken_here):
     assert "cpu: wrong" in found["layers"][1] or "cpu: 30 convolutions, matmuls, norms … within" in found["layers"][1]
 
 
-def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch, broken_here):
+def test_one_process_with_several_gpus_is_told_how_to_train(monkeypatch, broken_here, layers_are_known):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     status, found = doctor()
     assert (status, found["training"][0]) == (broken_here, "-")
     assert "CUDA_VISIBLE_DEVICES=0" in found["training"][1]
 
 
-def test_an_old_package_is_named(monkeypatch):
+def test_an_old_package_is_named(monkeypatch, layers_are_known):
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "no-such-extra>=1; extra == 'demo'"])
     status, found = doctor()
     assert (status, found["packages"]) == (
@@ -77,7 +89,7 @@ def test_an_old_package_is_named(monkeypatch):
     assert found["training"][0] == "ok"  # the other checks go on
 
 
-def test_a_name_that_leads_elsewhere_is_named(monkeypatch):
+def test_a_name_that_leads_elsewhere_is_named(monkeypatch, layers_are_known):
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda args: (torch.optim.SGD, {})))
     status, found = doctor()
     assert status == 1
@@ -85,7 +97,7 @@ def test_a_name_that_leads_elsewhere_is_named(monkeypatch):
     assert "optim='adam_bf16_kahan' selects <class 'torch.optim.sgd.SGD'>" in found["names"][1]
 
 
-def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew):
+def test_a_step_that_rounds_otherwise_is_found(monkeypatch, compiled_anew, layers_are_known):
     monkeypatch.setattr(
         native, "render", lambda layout, render=native.render: render(layout).replace("0x7fffu", "0x6fffu")
     )
@@ -129,7 +141,7 @@ def test_next_to_a_wrong_layer_one_that_cannot_run_is_told_apart(monkeypatch, ow
     assert "wrong in BF16: attention" in wrong and "video" not in wrong and missing.startswith("video, patches: ")
 
 
-def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here):
+def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here, layers_are_known):
     monkeypatch.setenv("CC", "no-such-compiler")
     status, found = doctor()
     assert (status, found["steps"][0]) == (broken_here, "-")
@@ -138,7 +150,7 @@ def test_without_a_compiler_all_works(monkeypatch, compiled_anew, broken_here):
     assert found["training"][0] == "ok"
 
 
-def test_a_training_that_stands_still_is_found(monkeypatch):
+def test_a_training_that_stands_still_is_found(monkeypatch, layers_are_known):
     monkeypatch.setattr(AdamW, "step", lambda self, closure=None: None)
     status, found = doctor()
     assert (status, found["training"][0]) == (1, "FAILED")

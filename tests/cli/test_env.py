@@ -4,13 +4,12 @@ from importlib import metadata
 
 import torch
 import transformers
-from typer.testing import CliRunner
 
-from hf_lowprec.cli import app
+from tests.support.command_output import hf_lowprec
 
 
 def facts() -> dict[str, str]:
-    result = CliRunner().invoke(app, ["env"])
+    result = hf_lowprec("env")
     assert result.exit_code == 0, result.output
     assert all(line.startswith("- ") for line in result.output.splitlines())
     return dict(line[2:].split(": ", 1) for line in result.output.splitlines())
@@ -44,4 +43,4 @@ def test_what_cannot_be_used_is_no_reason_to_fail(monkeypatch, tmp_path):
     compiler.write_text("no program")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    assert "cannot be started" in "".join(CliRunner().invoke(app, ["env"]).output)
+    assert "cannot be started" in hf_lowprec("env").output

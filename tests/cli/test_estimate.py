@@ -21,28 +21,25 @@ from transformers import (
     ViTConfig,
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from typer.testing import CliRunner
 
-from hf_lowprec.cli import app
 from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row, low_precision_row
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
 from hf_lowprec.user_inputs import empty_model
 from hf_lowprec.user_inputs.input_errors import InputError
-from tests.support.command_output import unboxed
+from tests.support.command_output import hf_lowprec, unboxed
+from tests.support.command_output import refused as refused_by_command
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 GIB = 2**30
 
 
-def run(*words):
-    return CliRunner().invoke(app, ["estimate", *map(str, words)])
+def run(*words, columns=80):
+    return hf_lowprec("estimate", *words, columns=columns)
 
 
 def refused(*words) -> str:
-    result = run(*words)
-    assert result.exit_code == 2, result.output
-    return unboxed(result)
+    return refused_by_command("estimate", *words)
 
 
 def write_config(folder, config, **changes):
@@ -153,10 +150,9 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
     assert [row.total() for row in rows] == [4 * 190 + 12 * 100, 2 * 190 + 8 * 100]
 
 
-def test_numbers_are_never_cut(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+def test_numbers_are_never_cut(tmp_path):
     config = LlamaConfig(hidden_size=65536, num_hidden_layers=126, architectures=["LlamaForCausalLM"])
-    output = run(write_config(tmp_path, config), "--gpus", 8, "--gpu-memory", 80).output
+    output = run(write_config(tmp_path, config), "--gpus", 8, "--gpu-memory", 80, columns=40).output
     assert "…" not in output
     assert len([line for line in output.splitlines() if len(line.split()) > 7 and "," in line]) >= 3
 

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from hf_lowprec.cli import app
 from hf_lowprec.cli import plot as plot_command
-from tests.support.command_output import unboxed
+from tests.support.command_output import hf_lowprec, refused
 from tests.support.processes.without_transformers import STUB
 
 pytest.importorskip("matplotlib")
@@ -25,7 +24,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def run(*words: object) -> Result:
-    return CliRunner().invoke(app, ["plot", *map(str, words)])
+    return hf_lowprec("plot", *words)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +92,7 @@ def test_misuse_is_a_message(tmp_path: Path) -> None:
         ([good, good], "is the same run as"),
         ([], "Missing argument"),
     ):
-        result = run(*words)
-        assert result.exit_code == 2 and says in unboxed(result), (words, result.output)
-        assert "Traceback" not in result.output
+        assert says in refused("plot", *words), words
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

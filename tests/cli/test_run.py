@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_lowprec.cli import app
 from hf_lowprec.cli.run import launcher_command
-from tests.support.command_output import unboxed
+from tests.support.command_output import hf_lowprec, refused
 from tests.support.processes import forkserver
 from tests.support.training.counting_text import sentences, tokenizer
 from tests.support.training.tiny_trainer import llama
@@ -29,11 +27,6 @@ print(repr(TrainingArguments(output_dir="out", optim=sys.argv[-1]).optim.value))
 """
 
 
-def run(cwd, *words):
-    command = [sys.executable, "-m", "hf_lowprec", "run", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
-
-
 @pytest.fixture
 def script(tmp_path):
     folder = tmp_path / "a folder"
@@ -44,7 +37,10 @@ def script(tmp_path):
 
 
 def test_a_script_sees_its_own_arguments_and_our_names(script, tmp_path):
-    result = run(tmp_path, script, "--flag", "-m", "--help", "--optim", "adamw_bf16_kahan")
+    """In a new interpreter, where nothing has registered the names before."""
+    words = [script, "--flag", "-m", "--help", "--optim", "adamw_bf16_kahan"]
+    command = [sys.executable, "-m", "hf_lowprec", "run", *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
     name, names = result.stdout.splitlines()
     assert name == (
@@ -53,8 +49,9 @@ def test_a_script_sees_its_own_arguments_and_our_names(script, tmp_path):
     assert names == "'adamw_bf16_kahan'"
 
 
-def test_a_module_runs_by_name(script):
-    result = run(script.parent, "-m", "script", "adamw_bf16_sr")
+def test_a_module_runs_by_name(script, monkeypatch):
+    monkeypatch.chdir(script.parent)
+    result = forkserver.run(MAIN, ["run", "-m", "script", "adamw_bf16_sr"], timeout=120)
     assert result.returncode == 0, result.stderr
     assert "'adamw_bf16_sr'" in result.stdout
 
@@ -70,23 +67,8 @@ def test_the_scripts_own_failure_comes_through(tmp_path):
     assert "KeyError: 'the reason'" in raises.stderr
 
 
-def refused(*words) -> str:
-    """The error of a command that cannot be run, without starting a process."""
-    result = CliRunner().invoke(app, ["run", *map(str, words)])
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    return unboxed(result)
-
-
 def test_a_missing_script_is_named():
-    assert "absent.py" in refused("absent.py", "--optim", "adamw_bf16_sr")
-
-
-@pytest.fixture
-def own_arguments(monkeypatch):
-    """`run` leaves the arguments and the search path to the script."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "absent.py" in refused("run", "absent.py", "--optim", "adamw_bf16_sr")
 
 
 @pytest.mark.parametrize(
@@ -100,22 +82,21 @@ def own_arguments(monkeypatch):
         ("", "Error while finding module specification"),
     ],
 )
-def test_a_module_that_cannot_be_run_is_named(name, reason, tmp_path, monkeypatch, own_arguments):
+def test_a_module_that_cannot_be_run_is_named(name, reason, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
-    said = refused("-m", name)
+    said = refused("run", "-m", name)
     assert "Invalid value for -m: " in said
     assert reason in said
 
 
 @pytest.mark.parametrize("text", ["import nope_deeper", "import runpy; runpy.run_module('nope_deeper')"])
-def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkeypatch, own_arguments):
+def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkeypatch):
     (tmp_path / "imports_in_vain.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["run", "-m", "imports_in_vain"])
-    assert isinstance(result.exception, ImportError)
-    assert "nope_deeper" in str(result.exception)
+    with pytest.raises(ImportError, match="nope_deeper"):
+        hf_lowprec("run", "-m", "imports_in_vain")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +128,7 @@ def test_what_a_module_imports_in_vain_is_its_own_failure(text, tmp_path, monkey
     ],
 )
 def test_a_launcher_is_told_to_start_us_and_not_the_other_way_round(words, command):
-    said = refused(*words.split())
+    said = refused("run", *words.split())
     assert said.endswith(command)
     assert f"{words.removeprefix('-m ').split()[0]} starts training in new processes, where the optimizer" in said
 
@@ -179,7 +160,7 @@ def test_the_command_that_is_given_for_trl_trains(tmp_path):
     settings = {"model_name_or_path": model, "dataset_name": data, "output_dir": tmp_path / "out", "max_steps": 1}
     settings |= {"report_to": "none", "optim": "adamw_bf16_kahan", "use_cpu": True, "save_strategy": "no"}
     words = [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    result = CliRunner().invoke(app, ["run", "trl", "sft", *words])
+    result = hf_lowprec("run", "trl", "sft", *words)
     program, command, *rest = shlex.split(result.output.splitlines()[-2])
     assert (program, command) == ("accelerate", "launch")
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", *rest]
@@ -193,7 +174,7 @@ def test_the_command_that_is_given_for_trl_trains(tmp_path):
 def test_the_command_that_is_given_for_torchrun_trains_on_every_rank(tmp_path):
     words = f"--output_dir {tmp_path} --optim adamw_bf16_sr --max_steps 2 --save_strategy no --use_cpu --report_to none"
     script = ["--nproc-per-node", "2", str(SCRIPTS / "distributed_train_tiny.py"), *words.split()]
-    result = CliRunner().invoke(app, ["run", "torchrun", *script])
+    result = hf_lowprec("run", "torchrun", *script)
     program, *rest = shlex.split(result.output.splitlines()[-2])
     output = launched([str(Path(sys.executable).parent / program), *rest])
     assert output.count("steps=2 dtype=torch.bfloat16") == 2

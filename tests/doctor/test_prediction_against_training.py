@@ -17,10 +17,9 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from typer.testing import CliRunner
 
 from hf_lowprec import PrecisionMonitor
-from hf_lowprec.cli import app
+from tests.support.command_output import hf_lowprec
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
 LENGTH, STEPS, INTERVAL = 32, 120, 6
@@ -120,7 +119,7 @@ def load(kind: str, folder) -> transformers.PreTrainedModel:
 
 def foretell(folder, *words, lr: float = LEARNING_RATE) -> dict:
     words = (*words, "--lr", lr, "--steps", STEPS, "--json")
-    result = CliRunner().invoke(app, ["doctor", *map(str, (folder, *words))])
+    result = hf_lowprec("doctor", folder, *words)
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
 

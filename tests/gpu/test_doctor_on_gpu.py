@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hf_lowprec.cli import app
+from tests.support.command_output import hf_lowprec
 
 pytestmark = pytest.mark.gpu
 
@@ -16,13 +15,13 @@ def gpu():
 
 
 def test_every_check_passes_on_the_gpu():
-    result = CliRunner().invoke(app, ["doctor"])
+    result = hf_lowprec("doctor")
     assert result.exit_code == 0, result.output
     assert "cuda:0: backend 'triton' gives the same bits as 'eager'" in result.output
     assert "12 steps on cuda:0" in result.output
 
 
 def test_the_gpu_is_named():
-    result = CliRunner().invoke(app, ["env"])
+    result = hf_lowprec("env")
     assert f"- GPU 0: {torch.cuda.get_device_name(0)}" in result.output
     assert "backend triton" in result.output
