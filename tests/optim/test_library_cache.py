@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from hf_lowprec.optim.backends import library_cache
-from hf_lowprec.optim.backends import path_ownership as trusted_paths
 from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
 
 NAME = "step-0123.so"
@@ -102,14 +100,6 @@ def flipped(file, planted):
     file.write_bytes(content)
 
 
-def checksum_cut(file, planted):
-    os.truncate(file, file.stat().st_size - 32)
-
-
-def emptied(file, planted):
-    os.truncate(file, 0)
-
-
 def garbage(file, planted):
     write(file, b"not a library")
 
@@ -120,26 +110,6 @@ def without_function(file, planted):
 
 def another_library(file, planted):
     write(file, planted, name="step-4567.so")
-
-
-def link(file, planted):
-    write(file.parent.parent / "elsewhere.so", planted)
-    file.unlink()
-    file.symlink_to(file.parent.parent / "elsewhere.so")
-
-
-def pipe(file, planted):
-    file.unlink()
-    os.mkfifo(file)
-
-
-def not_for_this_user(file, planted):
-    """A file of another user where the test runs as root, who alone can give one away; else an unreadable file."""
-    write(file, planted)
-    if os.geteuid() == 0:
-        os.chown(file, NOBODY, -1)
-    else:
-        file.chmod(0)
 
 
 def group_writable(file, planted):
@@ -159,16 +129,11 @@ def world_writable(file, planted):
 DAMAGES = {
     truncated: "its checksum is wrong",
     flipped: "its checksum is wrong",
-    checksum_cut: "its checksum is wrong",
-    emptied: "its checksum is wrong",
     garbage: "",  # the loader's own words
     without_function: "it has no function 'answer'",
     another_library: "its checksum is wrong",
-    link: "",
-    pipe: "it is not a file",
-    not_for_this_user: "",
-    group_writable: "others can write to it",
-    world_writable: "others can write to it",
+    group_writable: "others can write to",
+    world_writable: "others can write to",
 }
 
 
@@ -189,7 +154,7 @@ def test_another_users_file_is_not_read(cache, right, planted, monkeypatch):
     load(right)
     write(cache / NAME, planted)
     give_away(cache / NAME, monkeypatch)
-    with pytest.raises(PermissionError, match="it belongs to another user"):
+    with pytest.raises(PermissionError, match="belongs to another user"):
         library_cache._read(cache / NAME)
     if os.geteuid() == 0:
         answer, messages = load(right)
@@ -209,121 +174,46 @@ def test_a_folder_in_place_of_the_library(cache, right):
 
 
 def test_a_library_in_use_may_be_truncated(cache, right):
-    """If the file were mapped, its pages would be gone: SIGBUS."""
+    """If the file itself were mapped, its pages would be gone (SIGBUS), as on NFS if another host replaces it."""
     load(right)
     library = library_cache.load(NAME, ["answer"], lambda folder: right)
     os.truncate(cache / NAME, 0)
     assert library.answer() == 42
 
 
-def test_libraries_of_one_process_are_not_mixed_up(cache, right, planted):
-    """The loader knows libraries by their path, and the numbers of descriptors are reused."""
-    assert library_cache.load("step-a.so", ["answer"], lambda folder: right).answer() == 42
-    assert library_cache.load("step-b.so", ["answer"], lambda folder: planted).answer() == 13
-    assert library_cache.load("step-a.so", ["answer"], lambda folder: planted).answer() == 42
-
-
-def test_without_files_in_memory_a_private_copy_is_loaded(cache, right, monkeypatch):
-    """As on macOS."""
-    monkeypatch.delattr(os, "memfd_create")
-    assert load(right) == (42, [])
-    assert load(None) == (42, [])
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("modes", "reason"),
-    [
-        ({"": 0o700, "a": 0o755, "a/b": 0o700}, None),
-        ({"": 0o700, "a": 0o755, "a/b": 0o750}, None),
-        ({"": 0o700, "a": 0o1777, "a/b": 0o700}, None),  # as /tmp
-        ({"": 0o700, "a": 0o755, "a/b": 0o777}, "others can write to {}/a/b"),
-        ({"": 0o700, "a": 0o755, "a/b": 0o1777}, "others can write to {}/a/b"),
-        ({"": 0o700, "a": 0o777, "a/b": 0o700}, "others can write to {}/a"),
-        ({"": 0o777, "a": 0o700, "a/b": 0o700}, "others can write to {}"),
-    ],
-)
-def test_no_folder_from_the_root_on_is_writable_by_others(cache, right, monkeypatch, modes, reason):
-    base = cache.parent / "base"
-    for name, mode in modes.items():
-        (base / name).mkdir()
-        (base / name).chmod(mode)
-    monkeypatch.setenv("HF_LOWPREC_CACHE", f"{base}/a/b")
-    answer, messages = load(right)
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_not_used(cache, right, planted, mode):
+    write(cache / NAME, planted)
+    cache.chmod(mode)
+    answer, (message,) = load(right)
     assert answer == 42
-    if reason is None:
-        assert messages == []
-        assert (base / "a" / "b" / NAME).is_file()
-    else:
-        (message,) = messages
-        assert reason.format(base) in message
-        assert "set HF_LOWPREC_CACHE to a folder that only this user can write to" in message
-        assert list((base / "a" / "b").iterdir()) == []
-        assert load(right) == (42, [])  # said once
+    assert f"others can write to {cache}; each process" in message
+    assert "set HF_LOWPREC_CACHE to a folder that only this user can write to" in message
+    assert [path.name for path in cache.iterdir()] == [NAME]
+    assert load(right) == (42, [])  # said once
+    assert not Path("planted-ran").exists()
 
 
-@pytest.mark.parametrize("foreign", ["a", "a/b"])
-def test_every_folder_belongs_to_this_user_or_root(cache, right, monkeypatch, foreign):
-    base = cache.parent / "base"
-    (base / "a" / "b").mkdir(parents=True, mode=0o755)
-    give_away(base / foreign, monkeypatch)
-    with pytest.raises(PermissionError, match="belongs to another user"):
-        trusted_paths.trusted_folder(base / "a" / "b")
+def test_a_folder_of_another_user_is_not_used(cache, right, planted, monkeypatch):
+    write(cache / NAME, planted)
+    give_away(cache, monkeypatch)
+    answer, (message,) = load(right)
+    assert answer == 42
+    assert f"{cache} belongs to another user" in message
+    assert not Path("planted-ran").exists()
 
 
 @pytest.mark.parametrize("private", [True, False])
 def test_write_access_of_a_private_group_is_accepted(cache, right, monkeypatch, private):
     """Where every user has a private group, folders are created with mode 775."""
     members = [] if private else ["somebody"]
-    monkeypatch.setattr(trusted_paths.pwd, "getpwuid", lambda uid: type("User", (), {"pw_name": "me"}))
+    monkeypatch.setattr(library_cache.pwd, "getpwuid", lambda uid: type("User", (), {"pw_name": "me"}))
     group = type("Group", (), {"gr_name": "me", "gr_mem": members})
-    monkeypatch.setattr(trusted_paths.grp, "getgrgid", lambda gid: group)
+    monkeypatch.setattr(library_cache.grp, "getgrgid", lambda gid: group)
     cache.mkdir()
     cache.chmod(0o770)
     answer, messages = load(right)
     assert (answer, len(messages)) == (42, 0 if private else 1)
-
-
-def test_a_links_own_folder_and_its_target_are_checked(cache, right, monkeypatch):
-    base = cache.parent / "base"
-    (base / "real").mkdir(parents=True, mode=0o700)
-    (base / "link").symlink_to("real")
-    monkeypatch.setenv("HF_LOWPREC_CACHE", f"{base}/link/../link/new/cache")
-    assert load(right) == (42, [])
-    assert (base / "real" / "new" / "cache" / NAME).is_file()
-    assert stat.S_IMODE((base / "real" / "new").stat().st_mode) == 0o700
-    (base / "real").chmod(0o777)
-    assert "others can write to" in load(right)[1][0]
-    (base / "real").chmod(0o700)
-    give_away(base / "link", monkeypatch)
-    with pytest.raises(PermissionError, match="belongs to another user"):
-        trusted_paths.trusted_folder(base / "link" / "new")
-
-
-def test_exchanging_folders_while_libraries_are_loaded(cache, planted, right, monkeypatch):
-    """Somebody who can write to the parent may replace a folder between its check and its use."""
-    parent = cache.parent / "open"
-    for name, library in (("cache", right), ("evil", planted)):
-        (parent / name).mkdir(parents=True, mode=0o700)
-        write(parent / name / NAME, library)
-    parent.chmod(0o777)
-    monkeypatch.setenv("HF_LOWPREC_CACHE", str(parent / "cache"))
-    done = threading.Event()
-
-    def exchange() -> None:
-        while not done.is_set():
-            for old, new in (("cache", "aside"), ("evil", "cache"), ("cache", "evil"), ("aside", "cache")):
-                os.rename(parent / old, parent / new)
-
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    try:
-        answers = {load(right)[0] for _ in range(200)}
-    finally:
-        done.set()
-        thread.join()
-    assert answers == {42}
-    assert not Path("planted-ran").exists()
 
 
 def run_killed(action) -> None:

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import logging
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -103,74 +105,34 @@ _PROGRESS_DISPLAYS = ("kubeflow",)
 def _send_report(name: str, tracker: Any, text: str) -> None:
     """Send the precision report to a tracker. An error does not stop training."""
     try:
-        _REPORTS.get(name, _no_report)(tracker, text)
+        if name in _REPORTS:
+            _REPORTS[name](tracker, text)
     except Exception as error:  # trackers raise many types
         logger.warning("hf_lowprec: %s did not take the precision report: %r", name, error)
 
 
-def _no_report(tracker: Any, text: str) -> None:
-    """For trackers with no place for a text."""
-
-
-def _report_to_tensorboard(tracker: Any, text: str) -> None:
-    indented = "\n".join(f"    {line}" for line in text.splitlines())  # it shows Markdown, where this keeps the lines
-    tracker.tb_writer.add_text(REPORT, indented)
-
-
-def _report_to_wandb(tracker: Any, text: str) -> None:
-    import wandb
-
-    wandb.config.update({REPORT: text}, allow_val_change=True)  # a resumed run may have another report
-
-
-def _report_to_trackio(tracker: Any, text: str) -> None:
-    import trackio
-
-    trackio.config[REPORT] = text
-
-
 def _report_to_mlflow(tracker: Any, text: str) -> None:
-    import mlflow
-
-    mlflow.log_text(text, f"{REPORT}.txt")  # parameters have a maximum length
+    import_module("mlflow").log_text(text, f"{REPORT}.txt")  # parameters have a maximum length
 
 
-def _report_to_comet(tracker: Any, text: str) -> None:
-    import comet_ml
-
-    comet_ml.get_running_experiment().log_text(text, metadata={"name": REPORT})
-
-
-def _report_to_clearml(tracker: Any, text: str) -> None:
-    from clearml import Task
-
-    Task.current_task().set_configuration_object(REPORT, config_text=text)
-
-
-def _report_to_swanlab(tracker: Any, text: str) -> None:
-    import swanlab
-
-    swanlab.config.update({REPORT: text})
-
-
-def _report_to_neptune(tracker: Any, text: str) -> None:
-    tracker.run[REPORT] = text
-
-
-def _report_to_dvclive(tracker: Any, text: str) -> None:
-    tracker.live.log_param(REPORT, text)
-
-
-_REPORTS: dict[str, Callable[[Any, str], None]] = {
-    "tensorboard": _report_to_tensorboard,
-    "wandb": _report_to_wandb,
-    "trackio": _report_to_trackio,
+# Neither logs nor training arguments can carry the text, though all trackers' callbacks send them: most callbacks drop
+# strings in logs, MLflow's drops long arguments, and TensorBoard's shows arguments as JSON.
+_REPORTS: dict[str, Callable[[Any, str], Any]] = {
+    # It shows Markdown, which keeps the lines of indented text.
+    "tensorboard": lambda tracker, text: tracker.tb_writer.add_text(REPORT, textwrap.indent(text, "    ")),
+    # A resumed run may have another report.
+    "wandb": lambda tracker, text: import_module("wandb").config.update({REPORT: text}, allow_val_change=True),
+    "trackio": lambda tracker, text: import_module("trackio").config.__setitem__(REPORT, text),
     "mlflow": _report_to_mlflow,
     "dagshub": _report_to_mlflow,
-    "comet_ml": _report_to_comet,
-    "clearml": _report_to_clearml,
-    "swanlab": _report_to_swanlab,
-    "neptune": _report_to_neptune,
-    "dvclive": _report_to_dvclive,
+    "comet_ml": lambda tracker, text: (
+        import_module("comet_ml").get_running_experiment().log_text(text, metadata={"name": REPORT})
+    ),
+    "clearml": lambda tracker, text: (
+        import_module("clearml").Task.current_task().set_configuration_object(REPORT, config_text=text)
+    ),
+    "swanlab": lambda tracker, text: import_module("swanlab").config.update({REPORT: text}),
+    "neptune": lambda tracker, text: tracker.run.__setitem__(REPORT, text),
+    "dvclive": lambda tracker, text: tracker.live.log_param(REPORT, text),
 }
 """Tracker -> how its public interface takes a text."""

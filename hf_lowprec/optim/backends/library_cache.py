@@ -1,8 +1,9 @@
 """The cache of compiled libraries, which later processes of the same user load instead of compiling again.
 
-A library from the cache runs as this user, so it is loaded only if its checksum is correct and only this user or root
-can have put it there. A file is read once, through one descriptor; the bytes are checked and then loaded from memory.
-Replacing or truncating the file afterwards affects no process.
+A library from the cache runs as this user, so it is loaded only if its checksum is correct, it belongs to this user or
+root, and nobody else can write to it or to the cache's folder. The folders above need no check: whoever can exchange
+them cannot create a file that belongs to this user. What is loaded is a private copy of the bytes that were checked, so
+replacing or truncating the file afterwards affects no process, not even on a network file system.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import grp
 import hashlib
-import itertools
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -22,16 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hf_lowprec.optim.backends.path_ownership import check_owner, others_can_write, trusted_folder
-
 Result = TypeVar("Result")
 
 SCRATCH_PREFIX = "hf_lowprec-build-"
 """Prefix of the names of a build's temporary files and folders."""
 ABANDONED_AFTER = 3600.0
 """Age in seconds from which a temporary file must belong to a build that was killed; builds take minutes at most."""
-
-_load_count = itertools.count(1)
 
 
 def load(name: str, functions: Sequence[str], build: Callable[[Path], bytes]) -> ctypes.CDLL:
@@ -95,7 +93,10 @@ def _absolute(path: str) -> Path:
 def _usable_cache() -> Path | None:
     """The cache's folder; None, with a warning, if there cannot be one or others could write to it."""
     try:
-        return trusted_folder(cache_dir())
+        folder = cache_dir()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder.stat(), folder)
+        return folder
     except OSError as error:
         _warn_not_cached(str(error))
         return None
@@ -111,27 +112,37 @@ def _warn_not_cached(reason: str) -> None:
     )
 
 
+def _check_private(status: os.stat_result, path: Path) -> None:
+    """Raise PermissionError unless the file or folder belongs to this user or root, and nobody else can write to it."""
+    if status.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{path} belongs to another user ({status.st_uid})")
+    if _others_can_write(status):
+        raise PermissionError(f"others can write to {path}")
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    """Return whether users other than the owner can write; a group whose only member is the owner does not count."""
+    if not status.st_mode & stat.S_IWGRP or status.st_mode & stat.S_IWOTH:
+        return bool(status.st_mode & stat.S_IWOTH)
+    try:
+        owner, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
+    except KeyError:
+        return True
+    return group.gr_name != owner or not set(group.gr_mem) <= {owner}
+
+
 def _read(file: Path) -> bytes | None:
     """The library in `file`; None if there is no such file.
 
     Raises:
-        OSError: `file` is not a regular file, cannot be read, is damaged, or may have been written by others.
+        OSError: `file` cannot be read, is damaged, or may have been written by others.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe must not block
+        with open(file, "rb") as opened:
+            _check_private(os.fstat(opened.fileno()), file)
+            content = opened.read()
     except FileNotFoundError:
         return None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is not a file")
-        check_owner(status, "it")
-        if others_can_write(status):
-            raise PermissionError("others can write to it")
-        with open(descriptor, "rb", closefd=False) as opened:
-            content = opened.read()
-    finally:
-        os.close(descriptor)
     size = len(_checksum(file.name, b""))
     library, checksum = content[:-size], content[-size:]
     if checksum != _checksum(file.name, library):
@@ -166,28 +177,11 @@ def _load_bytes(library: bytes, functions: Sequence[str], cache: Path | None) ->
     Raises:
         OSError: it cannot be loaded, or lacks one of `functions`.
     """
-    loaded = None
-    if hasattr(os, "memfd_create"):
-        with contextlib.suppress(OSError):  # /proc is missing, or the kernel forbids it
-            loaded = _load_memory_file(library)
-    if loaded is None:
-        loaded = _in_scratch_folder(functools.partial(_load_copy, library), cache)
+    loaded = _in_scratch_folder(functools.partial(_load_copy, library), cache)
     for function in functions:
         if not hasattr(loaded, function):
             raise OSError(f"it has no function {function!r}")
     return loaded
-
-
-def _load_memory_file(library: bytes) -> ctypes.CDLL:
-    descriptor = os.memfd_create("hf_lowprec")
-    try:
-        with open(descriptor, "wb", closefd=False) as opened:
-            opened.write(library)
-        # Descriptors are reused, and glibc returns the earlier library for a path that it has loaded before. A
-        # different number of "./" makes each path unique.
-        return ctypes.CDLL(f"/proc/self/fd/{'./' * next(_load_count)}{descriptor}")
-    finally:
-        os.close(descriptor)
 
 
 def _load_copy(library: bytes, folder: Path) -> ctypes.CDLL:
@@ -217,15 +211,13 @@ def _in_scratch_folder(function: Callable[[Path], Result], cache: Path | None) -
 
 @contextlib.contextmanager
 def _scratch_folder(parent: Path) -> Iterator[Path]:
-    created = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent))
+    status = parent.stat()
+    if _others_can_write(status) and not status.st_mode & stat.S_ISVTX:  # they could exchange the new folder
+        raise PermissionError(f"others can write to {parent}")
+    _remove_abandoned(parent)
+    folder = tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent)
     try:
-        folder = trusted_folder(created)
-    except OSError:
-        created.rmdir()  # removes no files: others could have put another folder there
-        raise
-    try:
-        _remove_abandoned(folder.parent)
-        yield folder
+        yield Path(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
