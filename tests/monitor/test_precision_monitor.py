@@ -57,7 +57,7 @@ def test_kahan_loses_nothing_where_no_weight_moves():
 
 
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What is stored of each weight, computed from its bits: an FP32 number as an integer, or a sum that FP64 holds."""
+    """The stored value of each weight, computed from its bits: an FP32 number as an integer, or an exact FP64 sum."""
     values = []
     for param in optimizer.param_groups[0]["params"]:
         state, bits = optimizer.state[param], param.detach().view(torch.int16).long() << 16

@@ -82,7 +82,7 @@ def test_measures_are_drawn_by_kind_with_their_errors(measure: Any) -> None:
 
 
 def test_lines_whose_error_hides_what_they_say_are_not_drawn() -> None:
-    """What is 0.5 at two thirds of the steps could be anything; a few such steps are drawn with their bands."""
+    """A line is left out if most of its errors are 0.5. One with a few such errors is drawn with its band."""
 
     def run(name: str, uncertain: int) -> Run:
         errors = [0.5] * uncertain + [0.1] * (9 - uncertain)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 WARP = 32
 APPROXIMATIONS = ("exact", "lowest", "highest", "random")
-"""What approximate instructions give: the exact result, rounded, or some number within the documented error."""
+"""The results of approximate instructions: the exact one, rounded, or a number within the documented error."""
 _ERRORS = {"rcp": lambda exact: 2.0 ** (np.frexp(exact)[1] - 24.0), "rsqrt": lambda exact: exact * 2.0**-22.9}
 """The most by which an approximation differs from the exact result: an ulp, and a share of it (PTX ISA, 9.7.3)."""
 _FUNCTIONS = {"rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x)}
