@@ -15,6 +15,6 @@ def main() -> None:
     """Entry point of `hf-lowprec`."""
     global running
     running = True
-    from hf_lowprec.cli import main as run_command_line
+    from hf_lowprec.tools.cli import main as run_command_line
 
     run_command_line()

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from hf_lowprec import cast_model, return_float32
-from hf_lowprec.estimate.activations import estimate_activations
+from hf_lowprec.tools.estimate.activations import estimate_activations
 
 WORDS = 8000
 

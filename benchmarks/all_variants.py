@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_lowprec.demo.variants import VARIANTS, Variant
+from hf_lowprec.tools.demo.variants import VARIANTS, Variant
 
 
 def _in_8_bits(name: str, label: str, optim: str) -> Variant:

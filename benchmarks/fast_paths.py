@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_lowprec.optim.codegen.fast_paths import DIVISION, ROOT, FastPath
+from hf_lowprec.optim.backends.triton.fast_paths import DIVISION, ROOT, FastPath
 
 _OPERATIONS = {"fma.rn.f32": "fmaf({0}, {1}, {2})", "mul.rn.f32": "{0} * {1}"}
 _OPERATIONS["mul.rn.ftz.f32"] = "flushed(flushed({0}) * flushed({1}))"

@@ -64,7 +64,7 @@ def measured_step(case: Case, tensors: int) -> Callable[[], float]:
     from torch.distributed.fsdp import fully_shard
 
     from hf_lowprec import AdamW
-    from hf_lowprec.optim.backends import triton_square_sum
+    from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 
     class Sum(nn.Module):
         """A loss that uses every parameter once."""

@@ -36,8 +36,8 @@ from first_steps.stored_displacement import shares
 from first_steps.tasks import Task, tasks
 from first_steps.training import distances, train
 
-from hf_lowprec.demo.quiet_libraries import quiet_libraries
-from hf_lowprec.demo.report import json_text
+from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.report import json_text
 
 RESULTS = Path(__file__).parent / "results"
 WORK = Path(__file__).parent / ".cache" / "initial_compensation"

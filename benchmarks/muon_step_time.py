@@ -26,8 +26,8 @@ import torch
 from cpu_step.processes import in_fresh_processes, write_result
 
 from hf_lowprec import Muon
-from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.optim.backends.c_compiler import require_compiler
+from hf_lowprec.optim.backends.c.compiler import require_compiler
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
 
 Shape = tuple[int, ...]
 Row = dict[str, Any]

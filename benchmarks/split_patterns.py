@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hf_lowprec.optim.backends.c_compiler import FLAGS, require_compiler
-from hf_lowprec.optim.codegen.c_renderer import CRenderer
-from hf_lowprec.optim.codegen.renderer import indent, statements
+from hf_lowprec.optim.backends.c.compiler import FLAGS, require_compiler
+from hf_lowprec.optim.backends.c.renderer import CRenderer
+from hf_lowprec.optim.backends.renderer import indent, statements
 from hf_lowprec.rounding import join, split
 
 SOURCE = """\

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim.states_in_8_bits import decoded_states
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.rounding import join
 
 STEPS, DROP_AFTER, LR, BETA1, EPS = 2000, 500, 1e-3, 0.9, 1e-20

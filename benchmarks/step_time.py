@@ -40,7 +40,7 @@ from cpu_step.optimizers import (
 from cpu_step.processes import in_fresh_processes, write_result
 from cpu_step.tables import Row, table, table_of_8_bits, table_of_gradients
 
-from hf_lowprec.optim.backends.c_compiler import require_compiler
+from hf_lowprec.optim.backends.c.compiler import require_compiler
 
 Process = dict[str, list[Row]]
 Candidates = Callable[[Shapes], dict[str, torch.optim.Optimizer]]

@@ -31,11 +31,11 @@ import torch
 from all_variants import ALL_VARIANTS
 from torch import nn
 
-from hf_lowprec.demo.quiet_libraries import quiet_libraries
-from hf_lowprec.demo.report import json_text, numbers, variant_descriptions
-from hf_lowprec.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
-from hf_lowprec.demo.training import train_variant
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.report import json_text, numbers, variant_descriptions
+from hf_lowprec.tools.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
+from hf_lowprec.tools.demo.training import train_variant
+from hf_lowprec.tools.demo.variants import VARIANTS
 
 RESULTS = Path(__file__).parent / "results"
 

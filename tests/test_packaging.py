@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 import hf_lowprec
-from hf_lowprec.cli.demo import demo
+from hf_lowprec.tools.cli.demo import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

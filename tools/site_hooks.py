@@ -82,7 +82,7 @@ def unescape_bars(markdown: str) -> str:
 @cache
 def command_line() -> str:
     """The help of every command, as typer writes it."""
-    typer = [sys.executable, "-m", "typer", "hf_lowprec.cli", "utils", "docs", "--name", "hf-lowprec"]
+    typer = [sys.executable, "-m", "typer", "hf_lowprec.tools.cli", "utils", "docs", "--name", "hf-lowprec"]
     text = subprocess.run(typer, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8").stdout
     commands = text[text.index("\n## ") :]  # after a list of them whose texts are cut off
     return unescape(commands).replace("```console\n$ ", "```bash\n")

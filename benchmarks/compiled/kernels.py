@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 
 from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
-from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.backends.triton_square_sum import square_sum
-from hf_lowprec.optim.codegen.trace import trace_tensor_mean, used_inputs
+from hf_lowprec.optim.backends.trace import trace_tensor_mean, used_inputs
+from hf_lowprec.optim.backends.triton import launch as triton_backend
+from hf_lowprec.optim.backends.triton.square_sum import square_sum
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.reduction import rank_mean_kernel

@@ -18,8 +18,8 @@ from peers.optimizers import is_installed, optimi_kahan
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim import ALGORITHMS
-from hf_lowprec.optim.backends import native
-from hf_lowprec.optim.backends.c_compiler import require_compiler
+from hf_lowprec.optim.backends.c import native
+from hf_lowprec.optim.backends.c.compiler import require_compiler
 
 LR, DECAY = 1e-3, 0.01
 Shapes = list[tuple[int, ...]]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
 
 from hf_lowprec.casting.fp32_rules.norms import is_norm
-from hf_lowprec.demo.training import Settings, cast_whole_model
-from hf_lowprec.demo.variants import Variant
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.optim.registry import optimizer_factory
+from hf_lowprec.tools.demo.training import Settings, cast_whole_model
+from hf_lowprec.tools.demo.variants import Variant
 
 
 @dataclass(frozen=True)

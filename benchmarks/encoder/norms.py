@@ -15,15 +15,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from encoder.fine_tuning import Outcome, fine_tune
 from encoder.text import PACKAGES, corpus, passages
-from hf_lowprec.demo.stages import BATCH_SIZE, LENGTH, PRETRAINING_RATE, small_llama
-from hf_lowprec.demo.text import (
+from hf_lowprec.tools.demo.stages import BATCH_SIZE, LENGTH, PRETRAINING_RATE, small_llama
+from hf_lowprec.tools.demo.text import (
     encode_bytes,
     standard_library_documentation,
     standard_library_modules,
     token_blocks,
 )
-from hf_lowprec.demo.training import Settings
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.tools.demo.training import Settings
+from hf_lowprec.tools.demo.variants import VARIANTS
 
 Build = Callable[[], nn.Module]
 

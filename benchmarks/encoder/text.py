@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from hf_lowprec.demo.text import standard_library_documentation, standard_library_sources
-from hf_lowprec.user_inputs.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.tools.demo.text import standard_library_documentation, standard_library_sources
 
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
 """The classes."""

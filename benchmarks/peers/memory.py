@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_lowprec.diagnostics.memory_estimate import storage_tensors
+from hf_lowprec.monitor.memory_estimate import storage_tensors
 from peers.candidates import Candidate
 
 SHAPES = ((512, 1024),) * 8

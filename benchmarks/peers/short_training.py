@@ -1,7 +1,7 @@
 """The loss after a short fine-tuning of the demonstration's byte-level Llama, the same loop for all candidates.
 
 FP32 pre-trains the model from random weights on code; each candidate then fine-tunes the result on prose, as in
-`hf_lowprec/demo/stages.py`. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that
+`hf_lowprec/tools/demo/stages.py`. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that
 only optimizers differ. A seed sets the first weights and the order of the data.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 import hf_lowprec
-from hf_lowprec.demo.stages import (
+from hf_lowprec.tools.demo.stages import (
     BATCH_SIZE,
     FINE_TUNING_RATE,
     LENGTH,
@@ -25,7 +25,7 @@ from hf_lowprec.demo.stages import (
     pretraining_blocks,
     small_llama,
 )
-from hf_lowprec.demo.text import Blocks, encode_bytes, standard_library_documentation, token_blocks
+from hf_lowprec.tools.demo.text import Blocks, encode_bytes, standard_library_documentation, token_blocks
 from peers.candidates import BASELINE, BF16, CANDIDATES, Candidate
 
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from style import Theme, figure
 
 import hf_lowprec
-from hf_lowprec.plotting import figures
-from hf_lowprec.plotting.colours import Theme as PlotTheme
-from hf_lowprec.plotting.measures import MEASURES
-from hf_lowprec.plotting.run_records import RunRecords
-from hf_lowprec.plotting.runs import ALL, Run
+from hf_lowprec.tools.plotting import figures
+from hf_lowprec.tools.plotting.colours import Theme as PlotTheme
+from hf_lowprec.tools.plotting.measures import MEASURES
+from hf_lowprec.tools.plotting.run_records import RunRecords
+from hf_lowprec.tools.plotting.runs import ALL, Run
 
 STEPS, EVERY, LR = 1000, 10, 2e-5
 ELEMENTS, DEVIATION, DISTANCE = 20_000, 0.02, 0.005

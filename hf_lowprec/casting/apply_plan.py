@@ -7,25 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
-from hf_lowprec.casting.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
-from hf_lowprec.casting.hook_placement import HookKind
-from hf_lowprec.casting.hooks import (
+from hf_lowprec.casting.hooks.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
+from hf_lowprec.casting.hooks.loss_hooks import install_fp32_loss, remove_fp32_loss
+from hf_lowprec.casting.hooks.module_hooks import (
     install_input_upcast,
     install_output_downcast,
     install_output_upcast,
     remove_conversion_hooks,
     remove_model_output_upcast,
 )
-from hf_lowprec.casting.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
-from hf_lowprec.casting.loss_hooks import install_fp32_loss, remove_fp32_loss
-from hf_lowprec.casting.loss_warning import install_loss_warning, remove_loss_warning
+from hf_lowprec.casting.hooks.placement import HookKind
 from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
+from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
+from hf_lowprec.casting.notices.rounded_numbers import rounded_number_warnings
+from hf_lowprec.casting.notices.rounded_weights import LoadedTensor, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
-from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
-from hf_lowprec.casting.rounded_weights import LoadedTensor, rounded_weight_warnings
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.step_statistics import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.initial_compensation import low_bits_state
 from hf_lowprec.optim.sharding import contiguous_runs
+from hf_lowprec.optim.state.initial_compensation import low_bits_state
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states

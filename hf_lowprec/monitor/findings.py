@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_lowprec.diagnostics.finding import Finding
-from hf_lowprec.diagnostics.tensor_names import listed
+from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN
+from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release import gradient_release_of
+from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from hf_lowprec.diagnostics.tensor_names import layer_number, name_pattern
+from hf_lowprec.monitor.tensor_names import layer_number, name_pattern
 
 
 class GradientRecord:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.diagnostics.finding import Finding
-from hf_lowprec.diagnostics.uncast_matrices import uncast_matrices
+from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.monitor.findings import ENOUGH_MEASUREMENTS, Evidence, find
 from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
+from hf_lowprec.monitor.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.cached_property import cached_property
-from hf_lowprec.optim.gradient_release import GradientRelease, gradient_release_of
+from hf_lowprec.optim.gradient_release.release import GradientRelease, gradient_release_of
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer

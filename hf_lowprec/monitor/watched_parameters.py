@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.diagnostics.parameter_kinds import parameter_kinds
+from hf_lowprec.monitor.parameter_kinds import parameter_kinds
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.optim.foreign_states import COMPENSATIONS
 from hf_lowprec.optim.sharding import local_shard, sharding_of
+from hf_lowprec.optim.state.foreign_states import COMPENSATIONS
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 

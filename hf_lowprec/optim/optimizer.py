@@ -15,15 +15,15 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import argument_checks, parameter_numbers, validation
+from hf_lowprec.optim import argument_checks, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.backends import selection
-from hf_lowprec.optim.gradient_release import GradientRelease
+from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
 from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
-from hf_lowprec.optim.state_dict import check_and_load
-from hf_lowprec.optim.state_dict_format import NORM_BEFORE, to_saved_form
-from hf_lowprec.optim.step import interrupts
+from hf_lowprec.optim.state.state_dict import check_and_load
+from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
+from hf_lowprec.optim.step import interrupts, parameter_numbers
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views

@@ -18,7 +18,7 @@ from encoder.fine_tuning import NormMoves, Outcome, norm_moves, norm_weights  # 
 from encoder.pretraining import Pretraining, pretrained, word_pieces  # noqa: E402
 from encoder.text import HELD_OUT, PACKAGES, Corpus, corpus, glue, passages, unlabelled  # noqa: E402
 
-from hf_lowprec.demo.report import json_text  # noqa: E402
+from hf_lowprec.tools.demo.report import json_text  # noqa: E402
 
 STILL = NormMoves(4, 0.25, (0.5, 1.0, 2.0), 0.75, 1.0, 0.0)
 

@@ -29,7 +29,7 @@ from peers.flash_adamw import (  # noqa: E402
     encode_second,
 )
 
-from hf_lowprec.demo import stages  # noqa: E402
+from hf_lowprec.tools.demo import stages  # noqa: E402
 
 BY_NAME = {candidate.name: candidate for candidate in CANDIDATES}
 SPLIT = "hf_lowprec AdamW, split, 8-bit states"

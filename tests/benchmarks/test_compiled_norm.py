@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_lowprec.optim.backends.triton_launch import BLOCK, CHUNK, WARPS
-from hf_lowprec.optim.backends.triton_square_sum import square_sum
+from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK, WARPS
+from hf_lowprec.optim.backends.triton.square_sum import square_sum
 
 tables = {"chunks": "*i64", "segments": "*i64", "pointers": "*i64", "sums": "*fp64"}
 constants = {"COLUMNS": 6, "TENSORS": 5, "DTYPE": tl.bfloat16, "CHUNK": CHUNK, "BLOCK": BLOCK}

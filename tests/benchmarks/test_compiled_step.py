@@ -80,8 +80,8 @@ def test_planted_faults_are_reported():
 import functools, sys, triton
 from unittest import mock
 import benchmarks.compiled_step as script
-from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.codegen.triton_renderer import TritonRenderer
+from hf_lowprec.optim.backends.triton import launch as triton_backend
+from hf_lowprec.optim.backends.triton.renderer import TritonRenderer
 original = triton.compile
 def compile_(*args, fusion, options, **kwargs):
     return original(*args, options={{**options, "enable_fp_fusion": fusion}}, **kwargs)

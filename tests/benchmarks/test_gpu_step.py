@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_lowprec.optim.backends import triton_launch
+from hf_lowprec.optim.backends.triton import launch as triton_launch
 from tests.support.processes import forkserver
 from tests.support.triton_available import InPlaceOfAKernel, require_triton
 

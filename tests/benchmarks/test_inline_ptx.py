@@ -24,7 +24,7 @@ def run(program: str) -> list[list[str]]:
 FAST_PATHS = """
 import tempfile
 from pathlib import Path
-from hf_lowprec.optim.backends.triton_launch import inlined_ptx
+from hf_lowprec.optim.backends.triton.launch import inlined_ptx
 from tests.support.optim.fast_path_kernels import fast_path_kernels
 from tests.support.optim.machine_code import compiled_opcodes
 with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def test_fast_paths_assemble_for_every_gpu_and_are_those_of_the_exact_instructio
 OTHERS = """
 import tempfile
 from pathlib import Path
-from hf_lowprec.optim.backends.triton_launch import inlined_ptx
+from hf_lowprec.optim.backends.triton.launch import inlined_ptx
 from tests.support.optim.fast_path_kernels import fast_path_kernels
 from tests.support.optim.machine_code import compiled_opcodes
 with tempfile.TemporaryDirectory() as folder:

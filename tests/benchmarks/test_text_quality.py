@@ -13,7 +13,7 @@ sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 
 from text_quality import main  # noqa: E402
 
-from hf_lowprec.demo import stages  # noqa: E402
+from hf_lowprec.tools.demo import stages  # noqa: E402
 
 
 def test_differences_are_paired_by_seed_and_recordings_are_joined(

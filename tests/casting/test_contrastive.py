@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hf_lowprec.casting import cast_model
-from hf_lowprec.casting.fp32_outputs import upcast_predictions
+from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
 from tests.support.every_architecture.architecture_check import without_chance
 from tests.support.every_architecture.tiny_batches import offers
 from tests.support.every_architecture.tiny_configs import tiny_config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.fp32_outputs import computes_loss_itself, upcast_predictions
+from hf_lowprec.casting.hooks.fp32_outputs import computes_loss_itself, upcast_predictions
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_lowprec.casting import cast_model, return_float32, uncast_model
-from hf_lowprec.casting.loss_predictions import loss_predictions
+from hf_lowprec.casting.hooks.loss_predictions import loss_predictions
 from tests.support.models.inspection import BF16, FP32
 
 X, Y = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))

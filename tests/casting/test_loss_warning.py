@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hf_lowprec
-from hf_lowprec.casting import cast_model, loss_warning, uncast_model
+from hf_lowprec.casting import cast_model, uncast_model
+from hf_lowprec.casting.notices import loss_warning
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16
 

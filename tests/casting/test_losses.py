@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from hf_lowprec.casting import cast_model, uncast_model
-from hf_lowprec.casting.loss_hooks import Fp32Loss
+from hf_lowprec.casting.hooks.loss_hooks import Fp32Loss
 from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP32, gradient_dtypes
 from tests.support.training.tiny_trainer import llama

@@ -11,14 +11,14 @@ import pytest
 import torch
 from typer.testing import Result
 
-from hf_lowprec.cli import demo as demo_command
+from hf_lowprec.tools.cli import demo as demo_command
 from tests.support.command_output import hf_lowprec, refused
 
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
-from hf_lowprec.demo import stages
-from hf_lowprec.demo.variants import VARIANTS
+from hf_lowprec.tools.demo import stages
+from hf_lowprec.tools.demo.variants import VARIANTS
 
 STEPS = 6
 HEADINGS = ("way", "validation", "change", "weights", "grads", "state", "updates", "seconds")

@@ -7,10 +7,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_lowprec import AdamW
-from hf_lowprec.diagnostics.layer_probes import Probe
-from hf_lowprec.doctor import checks
-from hf_lowprec.doctor.layers import probe_layers
-from hf_lowprec.optim.backends import native
+from hf_lowprec.monitor.layer_probes.probes import Probe
+from hf_lowprec.optim.backends.c import native
+from hf_lowprec.tools.doctor import checks
+from hf_lowprec.tools.doctor.layers import probe_layers
 from tests.support.broken_kernels.planted import break_function, off_by
 from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks

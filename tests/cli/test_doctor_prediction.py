@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import T5Config, T5ForConditionalGeneration
 
-from hf_lowprec.doctor.prediction import ModePrediction
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
+from hf_lowprec.tools.doctor.prediction import ModePrediction
 from tests.support.command_output import hf_lowprec, refused
 from tests.support.training.tiny_trainer import llama, trained
 

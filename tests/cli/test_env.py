@@ -26,7 +26,7 @@ def test_versions_devices_and_backends(monkeypatch, tmp_path):
 
 def test_what_is_not_there_is_said(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr("hf_lowprec.cli.env.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr("hf_lowprec.tools.cli.env.PACKAGES", ("torch", "no-such-package"))
     found = facts()
     assert found["no-such-package"] == "not installed"
     assert found["C compiler"].startswith("none (")

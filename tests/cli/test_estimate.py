@@ -22,11 +22,11 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from hf_lowprec.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row, low_precision_row
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
 from hf_lowprec.reduction import GradientAccumulator
 from hf_lowprec.reduction.grad_accumulation import accumulator_bytes
-from hf_lowprec.user_inputs import empty_model
-from hf_lowprec.user_inputs.input_errors import InputError
+from hf_lowprec.tools.estimate.rows import FP32_ROW, compared_rows, fp32_row, lora_row, low_precision_row
+from hf_lowprec.tools.user_inputs import empty_model
 from tests.support.command_output import hf_lowprec, unboxed
 from tests.support.command_output import refused as refused_by_command
 from tests.support.training.tiny_trainer import arguments, counting_data, llama

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from hf_lowprec.cli import plot as plot_command
+from hf_lowprec.tools.cli import plot as plot_command
 from tests.support.command_output import hf_lowprec, refused
 from tests.support.processes.without_transformers import STUB
 
@@ -106,8 +106,8 @@ def test_plotting_needs_no_torch(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path, steps=40, kinds=())
     code = f"""
 from pathlib import Path
-from hf_lowprec.plotting.plot_files import write_plot
-from hf_lowprec.plotting.runs import load_runs
+from hf_lowprec.tools.plotting.plot_files import write_plot
+from hf_lowprec.tools.plotting.runs import load_runs
 write_plot(load_runs([Path({str(metrics)!r})]), Path({str(tmp_path / "plot.html")!r}))
 assert not {{"torch", "transformers", "matplotlib.pyplot"}} & set(sys.modules)
 """

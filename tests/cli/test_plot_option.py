@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_lowprec.cli import plot_option
+from hf_lowprec.tools.cli import plot_option
 from tests.support.command_output import hf_lowprec, refused
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.cli.run import launcher_command
+from hf_lowprec.tools.cli.run import launcher_command
 from tests.support.command_output import hf_lowprec, refused
 from tests.support.processes import forkserver
 from tests.support.training.counting_text import sentences, tokenizer

@@ -17,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_lowprec
-from hf_lowprec.cli import app
+from hf_lowprec.tools.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = {"typer", "rich", *sys.stdlib_module_names}
@@ -139,7 +139,7 @@ def test_files_of_commands_import_only_typer_at_their_top(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             found.append(str(node.module))
     others = {name for name in found if name.partition(".")[0] not in ALLOWED}
-    assert {name for name in others if not name.startswith("hf_lowprec.cli")} == set()
+    assert {name for name in others if not name.startswith("hf_lowprec.tools.cli")} == set()
 
 
 def test_names_are_registered_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("datasets")
 
-from hf_lowprec.demo import text
-from hf_lowprec.user_inputs.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.tools.demo import text
 
 
 @pytest.mark.parametrize("read", [text.standard_library_modules, text.standard_library_documentation])

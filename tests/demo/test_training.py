@@ -2,8 +2,8 @@
 
 import torch
 
-from hf_lowprec.demo import stages
-from hf_lowprec.demo.training import cast_whole_model
+from hf_lowprec.tools.demo import stages
+from hf_lowprec.tools.demo.training import cast_whole_model
 
 
 def test_the_naive_cast_includes_norms_and_keeps_the_rotary_frequencies() -> None:

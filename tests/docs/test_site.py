@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock
 
 import hf_lowprec
-from hf_lowprec.cli import app
+from hf_lowprec.tools.cli import app
 from tests.support.docs.pages import DOCS, ROOT, blocks, pages, prose
 from tools.site_hooks import relink
 

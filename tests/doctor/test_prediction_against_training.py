@@ -44,7 +44,7 @@ def data(kind: str) -> list[dict]:
     """Blocks of text, to predict the next byte of, or whether there are many spaces in it.
 
     One answer in five about the spaces is wrong. If all were right, the model would soon know them; gradients would
-    shrink within a few steps, which the prediction does not foresee (see `hf_lowprec/doctor/update_sizes.py`).
+    shrink within a few steps, which the prediction does not foresee (see `hf_lowprec/tools/doctor/update_sizes.py`).
     """
     generator = torch.Generator().manual_seed(0)
     every, _, space = tokens()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.doctor.update_sizes import noise_directions
+from hf_lowprec.tools.doctor.update_sizes import noise_directions
 
 BETAS = {"adamw": (0.9, 0.999), "adam": (0.8, 0.999), "stableadamw": (0.9, 0.999), "lion": (0.9, 0.99)}
 CLASSES = {"adamw": "AdamW", "adam": "Adam", "stableadamw": "StableAdamW", "lion": "Lion"}

@@ -6,12 +6,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_lowprec
 from hf_lowprec.casting import return_float32
-from hf_lowprec.diagnostics.memory_estimate import expected_memory, memory_use
-from hf_lowprec.diagnostics.precision_report import precision_report
-from hf_lowprec.estimate.activations import estimate_activations
-from hf_lowprec.estimate.rows import low_precision_row
-from hf_lowprec.optim import gradient_buckets
-from hf_lowprec.user_inputs.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.integrations.transformers.logging.precision_report import precision_report
+from hf_lowprec.monitor.memory_estimate import expected_memory, memory_use
+from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.tools.estimate.activations import estimate_activations
+from hf_lowprec.tools.estimate.rows import low_precision_row
 from tests.support.training.peak_allocation import peak_allocation
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.estimate.step_peak import step_peak
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon
 from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
+from hf_lowprec.tools.estimate.step_peak import step_peak
 from tests.support.training.peak_allocation import peak_allocation
 
 BF16 = torch.bfloat16

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_lowprec.optim.backends.triton_launch import inlined_ptx
+from hf_lowprec.optim.backends.triton.launch import inlined_ptx
 from hf_lowprec.rounding.random_bits import lane
 from tests.support.optim.fast_path_kernels import fast_path_kernels
 

@@ -3,12 +3,12 @@
 import torch
 import torch.distributed.checkpoint as dcp
 
-from hf_lowprec.doctor.saved_directions import saved_directions
-from hf_lowprec.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
-from hf_lowprec.inspection.optimizer_states import read_parameter_states
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.optim.states_in_8_bits import decoded_states, dtype_in
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states, dtype_in
+from hf_lowprec.tools.doctor.saved_directions import saved_directions
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states
 from tests.support.optim.optimizer_contents import as_early_versions_saved
 from tests.support.training.tiny_trainer import optimizer_of, trained
 

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, BertConfig, BertForSequenceClassification, BertModel
 
 import hf_lowprec
-from hf_lowprec.inspection import tensor_change, tensor_facts
-from hf_lowprec.inspection.checkpoint import open_checkpoint
-from hf_lowprec.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
-from hf_lowprec.inspection.optimizer_states import ParamGroupSettings
-from hf_lowprec.user_inputs.input_errors import InputError
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.tools.inspection import tensor_change, tensor_facts
+from hf_lowprec.tools.inspection.checkpoint import open_checkpoint
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.optimizer_states import ParamGroupSettings
 from tests.scripts import trainer_ranks
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import LENGTH, llama, trained

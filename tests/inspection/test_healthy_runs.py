@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from tests.support.training.tiny_trainer import llama, trained
 
 FP32_RUNS = [("adamw_torch", 1e-3), ("adamw_torch", 1e-6), ("sgd", 1e-2), ("adamw_torch_fused", 1e-4)]

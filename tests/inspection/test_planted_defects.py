@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
-from hf_lowprec.inspection.findings_in_two import findings_in_two
-from hf_lowprec.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.findings_in_two import findings_in_two
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 BF16 = torch.bfloat16

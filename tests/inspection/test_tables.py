@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hf_lowprec.inspection.hyperparameters import Hyperparameters
-from hf_lowprec.inspection.inspect_checkpoints import inspect_checkpoints
-from hf_lowprec.inspection.tables import lines_on_one
-from hf_lowprec.optim.states_in_8_bits import decoded_states, dtype_in
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states, dtype_in
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
+from hf_lowprec.tools.inspection.tables import lines_on_one
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 

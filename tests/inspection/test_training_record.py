@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_lowprec.inspection.training_record import TrainingRecord, read_training_record
+from hf_lowprec.tools.inspection.training_record import TrainingRecord, read_training_record
 from tests.support.training.tiny_trainer import trained
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations import first_step_warnings
+from hf_lowprec.integrations.transformers import first_step_warnings
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -146,7 +146,7 @@ def test_tensors_that_belong_to_no_model(caplog):
 
 def test_released_gradients_were_there(caplog, monkeypatch):
     """Parameters that were stepped during the backward pass have no gradient any more. None of these has a module."""
-    monkeypatch.setattr("hf_lowprec.optim.gradient_buckets.BUCKET_ELEMENTS", 1)
+    monkeypatch.setattr("hf_lowprec.optim.gradient_release.buckets.BUCKET_ELEMENTS", 1)
     params = [nn.Parameter(torch.zeros(64, 64, dtype=BF16)) for _ in range(3)]
     optimizer = hf_lowprec.AdamW(params, lr=1e-3, gradient_release=True)
     sum(param.float().sum() for param in params).backward()

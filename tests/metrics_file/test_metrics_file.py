@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import hf_lowprec.metrics_file
-from hf_lowprec.metrics_file import (
+import hf_lowprec.monitor.metrics_file
+from hf_lowprec.monitor.metrics_file import (
     METRICS_NAME,
     MeasuredPrecision,
     MetricsWriter,
@@ -18,7 +18,7 @@ from hf_lowprec.metrics_file import (
     StepRecord,
     read_metrics,
 )
-from hf_lowprec.metrics_file.writer import parts_until
+from hf_lowprec.monitor.metrics_file.writer import parts_until
 
 RUN = RunRecord(
     model="LlamaForCausalLM",
@@ -133,7 +133,7 @@ def test_a_new_run_keeps_nothing_of_the_old_file(tmp_path):
 
 
 def test_only_the_standard_library_is_imported():
-    for path in Path(hf_lowprec.metrics_file.__file__).parent.glob("*.py"):
+    for path in Path(hf_lowprec.monitor.metrics_file.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hf_lowprec
-from hf_lowprec.optim.states_in_8_bits import decoded_states
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, encode, intended_bias
 
 INT8, BF16 = torch.int8, torch.bfloat16

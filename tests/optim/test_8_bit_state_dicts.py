@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.states_for_torch import convert_for_torch
-from hf_lowprec.optim.states_in_8_bits import decoded_states, is_nonnegative
+from hf_lowprec.optim.state.states_for_torch import convert_for_torch
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states, is_nonnegative
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import (
     as_early_versions_saved,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import SGD, AdamW
-from hf_lowprec.optim.backends import native
-from hf_lowprec.optim.backends.c_compiler import FLAGS
+from hf_lowprec.optim.backends.c import native
+from hf_lowprec.optim.backends.c.compiler import FLAGS
 from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
 from tests.support.optim.every_kind_of_value import EVERY_MODE, SPECIAL_MODES, STATE_DTYPES, TWO_MODES, same, trained

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.backends import selection, triton_availability, triton_launch
+from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.backends.eager import EagerStep
+from hf_lowprec.optim.backends.triton import availability as triton_availability
+from hf_lowprec.optim.backends.triton import launch as triton_launch
 
 GPU = torch.cuda.is_available()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, LowPrecisionOptimizer, Muon, RAdam, StableAdamW
-from hf_lowprec.optim.backends import triton_launch
+from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.rounding import MODES
 from tests.support.same_numbers import same_numbers
 from tests.support.triton_available import device_of, quiet_interpreter, require_triton

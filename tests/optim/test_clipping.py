@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW
+from hf_lowprec.optim.backends.c.native import NativeStep
 from hf_lowprec.optim.backends.eager import EagerStep
-from hf_lowprec.optim.backends.native import NativeStep
-from hf_lowprec.optim.backends.triton_launch import TritonStep
+from hf_lowprec.optim.backends.triton.launch import TritonStep
 from hf_lowprec.optim.step.clipping import CHUNK, clip_factor
 from tests.support.triton_available import device_of, quiet_interpreter
 

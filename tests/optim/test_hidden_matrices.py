@@ -16,7 +16,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_lowprec.optim.hidden_matrices import hidden_matrices
+from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim.backends import library_cache
-from hf_lowprec.optim.backends.c_compiler import compile_library, require_compiler
+from hf_lowprec.optim.backends.c import library_cache
+from hf_lowprec.optim.backends.c.compiler import compile_library, require_compiler
 
 NAME = "step-0123.so"
 NOBODY = 65534

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.optim.backends import c_compiler, native
+from hf_lowprec.optim.backends.c import compiler as c_compiler
+from hf_lowprec.optim.backends.c import native
 from tests.support.processes import forkserver
 from tests.support.processes.without_transformers import STUB
 

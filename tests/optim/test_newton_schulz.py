@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.optim import Muon, newton_schulz
+from hf_lowprec.optim import Muon
+from hf_lowprec.optim.algorithms import _newton_schulz as newton_schulz
 from hf_lowprec.optim.step import whole_tensor_quantities
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def test_a_batch_gives_the_bits_of_single_matrices_without_onednn(own_kernels, m
 def test_gradient_release_gives_the_same_bits(monkeypatch):
     """Each parameter is stepped as soon as the next one has its gradient, so no batch has two matrices."""
     ordinary = trained()
-    monkeypatch.setattr("hf_lowprec.optim.gradient_buckets.BUCKET_ELEMENTS", 1)
+    monkeypatch.setattr("hf_lowprec.optim.gradient_release.buckets.BUCKET_ELEMENTS", 1)
     assert all(map(torch.equal, ordinary, trained(gradient_release=True)))
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
-from hf_lowprec.estimate.live_memory import LiveMemory
-from hf_lowprec.optim import initial_compensation
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
+from hf_lowprec.optim.state import initial_compensation
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_algorithm, every_mode, give_gradients
 from tests.support.optim.optimizer_contents import assert_equal, everything
 

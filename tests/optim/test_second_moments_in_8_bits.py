@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.states_in_8_bits import decoded_states, encoded
+from hf_lowprec.optim.state.states_in_8_bits import decoded_states, encoded
 
 FP32, INT8 = torch.float32, torch.int8
 LR, BETAS, EPS = 1e-3, (0.9, 0.99), 1e-30

@@ -146,7 +146,7 @@ def test_misaligned_gradients(backend):
 def test_the_triton_kernel_is_compiled_without_contraction(monkeypatch):
     """Triton 3.9 also warns of launches that leave this to a default, which differs between its versions."""
     require_triton()
-    from hf_lowprec.optim.backends import triton_square_sum
+    from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
 
     kernel, options = triton_square_sum.square_sum, []
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lowprec.optim import AdamW, state_dtype_change, states_in_8_bits
+from hf_lowprec.optim import AdamW
+from hf_lowprec.optim.state import state_dtype_change, states_in_8_bits
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 from tests.support.rounding import block_floats

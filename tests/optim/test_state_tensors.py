@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from hf_lowprec.optim import AdamW, Adan
-from hf_lowprec.optim.state_tensors import state_tensors
+from hf_lowprec.optim.state.state_tensors import state_tensors
 
 INT8, UINT8, BF16, FP32 = torch.int8, torch.uint8, torch.bfloat16, torch.float32
 

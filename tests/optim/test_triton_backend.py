@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
-from hf_lowprec.optim.backends import selection, triton_square_sum, triton_tables
-from hf_lowprec.optim.backends import triton_launch as triton_backend
-from hf_lowprec.optim.backends.triton_availability import TritonError
+from hf_lowprec.optim.backends import selection
+from hf_lowprec.optim.backends.triton import launch as triton_backend
+from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
+from hf_lowprec.optim.backends.triton import tables as triton_tables
+from hf_lowprec.optim.backends.triton.availability import TritonError
 from hf_lowprec.optim.step.fused_step import fused_step
 from tests.support.optim.optimizer_contents import assert_equal, everything
 from tests.support.triton_available import InPlaceOfAKernel, quiet_interpreter, require_triton

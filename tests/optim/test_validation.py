@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_lowprec
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
-from hf_lowprec.optim.backends import native
-from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
-from hf_lowprec.optim.initial_compensation import starts_with_low_bits
+from hf_lowprec.optim.backends.c import native
+from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
+from hf_lowprec.optim.state.initial_compensation import starts_with_low_bits
 from hf_lowprec.optim.validation import check_scalars
 
 

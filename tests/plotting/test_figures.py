@@ -14,11 +14,11 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from hf_lowprec.plotting import figures
-from hf_lowprec.plotting.colours import DARK, LIGHT
-from hf_lowprec.plotting.measures import MEASURES
-from hf_lowprec.plotting.run_records import RunRecords
-from hf_lowprec.plotting.runs import Run
+from hf_lowprec.tools.plotting import figures
+from hf_lowprec.tools.plotting.colours import DARK, LIGHT
+from hf_lowprec.tools.plotting.measures import MEASURES
+from hf_lowprec.tools.plotting.run_records import RunRecords
+from hf_lowprec.tools.plotting.runs import Run
 from tests.support.training.metrics_file import run_record, step_records
 
 RUNS = [

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from hf_lowprec.plotting.figures import overview
-from hf_lowprec.plotting.html_page import html_page
-from hf_lowprec.plotting.measures import MEASURES
-from hf_lowprec.plotting.run_records import RunRecords
-from hf_lowprec.plotting.runs import Run
+from hf_lowprec.tools.plotting.figures import overview
+from hf_lowprec.tools.plotting.html_page import html_page
+from hf_lowprec.tools.plotting.measures import MEASURES
+from hf_lowprec.tools.plotting.run_records import RunRecords
+from hf_lowprec.tools.plotting.runs import Run
 from tests.support.training.metrics_file import run_record, step_records
 
 VOID = {"meta", "input", "link", "img", "br", "hr"}

@@ -9,7 +9,7 @@ import warnings
 import torch
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.backends import c_compiler
+from hf_lowprec.optim.backends.c import compiler as c_compiler
 
 
 def without_passwd_entry() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_lowprec.doctor.layers import probe_layers
+from hf_lowprec.tools.doctor.layers import probe_layers
 
 found, unsupported = probe_layers(torch.device("cpu"))
 print(len(found), len(unsupported), max(error for probe in found for error in probe.errors.values()))

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
-from hf_lowprec.optim import gradient_buckets, optimizer
+from hf_lowprec.optim import optimizer
+from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.support.optim.optimizer_contents import as_early_versions_saved
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu

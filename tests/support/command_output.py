@@ -4,7 +4,7 @@ import sys
 
 from typer.testing import CliRunner, Result
 
-from hf_lowprec.cli import app
+from hf_lowprec.tools.cli import app
 
 
 def hf_lowprec(*words: object, columns: int = 80) -> Result:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hf_lowprec.casting.forward_code import is_code_of_transformers
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
-from hf_lowprec.casting.input_hooks import losses_mix_dtypes
-from hf_lowprec.casting.loss_predictions import loss_weights
+from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers
+from hf_lowprec.casting.hooks.input_hooks import losses_mix_dtypes
+from hf_lowprec.casting.hooks.loss_predictions import loss_weights
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.quantized import frozen_tensors
 

@@ -31,7 +31,7 @@ from hf_lowprec.integrations.export.parameter_names import write_model_descripti
 from hf_lowprec.integrations.live_modules import live_modules
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release import gradient_release_of
+from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.compare_replicas import find_replica_difference, synchronized_parameters
 from hf_lowprec.reduction.ddp import reduce_in_fp32

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
 from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside
-from hf_lowprec.user_inputs.input_errors import InputError
 
 
 class UnreadableError(InputError):

@@ -12,9 +12,16 @@ from torch import Tensor
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, TensorInfo, load_mapped
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.fp32_weights import RandomStream, random_streams
-from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state
-from hf_lowprec.optim.state_dict_format import ADDED_KEYS, DITHERED, HEADER, LOW_BITS, from_saved_form, in_own_dtype
+from hf_lowprec.optim.state.fp32_weights import RandomStream, random_streams
+from hf_lowprec.optim.state.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.state.state_dict_format import (
+    ADDED_KEYS,
+    DITHERED,
+    HEADER,
+    LOW_BITS,
+    from_saved_form,
+    in_own_dtype,
+)
 from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 

@@ -13,10 +13,10 @@ import torch
 from transformers import Trainer
 
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.first_step_warnings import warn_before_first_step
-from hf_lowprec.integrations.release_after_reduction import release_after_reduction
 from hf_lowprec.integrations.transformers import trainer_setup
 from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
+from hf_lowprec.integrations.transformers.first_step_warnings import warn_before_first_step
+from hf_lowprec.integrations.transformers.release_after_reduction import release_after_reduction
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix, split_group
+from hf_lowprec.optim.algorithms._newton_schulz import batch_keeps_bits, newton_schulz
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
 from hf_lowprec.optim.argument_checks import check_one_of, check_range
-from hf_lowprec.optim.hidden_matrices import check_matrix, split_group
-from hf_lowprec.optim.newton_schulz import batch_keeps_bits, newton_schulz
 from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.rounding import State
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm
-from hf_lowprec.optim.state_tensors import new_state_dtype
-from hf_lowprec.optim.states_in_8_bits import dtype_in
+from hf_lowprec.optim.state.state_tensors import new_state_dtype
+from hf_lowprec.optim.state.states_in_8_bits import dtype_in
 from hf_lowprec.rounding import dtype_name
 
 

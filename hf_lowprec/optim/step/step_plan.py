@@ -18,19 +18,19 @@ from torch import Tensor
 
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
-from hf_lowprec.optim.hidden_matrices import check_matrix
-from hf_lowprec.optim.initial_compensation import initialize_compensation, warn_about_unused_low_bits
-from hf_lowprec.optim.mode_change import convert_states, states_of_other_modes
+from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
-from hf_lowprec.optim.state_tensors import StateTensor, state_tensors
-from hf_lowprec.optim.states_in_8_bits import key_of
+from hf_lowprec.optim.state.initial_compensation import initialize_compensation, warn_about_unused_low_bits
+from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
+from hf_lowprec.optim.state.state_allocation import zeros_apart
+from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors
+from hf_lowprec.optim.state.states_in_8_bits import key_of
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
-from hf_lowprec.optim.step.state_allocation import zeros_apart
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.low_bits import drop_low_bits
 

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_lowprec.optim.backends.c_compiler import FLAGS
-from hf_lowprec.optim.codegen.c_source import render
-from hf_lowprec.optim.codegen.c_square_sum import render_square_sum
+from hf_lowprec.optim.backends.c.compiler import FLAGS
+from hf_lowprec.optim.backends.c.source import render
+from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK

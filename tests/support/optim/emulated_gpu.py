@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.backends import triton_launch, triton_square_sum
-from hf_lowprec.optim.codegen.triton_source import render
+from hf_lowprec.optim.backends.triton import launch as triton_launch
+from hf_lowprec.optim.backends.triton import square_sum as triton_square_sum
+from hf_lowprec.optim.backends.triton.source import render
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from tests.support.optim import ptx_interpreter
 from tests.support.optim.ptx_compiler import compiled

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from hf_lowprec.optim.codegen.triton_renderer import PtxRenderer
+from hf_lowprec.optim.backends.triton.renderer import PtxRenderer
 
 _KERNELS = """
 

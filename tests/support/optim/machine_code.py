@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_lowprec.optim.backends import triton_launch
+from hf_lowprec.optim.backends.triton import launch as triton_launch
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

@@ -1,0 +1,1 @@
+"""Hooks that convert what goes into and comes out of modules."""

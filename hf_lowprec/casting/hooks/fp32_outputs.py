@@ -1,0 +1,129 @@
+"""FP32 outputs of a cast model: logits and other predictions as exact FP32 copies, so that losses of them are FP32.
+
+A loss outside of the model gets the copies that the model returns (`return_float32`). A model that computes its loss in
+its own `forward` gets FP32 copies from the layers that make its predictions (`upcast_predictions`).
+"""
+
+import torch
+from torch import nn
+
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.hooks.forward_code import (
+    arguments_of_forward,
+    is_code_of_transformers,
+    names_in_forward,
+    uses_torch_losses,
+)
+from hf_lowprec.casting.hooks.input_hooks import install_input_downcast, loss_prediction_layers
+from hf_lowprec.casting.hooks.loss_predictions import multiplies_with_16_bits
+from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast, install_output_upcast
+from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
+from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
+
+
+def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
+    """Let a cast model return FP32 to the code that calls it, as accelerate's mixed precision does.
+
+    16-bit tensors in the outputs, including those in tuples, lists and dicts (a `ModelOutput`), are replaced by exact
+    FP32 copies, except in caches. The loss is FP32 as well, even in models that compute it in `forward`.
+
+    Trainer (with one of our `optim=` names) and `prepare_accelerator` call this automatically. A second call changes
+    nothing.
+
+    Args:
+        model: a model that `cast_model` has cast, or that contains one; changed in place. If you pass a submodule, it
+            returns FP32 to the rest of the model too.
+        next_to_loss: whether to copy outputs even in training calls that return a loss, at 4 bytes per logit. Trainer
+            does not if its own `compute_loss` uses only the loss.
+
+    Raises:
+        ValueError: neither the model nor anything in it was cast.
+    """
+    dtypes = cast_dtypes(model)
+    if not dtypes:
+        raise ValueError(f"return_float32: {type(model).__name__} was not cast; call cast_model(model) before")
+    for dtype in sorted(dtypes, key=str):
+        upcast_predictions(model, dtype)
+    install_model_output_upcast(compiled_module(model), next_to_loss)
+
+
+def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
+    """Upcast the predictions of models that compute their loss in `forward`: the loss is FP32 then.
+
+    The children of such a model, and of the modules around it, downcast their inputs, so that a 16-bit module that is
+    given a copy does not fail.
+
+    Args:
+        model: a cast model, or one with cast models inside.
+        dtype: the 16-bit dtype that it was cast to.
+    """
+    tree = ModuleTree.of(model)
+    models = [name for name, module in tree.modules.items() if module is tree.root or is_model(module)]
+    for name in models:
+        if _is_multiplied_outside(tree, name):
+            continue
+        upcast = [layer for layer in _layers_to_upcast(tree, name) if tree.computes_in(layer, dtype)]
+        for layer in upcast:
+            install_output_upcast(tree.modules[layer])
+        for part in _parts_given_copies(tree, name, upcast):
+            if tree.computes_in(part, dtype):
+                install_input_downcast(tree.modules[part], dtype)
+
+
+def _is_multiplied_outside(tree: ModuleTree, model: str) -> bool:
+    """Return whether user code around a model multiplies its outputs by 16-bit tensors."""
+    parts = model.split(".") if model else []
+    for depth in range(len(parts)):
+        around = tree.modules[".".join(parts[:depth])]
+        if not is_code_of_transformers(around) and multiplies_with_16_bits(around, ".".join(parts[depth:])):
+            return True
+    return False
+
+
+def _layers_to_upcast(tree: ModuleTree, model: str) -> list[str]:
+    """The layers whose outputs a model's `forward` computes a loss from."""
+    module = tree.modules[model]
+    if "loss_function" in names_in_forward(module):
+        return contrastive_layers(tree, model)
+    if not is_code_of_transformers(module):
+        return loss_prediction_layers(tree, model)
+    layers = contrastive_layers(tree, model)
+    return layers or (prediction_layers(tree, model) if computes_loss_itself(module) else [])
+
+
+def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list[str]:
+    """The modules that an FP32 prediction may be handed to: children of the model and of the modules around it."""
+    if not upcast:
+        return []
+    names = model.split(".") if model else []
+    around = [".".join(names[:depth]) for depth in range(len(names) + 1)]
+    around += [parent for layer in upcast if (parent := layer.rpartition(".")[0]) not in around]
+    return [part for module in around for part in called_children(tree, module)]
+
+
+def computes_loss_itself(model: nn.Module) -> bool:
+    """Return whether a model has a `forward` of transformers that uses torch's losses and no `loss_function`."""
+    if "loss_function" in names_in_forward(model) or not uses_torch_losses(model):
+        return False
+    return is_code_of_transformers(model) and is_model(model)
+
+
+def contrastive_layers(tree: ModuleTree, model: str) -> list[str]:
+    """The layers whose results a contrastive loss of transformers compares (CLIP, SigLIP, FLAVA); empty without one.
+
+    A model computes such a loss if its `forward` takes `return_loss`. Heads and projections are compared; where there
+    are fewer than two of them, what models inside return (ALIGN, CLVP). A head may be a child of a model inside
+    (FLAVA's `flava.text_projection`). X-CLIP multiplies with a matrix of its own, but by what a norm has rounded.
+    """
+    module = tree.modules[model]
+    if not is_code_of_transformers(module) or "return_loss" not in arguments_of_forward(module):
+        return []
+    names = names_in_forward(module)
+    children = computing_children(tree, model)
+    inside = [part for child in children if is_model(tree.modules[child]) for part in computing_children(tree, child)]
+    called = children + [part for part in inside if part.rpartition(".")[2] in names]
+    parts = [part for child in called for part in tree.callable_parts(child)]
+    heads = [part for part in parts if not is_model(tree.modules[part])]
+    if len(heads) > 1:
+        return heads
+    return [] if computes_loss_itself(module) else parts

@@ -1,0 +1,184 @@
+"""The hook that rounds the activations among a model's inputs to 16 bits; all other arguments pass unchanged.
+
+Which arguments are activations is decided in `argument_roles.py`.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting.hooks.argument_roles import is_time, role_of
+from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, uses_torch_losses
+from hf_lowprec.casting.hooks.loss_predictions import INHERITED_FORWARD, loss_predictions
+from hf_lowprec.casting.hooks.module_hooks import convert_floats, install_output_upcast, remove_hooks
+from hf_lowprec.casting.model_parts import called_children, prediction_layers
+from hf_lowprec.casting.module_tree import ModuleTree, join
+
+# They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
+_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
+_NUMBERS, _INTEGERS = "_low_precision_numbers", "_low_precision_integers"
+
+
+@functools.cache
+def losses_mix_dtypes() -> bool:
+    """Return whether torch can differentiate a loss of 16-bit predictions and FP32 labels: 2.13 can, 2.11 cannot."""
+    prediction = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            nn.functional.mse_loss(prediction, torch.zeros(1)).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class DowncastInputs:
+    """Forward pre-hook: floating activations wider than `dtype` go to `dtype`.
+
+    Labels do too if `keeps_labels` is false. Nothing else changes: an argument without activations stays the same
+    object. If FP32 numbers remain, `follow_numbers` prepares the module for what it computes from them. The same holds
+    for integer timesteps outside transformers, because diffusion models compute FP32 sines from them.
+    """
+
+    dtype: torch.dtype
+    keeps_labels: bool
+    positional: tuple[str, ...]  # names of forward's positional parameters, the last one for all further values
+    takes_times: bool  # whether an integer among its arguments may be a timestep: never in transformers' own classes
+
+    @classmethod
+    def of(cls, module: nn.Module, dtype: torch.dtype) -> "DowncastInputs":
+        """The hook for a module, with the names of its arguments."""
+        try:
+            parameters = inspect.signature(module.forward).parameters.values()
+        except (TypeError, ValueError):
+            parameters = {}.values()
+        skip = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+        times = any(is_time(p.name) or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        times = times and not type(module).__module__.startswith("transformers.")
+        return cls(dtype, losses_mix_dtypes(), tuple(p.name for p in parameters if p.kind not in skip), times)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        names = self.positional + self.positional[-1:] * (len(args) - len(self.positional)) or ("",) * len(args)
+        numbers: list[str] = []
+        downcast = functools.partial(self._downcast, isinstance(module, _LAYERS), numbers)
+        args = tuple([convert_floats(arg, downcast, name) for arg, name in zip(args, names, strict=False)])
+        kwargs = {name: convert_floats(value, downcast, name) for name, value in kwargs.items()}
+        if self.takes_times and not torch.compiler.is_compiling():
+            arguments = (*zip(names, args, strict=False), *kwargs.items())
+            if times := [name for name, value in arguments if is_time(name) and _is_integer(value)]:
+                follow_numbers(module, self.dtype, times, _INTEGERS)
+        if numbers:
+            follow_numbers(module, self.dtype, numbers)
+        return args, kwargs
+
+    def _downcast(self, is_layer: bool, numbers: list[str], tensor: Tensor, name: str) -> Tensor:
+        """Round a tensor if it is an activation.
+
+        Args:
+            is_layer: the module multiplies all of its inputs with its weights, so each is an activation.
+            numbers: the name is appended if the tensor stays in FP32 and makes FP32 of what is computed with it. A
+                tensor without dimensions does not, nor do indices, nor labels that are not weights.
+            tensor: a floating tensor among the arguments.
+            name: the name it came under.
+        """
+        if tensor.dtype.itemsize <= self.dtype.itemsize:
+            return tensor
+        role = "activation" if is_layer else role_of(name, tensor.dim())
+        if role == "reference" and not self.keeps_labels:
+            role = "activation"
+        if role in ("number", "reference"):
+            if tensor.dim() and ("weight" in name.lower() or (role == "number" and not name.endswith("_ids"))):
+                numbers.append(name)
+            return tensor
+        # FP32's lowest number, as of an additive mask, would round to -inf: a row of those has no softmax.
+        lowest = torch.finfo(self.dtype).min
+        return (tensor.clamp(min=lowest) if role == "mask" else tensor).to(self.dtype)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memory: str = _NUMBERS) -> None:
+    """Prepare a module for FP32 numbers among its arguments, at the first call that passes any.
+
+    Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
+    numbers keeps them in FP32 and prepares its own children, so that only modules on their path get a hook. torch does
+    not accept FP32 class weights with 16-bit predictions, so a module that computes a loss and is given weights gets
+    FP32 copies of its predictions.
+
+    Args:
+        module: the module that is called.
+        dtype: the 16-bit dtype that it computes in.
+        names: the names of its arguments that are FP32 numbers, or integers that become FP32 numbers.
+        memory: the attribute of the module that remembers for which names this was done.
+    """
+    followed: tuple[str, ...] = getattr(module, memory, ())
+    new = tuple([name for name in names if name not in followed])
+    if new:
+        _follow_numbers(module, dtype, weights=any("weight" in name.lower() for name in new))
+        setattr(module, memory, followed + new)
+
+
+def forget_numbers(module: nn.Module) -> None:
+    """Let `follow_numbers` prepare a module again."""
+    for memory in (_NUMBERS, _INTEGERS):
+        vars(module).pop(memory, None)
+
+
+def numbers_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the FP32 numbers that `module` has been called with so far."""
+    return tuple(vars(module).get(_NUMBERS, ()))
+
+
+@torch.compiler.disable(
+    reason="hf_lowprec installs hooks at the first call with FP32 numbers: "
+    "call the model once before compiling it with fullgraph=True"
+)
+def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> None:
+    tree = ModuleTree.of(module)
+    for name in _parts_taking_numbers(tree, ""):
+        if tree.computes_in(name, dtype):
+            install_input_downcast(tree.modules[name], dtype)
+    if weights and uses_torch_losses(module):
+        # Without copies the loss fails for certain, so code that is not understood gets them as well.
+        is_own = not is_code_of_transformers(module)
+        for name in (loss_prediction_layers(tree, "") if is_own else []) or prediction_layers(tree, ""):
+            if tree.computes_in(name, dtype):
+                install_output_upcast(tree.modules[name])
+
+
+def loss_prediction_layers(tree: ModuleTree, name: str) -> list[str]:
+    """The layers whose FP32 copies a module's `forward` can give to torch's losses, in classes outside transformers."""
+    paths = loss_predictions(tree.modules[name], losses_mix_dtypes(), tree.dtype_of)
+    if INHERITED_FORWARD in paths:
+        return prediction_layers(tree, name)
+    return [join(name, path) for path in paths]
+
+
+def _parts_taking_numbers(tree: ModuleTree, name: str) -> list[str]:
+    """The children of a module that compute; for an `nn.Sequential` the modules in it, which may take numbers."""
+    parts = called_children(tree, name)
+    split = [
+        _parts_taking_numbers(tree, part) if isinstance(tree.modules[part], nn.Sequential) else [part] for part in parts
+    ]
+    return [part for parts in split for part in parts]
+
+
+def install_input_downcast(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Let a module round the activations among its inputs to `dtype`. Return whether the hook is new."""
+    forget_numbers(module)  # it may have grown
+    if any(isinstance(hook, DowncastInputs) for hook in module._forward_pre_hooks.values()):
+        return False
+    module.register_forward_pre_hook(DowncastInputs.of(module, dtype), with_kwargs=True)
+    return True
+
+
+def remove_input_downcast(module: nn.Module) -> None:
+    """Undo `install_input_downcast` and its consequences."""
+    remove_hooks(module, lambda hook: isinstance(hook, DowncastInputs))
+    forget_numbers(module)

@@ -1,0 +1,1 @@
+"""Warnings and advice about what a cast rounds."""

@@ -1,0 +1,48 @@
+"""A warning, once per process, if a cast model trains with a loss that it has computed in 16 bits.
+
+Models that compute their loss in `forward` by torch's functions (BERT, T5) do so until `return_float32` is called.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.casting.hooks.module_hooks import remove_hooks, returns_float32
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
+
+_given = False
+logger = logging.getLogger(__name__)
+
+
+def install_loss_warning(module: nn.Module) -> bool:
+    """Make `module` warn if it returns a 16-bit loss in training. Return whether this is new."""
+    is_new = warn_of_16_bit_loss not in module._forward_hooks.values()
+    for part in module.modules():
+        remove_loss_warning(part)  # of an earlier cast of a part
+    module.register_forward_hook(warn_of_16_bit_loss)
+    return is_new
+
+
+def remove_loss_warning(module: nn.Module) -> None:
+    """Take `install_loss_warning` back."""
+    remove_hooks(module, lambda hook: hook is warn_of_16_bit_loss)
+
+
+def warn_of_16_bit_loss(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook: log the warning if `output` has a loss in 16 bits that is to be differentiated."""
+    global _given
+    if torch.compiler.is_compiling() or _given:
+        return
+    loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.requires_grad:
+        return
+    if loss.dtype in LOW_PRECISION_DTYPES and not returns_float32(module):
+        _given = True
+        logger.warning(
+            "hf_lowprec: %s computes its loss in %s. For FP32, call hf_lowprec.return_float32(model) after "
+            "cast_model(model) or, with Accelerate, prepare_accelerator(accelerator) before accelerator.prepare",
+            type(module).__name__,
+            dtype_name(loss.dtype),
+        )

@@ -1,1 +1,0 @@
-"""Diagnostics for low-precision training: memory use, the precision report, and probes of layers."""

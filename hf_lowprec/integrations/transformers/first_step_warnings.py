@@ -1,0 +1,177 @@
+"""Warnings before an optimizer's first step: it trains something else than was asked, or gradients lose digits.
+
+Most come from a line that stands in the wrong place, and name it. Each is given once per process. An optimizer gets
+only parameters, so their model is searched for among all live modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_lowprec.casting.earlier_casts import cast_dtypes
+from hf_lowprec.casting.hooks.module_hooks import upcasts_inputs
+from hf_lowprec.casting.quantized import holds_quantized_weights
+from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.reduction.private_torch_apis import comm_hook_states, reduce_scatters_in_16_bits
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+
+_MATRIX = 1024
+"""Matrices with fewer elements train in FP32 without a warning."""
+_SEARCHES = 8
+"""Limit of searches of each kind (0.1 s each) per process, since there may be one optimizer per parameter."""
+
+logger = logging.getLogger(__name__)
+
+
+def warn_before_first_step(optimizer: LowPrecisionOptimizer) -> None:
+    """Give the warnings of this file that apply to `optimizer`.
+
+    One of `LowPrecisionOptimizer.first_step_checks`. It does not warn about FP32 parameters of a model that is cast,
+    quantized or partly in 16 bits (norms, adapters, heads), nor about DDP with any communication hook.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and dist.get_rank() != 0:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    in_16_bits = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
+    without_grad = [param for param in params if param.requires_grad and not _has_gradient(optimizer, param)]
+    if without_grad:
+        _search(_replaced_parameters, without_grad, len(params))
+    if any(param.dim() == 1 for param in in_16_bits):
+        _search(_converted_after_cast, in_16_bits)
+    if not in_16_bits and any(param.dim() > 1 and param.numel() >= _MATRIX for param in params):
+        _search(_uncast_model, params)
+    if in_16_bits and ranks > 1:
+        _search(_fsdp2_sums if any(map(is_sharded, in_16_bits)) else _ddp_sums, in_16_bits)
+
+
+def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
+    released = optimizer.release is not None and optimizer.release.has_stepped(param)
+    return released or param.grad is not None
+
+
+def _search(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
+    """Log the warning that `find` returns for `params`, once. Stops searching after a number of searches."""
+    if _searches_left[find] > 0:
+        text = find(params, *further)
+        _searches_left[find] = 0 if text else _searches_left[find] - 1
+        if text:
+            logger.warning("hf_lowprec: %s", text)
+
+
+def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:
+    """Warn if some of an optimizer's parameters have no gradient and are in no module: others took their place.
+
+    Args:
+        without_grad: the trainable parameters without gradients.
+        count: the number of all parameters.
+    """
+    in_modules = {id(param) for module in live_modules() for param in module._parameters.values()}
+    replaced = [param for param in without_grad if id(param) not in in_modules]
+    if not replaced:
+        return None
+    return (
+        f"{len(replaced)} of the optimizer's {count} parameters (shape {tuple(replaced[0].shape)}, …) have no "
+        "gradient and are in no module any more: after the optimizer was built, something replaced them, as "
+        "model.resize_token_embeddings or fully_shard does. The new parameters are not trained; build the optimizer "
+        "after that line"
+    )
+
+
+def _converted_after_cast(params: list[Tensor]) -> str | None:
+    """Warn if 16-bit `params` belong to modules that a cast has kept in FP32."""
+    ids = set(map(id, params))
+    converted = [
+        type(module).__name__
+        for module in live_modules()
+        if upcasts_inputs(module) and any(id(param) in ids for param in module._parameters.values())
+    ]
+    if not converted:
+        return None
+    return (
+        f"{len(converted)} modules that cast_model has kept in FP32 ({converted[0]}, …) are in 16 bits: the model was "
+        "converted after the cast, as by model.to(torch.bfloat16). Remove that line, since cast_model has converted "
+        "everything else"
+    )
+
+
+def _uncast_model(params: list[Tensor]) -> str | None:
+    """Warn if `params`, all of them FP32, belong to a model that was never cast."""
+    if not _in_fp32_model(params):
+        return None
+    return (
+        "the model is FP32 throughout, so it trains in FP32; it was never cast. For BF16, call "
+        "hf_lowprec.cast_model(model) before building the optimizer; with Trainer, set optim= to one of "
+        "hf_lowprec.OPTIMIZER_NAMES or pass callbacks=[hf_lowprec.LowPrecisionCallback()]"
+    )
+
+
+def _in_fp32_model(params: list[Tensor]) -> bool:
+    """Return whether `params` belong to models in which nothing is cast, quantized or in 16 bits."""
+    models = list(_models_of(params))
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    plain = all(tensor.dtype in (torch.float32, torch.float64) for tensor in tensors if tensor.is_floating_point())
+    modules = (module for model in models for module in model.modules())
+    return (
+        bool(models) and plain and not any(map(holds_quantized_weights, modules)) and not any(map(cast_dtypes, models))
+    )
+
+
+def _ddp_sums(params: list[Tensor]) -> str | None:
+    """Warn if DDP sums gradients of the 16-bit `params` over several ranks without a communication hook."""
+    ids = set(map(id, params))
+    wrapped = (module for module in live_modules() if issubclass(type(module), DistributedDataParallel))
+    if not any(
+        any(id(param) in ids for param in module.parameters())
+        and not comm_hook_states(module)
+        and module.process_group.size() > 1
+        for module in wrapped
+    ):
+        return None
+    return (
+        "DistributedDataParallel sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
+        "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
+        "hf_lowprec.reduction.reduce_in_fp32(model) on the wrapped model"
+    )
+
+
+def _fsdp2_sums(params: list[Tensor]) -> str | None:
+    """Warn if FSDP2 sums gradients of the 16-bit `params` over several ranks by torch's own reduce-scatter."""
+    ids = set(map(id, params))
+    sharded = (module for module in live_modules() if issubclass(type(module), FSDPModule))
+    if not any(
+        reduce_scatters_in_16_bits(module) and any(id(param) in ids for param in module.parameters())
+        for module in sharded
+    ):
+        return None
+    return (
+        "FSDP2 sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call "
+        "hf_lowprec.prepare_accelerator(accelerator) before accelerator.prepare or, without Accelerate, "
+        "hf_lowprec.reduction.reduce_scatter_in_fp32(model) after the last fully_shard"
+    )
+
+
+def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
+    """The outermost modules that hold any of `params`."""
+    modules = live_modules()
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    ids = set(map(id, params))
+    for module in modules:
+        if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
+            yield module
+
+
+_searches_left: dict[Callable[..., str | None], int] = dict.fromkeys(
+    (_replaced_parameters, _converted_after_cast, _uncast_model, _ddp_sums, _fsdp2_sums), _SEARCHES
+)
+"""Search -> how often it may still be made."""

@@ -1,0 +1,128 @@
+"""Count the bytes of weights, gradients and optimizer state: existing tensors, or those that a step will need."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_lowprec.optim import LowPrecisionOptimizer
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.gradient_release.buckets import gradients_alive
+from hf_lowprec.optim.sharding import local_shard
+from hf_lowprec.optim.state.state_tensors import state_tensors, stays_in_bf16
+from hf_lowprec.rounding.block_floats import BLOCK
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by purpose and dtype, on this rank.
+
+    Attributes:
+        parameters: number of parameters; for sharded parameters, the number of elements on this rank.
+        weights: bytes of the parameters, by dtype. Quantized parameters count in their storage dtypes; tensors that a
+            quantizer keeps outside parameters are not included.
+        gradients: bytes of the gradients, by dtype.
+        state: bytes of the optimizer state, by dtype.
+    """
+
+    parameters: int
+    weights: Counter[torch.dtype]
+    gradients: Counter[torch.dtype]
+    state: Counter[torch.dtype]
+
+    @property
+    def total(self) -> int:
+        """Total bytes."""
+        return sum(map(sum, (self.weights.values(), self.gradients.values(), self.state.values())))
+
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per parameter of `weights`, `gradients` and `state`."""
+        count = max(self.parameters, 1)
+        return {name: sum(getattr(self, name).values()) / count for name in ("weights", "gradients", "state")}
+
+
+def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
+    """Count the tensors that exist now: gradients exist from backward until `zero_grad`, state after the first step."""
+    parameters = list(model.parameters())
+    dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
+    states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
+    return MemoryUse(
+        sum(local_shard(p).numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(p.grad for p in parameters if p.grad is not None),
+        _bytes(states),
+    )
+
+
+def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
+    """Count the tensors that a step will need: gradients of all trainable parameters, and all states.
+
+    With gradient release, the gradients that will exist at once, if those of the last parameters are final first.
+    Parameters may be on the meta device.
+    """
+    parameters = list(model.parameters())
+    state: Counter[torch.dtype] = Counter()
+    for elements in expected_states(optimizer).values():
+        state.update({dtype: count * dtype.itemsize for dtype, count in elements.items()})
+    return MemoryUse(
+        sum(local_shard(p).numel() for p in parameters),
+        _bytes(parameters),
+        _bytes(expected_gradients(parameters, optimizer)),
+        state,
+    )
+
+
+def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Those of the model's `params` whose gradients will exist at once."""
+    trainable = [param for param in params if param.requires_grad]
+    releases = isinstance(optimizer, LowPrecisionOptimizer) and optimizer.gradient_release
+    return gradients_alive(reversed(trainable)) if releases else trainable
+
+
+def expected_states(optimizer: LowPrecisionOptimizer) -> dict[str, Counter[torch.dtype]]:
+    """Name of a state tensor → elements by dtype, for existing ones and those that the first step will create.
+
+    Raises:
+        ValueError: states are to be stored in 8 bits, and a parameter is sharded such that blocks are cut.
+    """
+    elements: dict[str, Counter[torch.dtype]] = defaultdict(Counter)
+    for group, param in _with_states(optimizer):
+        count = local_shard(param).numel()
+        for tensor in state_tensors(optimizer, group, param):
+            elements[tensor.state.name][tensor.dtype] += count if tensor.state.scale_of is None else count // BLOCK
+    return elements
+
+
+def elements_kept_in_bf16(optimizer: LowPrecisionOptimizer) -> Counter[str]:
+    """Elements of states that are stored in BF16 although 8 bits were asked for, by reason."""
+    elements: Counter[str] = Counter()
+    for group, param in _with_states(optimizer):
+        for reason in stays_in_bf16(optimizer, group, param):
+            elements[reason] += local_shard(param).numel()
+    return elements
+
+
+def _with_states(optimizer: LowPrecisionOptimizer) -> Iterator[tuple[ParamGroup, Tensor]]:
+    """Each parameter that has states or will have some, and its param group."""
+    for group in optimizer.param_groups:
+        yield from ((group, param) for param in group["params"] if param.requires_grad or param in optimizer.state)
+
+
+def storage_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the plain tensors in which `tensors` are stored on this rank: shards, quantized data and its scales."""
+    for tensor in map(local_shard, tensors):
+        if type(tensor.data) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            yield from storage_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def _bytes(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    count: Counter[torch.dtype] = Counter()
+    for tensor in storage_tensors(tensors):
+        count[tensor.dtype] += tensor.numel() * tensor.element_size()
+    return count

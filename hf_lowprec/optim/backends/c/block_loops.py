@@ -1,0 +1,178 @@
+"""Loops over blocks and their elements in C, for steps with states in 8 bits.
+
+`block_loops.py` divides the operations into loops. Each becomes a C loop over the pairs of adjacent elements of a
+block, and values that a later loop needs are kept in arrays of one number per pair.
+
+Every number in these loops has 32 bits, so that compilers use the widest vectors. Where two of them are a block, each
+loop is one iteration and the arrays are registers. Pairs in 8 bits are converted in loops of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from hf_lowprec.optim.backends.c.block_operations import BlockLoop, block_loops
+from hf_lowprec.optim.backends.c.renderer import (
+    LOAD,
+    LOAD_EVEN,
+    LOAD_ODD,
+    STORE,
+    STORE_PAIR,
+    WEYL_INCREMENT,
+    CRenderer,
+    value_type,
+)
+from hf_lowprec.optim.backends.renderer import indent, operations, output_nodes
+from hf_lowprec.optim.backends.trace import integer_inputs, trace
+from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.rounding.block_floats import BLOCK
+
+_PAIRS = BLOCK // 2
+_PARITIES = ("even", "odd")
+
+_BLOCKS = """\
+        /* The operations traced from `fused_step` in step/fused_step.py, in loops over the pairs of a block. */
+        for (int block = 0; block < count; block += {block}) {{
+{declarations}
+{loops}
+{stores}
+        }}"""
+
+_PAIR_LOOP = """\
+{before}
+#pragma GCC ivdep
+            for (int j = 0; j < {pairs}; j++) {{
+{loads}
+                {{ /* the even element */
+{even}
+                }}
+                {{ /* the odd element */
+{odd}
+                }}
+{stores}
+            }}
+{after}"""
+
+_EACH_PAIR = f"for (int j = 0; j < {_PAIRS}; j++)"
+_BYTE_PAIR = "((byte_pair *)({0}_ptr + block))[j]"
+_PAIR = "((pair *)({0}_ptr + block))[j]"
+
+# The two elements of a pair of bytes. `decode` takes codes without their sign as well.
+_LOAD_CODES = ("{0} & 0xffu", "{0} >> 8")
+_LOAD_BYTES = ("(uint32_t)((int32_t)({0} << 24) >> 24)", "(uint32_t)((int32_t)({0} << 16) >> 24)")
+_STORE_BYTES = "({0} & 0xffu) | {1} << 8"
+
+
+def render_block_loops(spec: StepSpec) -> str:
+    """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
+    return _BlockRenderer(spec).render()
+
+
+class _BlockRenderer:
+    """Renders the loops of a spec. Every loop has the operations of both elements of a pair, in scopes of their own."""
+
+    def __init__(self, spec: StepSpec) -> None:
+        graph = trace(spec)
+        self._spec, self._c = spec, CRenderer()
+        self._rendered = operations(graph, self._c, integer_inputs(spec))
+        self._names = list(spec.output_tensors)
+        self._results = [result.name for result in output_nodes(graph)]
+        self._elements = [name for name in spec.tensors if name not in spec.per_block_tensors]
+        self._in_bytes = [name for name in self._elements if spec.tensors[name] == torch.int8]
+        self._in_pairs = [name for name in self._elements if spec.tensors[name] in STORE_PAIR]
+        self._is_float = {node.name: operation.is_float for node, operation in self._rendered.items()}
+        self._is_float |= {name: dtype.is_floating_point for name, dtype in spec.tensors.items()}
+        self._loops = block_loops(graph, set(self._elements))
+
+    def render(self) -> str:
+        declarations = [
+            f"const uint32_t first_weyl{word} = weyl{word} + (uint32_t)block * {WEYL_INCREMENT};"
+            for word in self._spec.random_words
+        ]
+        declarations += [self._load(name, f"block / {BLOCK}") for name in sorted(self._spec.per_block_tensors)]
+        for name in self._in_bytes:
+            declarations.append(f"uint32_t {name}_pairs[{_PAIRS}], new_{name}_pairs[{_PAIRS}];")
+            declarations.append(f"{_EACH_PAIR} {name}_pairs[j] = {_BYTE_PAIR.format(name)};")
+        for node in (node for loop in self._loops for node in loop.kept):
+            arrays = ", ".join(f"kept_{node.name}_{parity}[{_PAIRS}]" for parity in _PARITIES)
+            declarations.append(f"{self._type(node.name)} {arrays};")
+        return _BLOCKS.format(
+            block=BLOCK,
+            declarations=indent(12, declarations),
+            loops="\n".join(map(self._loop, self._loops)),
+            stores=indent(12, [f"{_EACH_PAIR} {_BYTE_PAIR.format(n)} = new_{n}_pairs[j];" for n in self._in_bytes]),
+        )
+
+    def _loop(self, loop: BlockLoop) -> str:
+        spec, outputs = self._spec, [self._names[position] for position in loop.outputs]
+        before = [*self._statements(loop.before), *(self._store_scale(position) for position in loop.block_outputs)]
+        before += [f"int32_t largest_{node.name} = 0;" for node in loop.maxima]
+        loaded = [node.name for node in loop.loaded]
+        loads = [f"const uint32_t {name}_pair = {_PAIR.format(name)};" for name in loaded if name in self._in_pairs]
+        loads += [f"const uint32_t {name}_pair = {name}_pairs[j];" for name in loaded if name in self._in_bytes]
+        loads += [f"{self._type(name)} new_{name}_even, new_{name}_odd;" for name in outputs]
+        stores = []
+        for name in outputs:
+            new = [f"new_{name}_{parity}" for parity in _PARITIES]
+            if name in self._in_pairs:
+                stores.append(f"{_PAIR.format(name)} = {STORE_PAIR[spec.tensors[name]].format(*new)};")
+            elif name in self._in_bytes:
+                stores.append(f"new_{name}_pairs[j] = {_STORE_BYTES.format(*new)};")
+            else:
+                stored = [STORE[spec.tensors[name]].format(value) for value in new]
+                stores += [f"{name}_ptr[block + 2 * j + {k}] = {value};" for k, value in enumerate(stored)]
+        even, odd = (self._element(loop, k) for k in (0, 1))
+        return _PAIR_LOOP.format(
+            pairs=_PAIRS,
+            before=indent(12, before),
+            loads=indent(16, loads),
+            even=indent(20, even),
+            odd=indent(20, odd),
+            stores=indent(16, stores),
+            after=indent(12, [f"const uint32_t {node.name} = (uint32_t)largest_{node.name};" for node in loop.maxima]),
+        )
+
+    def _element(self, loop: BlockLoop, k: int) -> list[str]:
+        """The operations on one element of a pair: the even one if `k` is 0, the odd one if it is 1."""
+        parity = _PARITIES[k]
+        lines = [
+            f"const uint32_t weyl{word} = first_weyl{word} + (uint32_t)(2 * j + {k}) * {WEYL_INCREMENT};"
+            for word in self._spec.random_words
+        ]
+        lines += [self._load_element(node.name, k) for node in loop.loaded]
+        lines += [self._assign(node.name, f"kept_{node.name}_{parity}[j]") for node in loop.restored]
+        lines += self._statements(loop.operations)
+        lines += [f"kept_{node.name}_{parity}[j] = {node.name};" for node in loop.kept]
+        for node in loop.maxima:
+            largest, value = f"largest_{node.name}", f"(int32_t){node.args[0]}"
+            lines.append(f"{largest} = {value} > {largest} ? {value} : {largest};")
+        return lines + [
+            f"new_{self._names[position]}_{parity} = {self._results[position]};" for position in loop.outputs
+        ]
+
+    def _load_element(self, name: str, k: int) -> str:
+        pair = f"{name}_pair"
+        if name in self._in_pairs:
+            return self._assign(name, (LOAD_EVEN, LOAD_ODD)[k][self._spec.tensors[name]].format(pair))
+        if name in self._in_bytes:
+            return self._assign(name, (_LOAD_CODES if name in self._spec.scales else _LOAD_BYTES)[k].format(pair))
+        return self._load(name, f"block + 2 * j + {k}")
+
+    def _load(self, name: str, place: str) -> str:
+        return self._assign(name, LOAD[self._spec.tensors[name]].format(f"{name}_ptr[{place}]"))
+
+    def _store_scale(self, position: int) -> str:
+        name, result = self._names[position], self._results[position]
+        return f"{name}_ptr[block / {BLOCK}] = {STORE[self._spec.tensors[name]].format(result)};"
+
+    def _statements(self, nodes: Iterable[fx.Node]) -> list[str]:
+        return [self._c.assign(node.name, *self._rendered[node]) for node in nodes]
+
+    def _assign(self, name: str, expression: str) -> str:
+        return self._c.assign(name, expression, self._is_float[name])
+
+    def _type(self, name: str) -> str:
+        return value_type(self._is_float[name])

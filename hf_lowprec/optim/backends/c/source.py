@@ -1,0 +1,311 @@
+"""Render a traced step as C: loops over chunks and elements around one function that performs the traced operations.
+
+Steps with states in 8 bits have loops over blocks instead, see `c_block_loops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+
+from hf_lowprec.optim.backends.c.block_loops import render_block_loops
+from hf_lowprec.optim.backends.c.renderer import (
+    LOAD,
+    LOAD_EVEN,
+    LOAD_ODD,
+    STORAGE,
+    STORE,
+    STORE_PAIR,
+    WEYL_INCREMENT,
+    CRenderer,
+    value_type,
+)
+from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
+from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
+from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.rounding.block_floats import BLOCK
+
+CHUNK = 1 << 15
+"""Elements per chunk. The chunks of a step are computed in parallel; each looks up its pointers and scalars once."""
+
+_CHUNKS_AT_ONCE = 4
+"""Chunks that a thread takes from the queue at once: enough for streaming access, and few enough that an interrupted
+thread does not keep the others waiting for long."""
+_PARTIAL_SUMS = 16
+"""Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
+
+
+def render(spec: StepSpec) -> str:
+    """The C source of `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of `tensor_sum`.
+
+    The `native` backend compiles it to a shared library and calls both functions through ctypes.
+    """
+    source = _HEADER.format(description="\n   ".join(description(spec)))
+    source += (_render_segment_keys(spec) if spec.key_names else "") + _render_step(spec)
+    return source if spec.tensor_mean is None else source + _render_tensor_sum(spec)
+
+
+_HEADER = """\
+/* {description} */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Two adjacent elements of 16 or 8 bits, loaded or stored together: half as many memory accesses and no shuffles. */
+typedef uint32_t pair __attribute__((aligned(2), may_alias));
+typedef uint16_t byte_pair __attribute__((aligned(1), may_alias));
+
+static inline float as_float(uint32_t bits) {{ float value; memcpy(&value, &bits, 4); return value; }}
+static inline uint32_t as_bits(float value) {{ uint32_t bits; memcpy(&bits, &value, 4); return bits; }}
+/* Rounding adds to the bits of a NaN, so low payload bits could carry into the exponent. NaNs that arithmetic
+   produces have none; NaNs loaded from FP32 tensors may, and are replaced here. */
+static inline float quiet(float value) {{ return value != value ? NAN : value; }}
+"""
+
+
+_SEGMENT_KEYS = """
+/* This step's keys of the random words, from a segment's stream keys. */
+static inline void segment_keys(
+        {parameters})
+{{
+{body}
+}}
+"""
+
+
+def _render_segment_keys(spec: StepSpec) -> str:
+    """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
+    inputs = ("step", "index_high", *spec.stream_names)
+    lines, results = statements(trace_keys(spec), CRenderer(), inputs)
+    stores = [f"*{key} = {result};" for key, result in zip(spec.key_names, results, strict=True)]
+    parameters = [f"uint32_t {name}" for name in inputs] + [f"uint32_t *{name}" for name in spec.key_names]
+    return _SEGMENT_KEYS.format(parameters=arguments(parameters, 8), body=indent(4, lines + stores))
+
+
+_FUSED_STEP = """
+/* One element: the operations traced from `fused_step` in step/fused_step.py. */
+static inline __attribute__((always_inline)) void fused_step(
+        {parameters})
+{{
+{body}
+}}
+"""
+
+_STEP = """
+/* One optimizer step of all parameters of a fused group.
+
+   chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter.
+   segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
+   By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far. */
+void step(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
+          void *const (*pointers)[{n_pointers}], const float *scalars, const int64_t *counts, int threads)
+{{
+#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
+{chunk_bounds}
+{chunk_inputs}
+{loops}
+    }}
+}}
+"""
+
+_ELEMENTS = """\
+        int done = 0;
+{pairs}
+#pragma GCC ivdep
+        for (int i = done; i < count; i++) {{
+{outputs}
+            fused_step(
+                {arguments});
+{stores}
+        }}"""
+
+_PAIRS = """\
+#pragma GCC ivdep
+        for (int i = 0; i < count / 2; i++) {{
+{outputs}
+{loads}
+            fused_step(
+                {even_arguments});
+            fused_step(
+                {odd_arguments});
+{stores}
+        }}
+        done = count / 2 * 2;
+"""
+
+
+def _render_step(spec: StepSpec) -> str:
+    """Render `step`, and before it what it calls."""
+    scalars = [f"scalar_{name}" for name in spec.all_scalars]
+    keys = spec.key_names
+    functions, loops = ("", render_block_loops(spec)) if spec.scales else _element_loops(spec, scalars)
+    chunk_inputs = _load_chunk_inputs(spec, scalars, spec.output_tensors)
+    if keys:
+        # Step counts are those before this step, which counts from 1.
+        key_inputs = ["(uint32_t)counts[entry_index] + 1", "(uint32_t)index_high", *spec.stream_names]
+        chunk_inputs.append(f"uint32_t {', '.join(keys)};")
+        chunk_inputs.append(f"segment_keys({', '.join([*key_inputs, *(f'&{name}' for name in keys)])});")
+        chunk_inputs.append("const uint32_t first_index = (uint32_t)(start + shift);")
+    chunk_inputs += [
+        f"uint32_t weyl{word} = first_index * {WEYL_INCREMENT} + key{word}_0;" for word in spec.random_words
+    ]
+    return functions + _STEP.format(
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, chunk_inputs),
+        loops=loops,
+    )
+
+
+def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
+    """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
+
+    Where all tensors have 16 bits, two elements are loaded, and stored, at a time.
+    """
+    tensors, output_tensors = spec.tensors, spec.output_tensors
+    key1s = [f"key{word}_1" for word in spec.random_words]
+    weyls = [f"weyl{word}" for word in spec.random_words]
+    lines, results = statements(trace(spec), CRenderer(), integer_inputs(spec))
+    parameters = _declarations(tensors) + [f"float {name}" for name in scalars]
+    parameters += [f"uint32_t {name}" for name in [*key1s, *weyls]]
+    parameters += _declarations(output_tensors, "*new_{0}")
+
+    def fused_step_arguments(values: list[str], weyl_offset: str = "", suffix: str = "") -> str:
+        sequences = [name + weyl_offset for name in weyls]
+        pointers = [f"&new_{name}{suffix}" for name in output_tensors]
+        return arguments([*values, *scalars, *key1s, *sequences, *pointers], 16)
+
+    def advance_weyls(increment: str) -> list[str]:
+        return [f"{name} += {increment};" for name in weyls]
+
+    pairs = ""
+    if set(tensors.values()) <= STORE_PAIR.keys():
+        pair_stores = [
+            f"((pair *){name}_ptr)[i] = {STORE_PAIR[dtype].format(f'new_{name}_even', f'new_{name}_odd')};"
+            for name, dtype in output_tensors.items()
+        ]
+        evens = [LOAD_EVEN[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        odds = [LOAD_ODD[dtype].format(f"{name}_pair") for name, dtype in tensors.items()]
+        pairs = _PAIRS.format(
+            outputs=_statements(_declarations(output_tensors, "new_{0}_even, new_{0}_odd")),
+            loads=indent(12, [f"const uint32_t {name}_pair = ((const pair *){name}_ptr)[i];" for name in tensors]),
+            even_arguments=fused_step_arguments(evens, "", "_even"),
+            odd_arguments=fused_step_arguments(odds, f" + {WEYL_INCREMENT}", "_odd"),
+            stores=indent(12, pair_stores + advance_weyls(f"2 * {WEYL_INCREMENT}")),
+        )
+    stores = [f"{name}_ptr[i] = {STORE[dtype].format('new_' + name)};" for name, dtype in output_tensors.items()]
+    outputs = [f"*new_{name} = {result};" for name, result in zip(output_tensors, results, strict=True)]
+    function = _FUSED_STEP.format(parameters=arguments(parameters, 8), body=indent(4, lines + outputs))
+    return function, _ELEMENTS.format(
+        pairs=pairs,
+        outputs=_statements(_declarations(output_tensors, "new_{0}")),
+        arguments=fused_step_arguments([LOAD[dtype].format(f"{name}_ptr[i]") for name, dtype in tensors.items()]),
+        stores=indent(12, stores + advance_weyls(WEYL_INCREMENT)),
+    )
+
+
+_TENSOR_SUM = """
+/* One element: the operations traced from the algorithm's `tensor_mean` formula. */
+static inline __attribute__((always_inline)) float tensor_mean_term(
+        {parameters})
+{{
+{body}
+    return {result};
+}}
+
+/* The FP64 sum of `tensor_mean_term` over each chunk. The tables are those of `step`, with {n_scalars} scalars each. */
+void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*segments)[{n_columns}],
+                void *const (*pointers)[{n_pointers}], const float *scalars, double *sums, int threads)
+{{
+#pragma omp parallel for schedule(dynamic, {chunks_at_once}) num_threads(threads)
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {{
+{chunk_bounds}
+{chunk_inputs}
+        /* Several partial sums, because each addition waits for the previous one into the same sum. */
+        double partial_sums[{partial_sums}] = {{0}}, total = 0;
+        int i = 0;
+        for (; i + {partial_sums} <= count; i += {partial_sums})
+            for (int j = 0; j < {partial_sums}; j++)
+                partial_sums[j] += tensor_mean_term(
+                    {partial_arguments});
+        for (; i < count; i++)
+            total += tensor_mean_term(
+                {arguments});
+        for (int j = 0; j < {partial_sums}; j++)
+            total += partial_sums[j];
+        sums[chunk] = total;
+    }}
+}}
+"""
+
+
+def _render_tensor_sum(spec: StepSpec) -> str:
+    graph = trace_tensor_mean(spec)
+    lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
+    scalars = [f"scalar_{name}" for name in spec.host_scalars]
+    used_tensors, used_scalars = used_inputs(graph, spec.tensors), used_inputs(graph, scalars)
+    parameters = _declarations({name: spec.tensors[name] for name in used_tensors})
+    parameters += [f"float {name}" for name in used_scalars]
+
+    def term_arguments(index: str, spaces: int) -> str:
+        values = [LOAD[spec.tensors[name]].format(f"{name}_ptr[{_place(spec, name, index)}]") for name in used_tensors]
+        return arguments([*values, *used_scalars], spaces)
+
+    return _TENSOR_SUM.format(
+        **_table_widths(spec, scalars),
+        chunks_at_once=_CHUNKS_AT_ONCE,
+        chunk_bounds=indent(8, _load_chunk_bounds(spec)),
+        chunk_inputs=indent(8, _load_chunk_inputs(spec, scalars, ())),
+        parameters=arguments(parameters, 8),
+        body=indent(4, lines),
+        result=result,
+        partial_sums=_PARTIAL_SUMS,
+        partial_arguments=term_arguments("i + j", 20),
+        arguments=term_arguments("i", 16),
+    )
+
+
+def _place(spec: StepSpec, name: str, index: str) -> str:
+    """The place in the tensor `name` that belongs to the element `index` of the parameter."""
+    return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
+
+
+def _declarations(tensors: Mapping[str, torch.dtype], variable: str = "{0}") -> list[str]:
+    """Declarations of a variable for a loaded element of each of `tensors`; `variable` makes it from their names."""
+    return [f"{value_type(dtype.is_floating_point)} {variable.format(name)}" for name, dtype in tensors.items()]
+
+
+def _statements(declarations: Iterable[str]) -> str:
+    return indent(12, [f"{declaration};" for declaration in declarations])
+
+
+def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
+    """The number of entries in each row of the tables."""
+    return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
+
+
+def _load_chunk_bounds(spec: StepSpec) -> list[str]:
+    """Statements that look up a chunk's segment, its first element and the number of its elements."""
+    names = [f"{name} = segment[{k}]" for k, name in enumerate(segment_columns(spec))]
+    return [
+        "const int64_t *segment = segments[chunks[chunk][0]];",
+        "const int64_t start = chunks[chunk][1];",
+        f"const int64_t {arguments(names, 12)};",
+        f"const int count = end - start < {CHUNK} ? (int)(end - start) : {CHUNK};",
+    ]
+
+
+def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
+    """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
+    lines = []
+    for k, (name, dtype) in enumerate(spec.tensors.items()):
+        pointer_type = f"{'' if name in output_tensors else 'const '}{STORAGE[dtype]} *"
+        pointer = f"({pointer_type})pointers[entry_index][{k}] + {_place(spec, name, 'start')}"
+        lines.append(f"{pointer_type}restrict {name}_ptr = {pointer};")
+    names = list(scalars)
+    return lines + [f"const float {name} = scalars[entry_index * {len(names)} + {k}];" for k, name in enumerate(names)]

@@ -1,0 +1,1 @@
+"""Steps on GPUs with generated Triton kernels."""

@@ -1,0 +1,290 @@
+"""The `triton` backend: at most two kernel launches for all parameters of a spec, whatever their number.
+
+A model has hundreds of tensors, and launching a kernel for each would take the host longer than the device needs to
+step a billion parameters. Instead, a table of pointers and tables of chunks are sent to the device, and one program
+per chunk looks up its tensors (`triton_tables.py`). Whole aligned chunks are a launch, and ragged ones are another
+(`triton_chunks.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hf_lowprec.optim.backends.triton.availability import TritonError, check_available, is_interpreted
+from hf_lowprec.optim.backends.triton.source import render
+from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
+from hf_lowprec.optim.step.backend_step import BackendStep
+from hf_lowprec.optim.step.fused_group import FusedGroup
+from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.segments import segment_columns, sum_by_entry
+from hf_lowprec.rounding import dtype_name
+
+BLOCK = 1024
+"""Elements per program and iteration: eight per thread, 128 bits of BF16. A ragged chunk has no more."""
+CHUNK = 8 * BLOCK
+"""Elements per program: enough to amortize reading the tables."""
+TAIL = BLOCK // 4
+"""Elements per iteration of a `tensor_sum` whose accesses are masked and narrow; few, so that it needs no extra
+registers."""
+INLINED_PTX = (80, 100)
+"""Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
+MAX_REGISTERS = {8: 64, 10: 72}
+"""Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
+for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.
+"""
+SUM_REGISTERS = 56
+"""Registers of a thread that sums a `tensor_mean` formula with inlined PTX: room for 36 warps per multiprocessor. These
+kernels are short, so they mostly wait for what they load. With FP32 numbers or states in 8 bits, some would be spilled.
+"""
+WAVES_PER_SIMD = 4
+"""Wavefronts for which a SIMD unit of AMD's data-center GPUs has registers, with states in 8 bits: 128 for each thread.
+The compiler would take a few more, and save no instructions. With 8 bytes per element or less, it takes far fewer.
+"""
+WARPS = 4
+"""Warps per program if a warp has 32 threads; half as many if it has 64, as on AMD's data-center GPUs."""
+
+
+class _StepInputs(NamedTuple):
+    """The inputs that all launches of a step share.
+
+    Attributes:
+        chunks: from which each launch takes its entries' chunks.
+        arguments: the tables that the kernels take after them.
+    """
+
+    chunks: ChunkTables
+    arguments: tuple[Tensor, ...]
+
+
+class TritonStep(BackendStep):
+    """Steps a fused group with one or two kernel launches, without synchronizing with the device.
+
+    Attributes:
+        step_kernel: the Triton function that steps a whole chunk.
+        ragged_kernel: the one that steps a ragged chunk.
+
+    Raises:
+        TritonError: Triton is not installed, does not run on the group's device, or cannot compile a kernel for it.
+    """
+
+    capturable = True
+
+    def __init__(self, fused_group: FusedGroup) -> None:
+        check_available(fused_group.device)
+        super().__init__(fused_group)
+        self.step_kernel, self.ragged_kernel, self._tensor_sum_kernel = kernels(fused_group.spec)
+        self._tables = DeviceTables(fused_group, CHUNK, BLOCK)
+        self._options = _kernel_options(fused_group.spec, fused_group.device)
+        self._inputs: _StepInputs | None = None
+        self._has_run = False
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile and load every kernel of a step: once one of them has changed weights, the others must not fail."""
+        chunks = segments = pointers = counts = torch.int64
+        scalars, enabled, sums = torch.float32, torch.int32, torch.float64
+        step = (chunks, segments, pointers, scalars, counts, enabled)
+        kernels: list[tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = [
+            (self.ragged_kernel, step, self._options.step_ragged),
+            (self.step_kernel, step, self._options.step),
+        ]
+        if self._tensor_sum_kernel is not None:
+            sum_tables = (chunks, segments, pointers, scalars, sums)
+            kernels.append((self._tensor_sum_kernel, sum_tables, self._options.tensor_sum))
+        if self.fused_group.spec.clipped:
+            kernels.append((_square_sum(), (chunks, segments, pointers, sums), self._options.square_sum))
+        try:
+            with _on(self.fused_group.device):
+                for kernel, tables, options in kernels:
+                    compiled = kernel.warmup(*tables, grid=(1,), **options)  # takes dtypes in place of tables
+                    _ = compiled and compiled.run  # loads the machine code; the interpreter has none
+        except Exception as error:
+            raise TritonError(
+                f"backend='triton' cannot compile its kernels for {self.fused_group.device} ({error}); use 'auto' or "
+                "'eager'"
+            ) from error
+
+    def load_tables(self) -> None:
+        """Make this step's tables, so that `run` allocates nothing."""
+        if len(self._tables.all_chunks) > 0:
+            self._step_inputs()
+
+    def run(self, entries: range) -> None:
+        """Step some consecutive entries in place: at most two launches, without synchronizing with the device."""
+        if len(self._tables.all_chunks) == 0:
+            return
+        group, (chunks, arguments) = self.fused_group, self._step_inputs()
+        whole, ragged = chunks.of_entries(entries)
+        with _on(group.device):
+            if len(ragged) > 0:  # first, so that nothing waits for the few programs that are slow
+                self.ragged_kernel[(len(ragged),)](ragged, *arguments, **self._options.step_ragged)
+            if len(whole) > 0:
+                self.step_kernel[(len(whole),)](whole, *arguments, **self._options.step)
+        self._has_run = True
+        # Incrementing a weight's version tells autograd about the write, which it cannot see. States are in no graph.
+        increment_version(group.weights[entries.start : entries.stop])
+
+    def _step_inputs(self) -> _StepInputs:
+        """The inputs of this step's launches, made on the first launch."""
+        if self._inputs is None:
+            group, tables = self.fused_group, self._tables.of_step()
+            enabled = self._tables.always if group.enabled is None else group.enabled.to(torch.int32)
+            scalars = group.all_scalars(tables.scalars)
+            arguments = (self._tables.segments, tables.pointers, scalars, tables.counts, enabled)
+            self._inputs = _StepInputs(self._tables.chunks(), arguments)
+        return self._inputs
+
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the group's gradients; FP64 scalar on its device."""
+        group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
+        sums = torch.empty(len(chunks), dtype=torch.float64, device=group.device)
+        if len(chunks) > 0:
+            pointers = self._tables.of_step().pointers
+            with _on(group.device):
+                _square_sum()[(len(chunks),)](chunks, segments, pointers, sums, **self._options.square_sum)
+        return sums.sum()
+
+    def tensor_sums(self) -> Tensor:
+        """The sum of the `tensor_mean` formula over each parameter; FP64 of shape (entries) on the group's device."""
+        group, chunks, segments = self.fused_group, self._tables.all_chunks, self._tables.segments
+        sums = torch.empty(len(chunks), dtype=torch.float64, device=group.device)
+        if len(chunks) > 0:
+            tables = self._tables.of_step()
+            with _on(group.device):
+                scalars = group.all_scalars(tables.scalars)
+                arguments = (chunks, segments, tables.pointers, scalars, sums)
+                self._tensor_sum_kernel[(len(chunks),)](*arguments, **self._options.tensor_sum)
+        return sum_by_entry(sums, self._tables.chunks_per_entry)
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if kernels and chunks for this step's addresses are loaded, or there is nothing to run."""
+        return len(self._tables.all_chunks) == 0 or (self._has_run and self._tables.has_chunks)
+
+    def release_tables(self) -> None:
+        """Release this step's tables: at the end of the step, or because addresses in them have changed."""
+        self._inputs = None
+        self._tables.release()
+
+
+class _KernelOptions(NamedTuple):
+    """The constants and options with which each kernel is compiled and launched."""
+
+    step: dict[str, Any]
+    step_ragged: dict[str, Any]
+    tensor_sum: dict[str, Any]
+    square_sum: dict[str, Any]
+
+
+def _kernel_options(spec: StepSpec, device: torch.device) -> _KernelOptions:
+    import triton.language as tl
+
+    ptx = _ptx(device)
+    common = {"BLOCK": BLOCK, "num_warps": _warps(device), "enable_fp_fusion": False}
+    dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    gradients = {"DTYPE": dtypes[spec.grad_dtype], "COLUMNS": len(segment_columns(spec)), "TENSORS": len(spec.tensors)}
+    return _KernelOptions(
+        step={**common, "PTX": ptx, "CHUNK": CHUNK, **_register_options(spec, ptx, device)},
+        step_ragged={**common, "PTX": ptx},
+        tensor_sum={**common, "PTX": ptx, "CHUNK": CHUNK, "TAIL": TAIL}
+        | ({"maxnreg": max_sum_registers(spec)} if ptx else {}),
+        square_sum={**common, "CHUNK": CHUNK, **gradients},
+    )
+
+
+def _ptx(device: torch.device) -> int:
+    """The constant `PTX` of the rendered kernels."""
+    if device.type != "cuda" or torch.version.hip is not None or is_interpreted():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return inlined_ptx(10 * major + minor)
+
+
+def inlined_ptx(capability: int) -> int:
+    """The constant `PTX` of the rendered kernels for NVIDIA GPUs of a compute capability (90 is 9.0)."""
+    return max(least for least in (0, *INLINED_PTX) if least <= capability)
+
+
+def max_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
+    dtypes = spec.tensors.values()
+    if spec.per_block_tensors or torch.float16 in dtypes:  # without inlined PTX; FP16 is FP32 from the beginning
+        return None
+    read = sum(dtype.itemsize for dtype in dtypes)
+    if ("decoupled", False) in spec.options:  # the weight is also a part of the gradient, in a register of its own
+        read += spec.param_dtype.itemsize
+    return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
+
+
+def max_sum_registers(spec: StepSpec) -> int | None:
+    """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
+    return None if spec.per_block_tensors or torch.float32 in spec.tensors.values() else SUM_REGISTERS
+
+
+def waves_per_simd(spec: StepSpec) -> int:
+    """Wavefronts that step whole chunks on one SIMD unit of AMD's data-center GPUs, as far as registers limit them; 0
+    where the compiler is free to choose.
+    """
+    read = sum(dtype.itemsize for dtype in spec.tensors.values())
+    return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
+
+
+def _register_options(spec: StepSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
+    """The options that limit the registers of a thread that steps whole chunks, with the constant `PTX`."""
+    if ptx:
+        return {"maxnreg": max_registers(spec)}
+    return {"waves_per_eu": waves_per_simd(spec)} if _warp_size(device) == 64 else {}
+
+
+def _warps(device: torch.device) -> int:
+    return WARPS * 32 // _warp_size(device)
+
+
+def _warp_size(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+
+
+def _square_sum() -> Any:
+    """The kernel `square_sum`, whose module imports Triton."""
+    from hf_lowprec.optim.backends.triton.square_sum import square_sum
+
+    return square_sum
+
+
+def _on(device: torch.device) -> Any:
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+class Kernels(NamedTuple):
+    """The Triton functions of a spec.
+
+    Attributes:
+        step: steps whole chunks.
+        step_ragged: steps ragged chunks.
+        tensor_sum: sums the `tensor_mean` formula; None if the spec has none.
+    """
+
+    step: Any
+    step_ragged: Any
+    tensor_sum: Any
+
+
+@functools.cache
+def kernels(spec: StepSpec) -> Kernels:
+    """The Triton functions of `spec`, rendered once."""
+    source = render(spec)
+    description = " ".join([spec.update.__qualname__, spec.rounding, *map(dtype_name, spec.tensors.values())])
+    name = f"<hf_lowprec {description} {hash(spec) & 0xFFFFFFFF:08x}>"
+    # Triton reads a function's source through `inspect`, which looks here.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": f"{__name__}.{os.path.basename(name)}"}
+    exec(compile(source, name, "exec"), namespace)
+    return Kernels(namespace["step"], namespace["step_ragged"], namespace.get("tensor_sum"))

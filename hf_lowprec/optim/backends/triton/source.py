@@ -1,0 +1,253 @@
+"""Render a traced step as Triton: a program per chunk around one function that performs the traced operations.
+
+Addresses come from a table, so the compiler knows nothing about their alignment: the kernel `step` promises it,
+which gives 128-bit accesses, and its chunks are those for which the promise holds. All others are stepped by
+`step_ragged`, under a mask; see backends/triton_chunks.py.
+
+Whole chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
+for NaN in inline PTX. Their bits are the same. Kernels with states in 8 bits have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
+from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys
+from hf_lowprec.optim.backends.triton.loads import (
+    RAGGED_COLUMNS,
+    WHOLE_COLUMNS,
+    load_chunk_inputs,
+    load_elements,
+    load_row,
+    number_elements,
+)
+from hf_lowprec.optim.backends.triton.ptx_graph import trace_for_ptx
+from hf_lowprec.optim.backends.triton.renderer import (
+    LOAD,
+    STORAGE,
+    STORE,
+    PtxRenderer,
+    TritonRenderer,
+    render_formula,
+)
+from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
+from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.segments import segment_columns
+from hf_lowprec.rounding.block_floats import BLOCK
+
+
+def render(spec: StepSpec) -> str:
+    """The Python source of the kernels `step` and `step_ragged` for `spec` and, if its algorithm has a `tensor_mean`
+    formula, of `tensor_sum`.
+
+    The `triton` backend executes it and launches the kernels.
+    """
+    ptx = PtxRenderer()
+    kernels = _render_step(spec, ptx) + ("" if spec.tensor_mean is None else render_tensor_sum(spec, ptx))
+    source = _HEADER.format(description="\n# ".join(description(spec)))
+    source += _render_segment_keys(spec) if spec.key_names else ""
+    return source + "".join(ptx.functions.values()) + kernels
+
+
+_HEADER = """\
+# {description}
+
+import triton
+import triton.language as tl
+"""
+
+
+_SEGMENT_KEYS = """
+
+@triton.jit
+def segment_keys({inputs}):
+    # This step's keys of the random words, from a segment's stream keys.
+{body}
+    return {results}
+"""
+
+
+def _render_segment_keys(spec: StepSpec) -> str:
+    """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
+    inputs = ["step", "index_high", *spec.stream_names]
+    lines, results = statements(trace_keys(spec), TritonRenderer(), inputs)
+    return _SEGMENT_KEYS.format(inputs=arguments(inputs, 8), body=indent(4, lines), results=", ".join(results))
+
+
+_STEP = """
+
+@triton.jit
+def step_chunk(
+    {chunk_inputs},
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+):
+{lanes}
+    for offset in range(0, CHUNK, BLOCK):
+        index = first_index + offset + lanes
+{loads}
+        if PTX:
+            {outputs} = fused_step_ptx(
+                {arguments}, PTX
+            )
+        else:
+            {outputs} = fused_step(
+                {arguments}, PTX
+            )
+{stores}
+
+
+@triton.jit
+def step(
+    chunks, segments, pointers, scalars, counts, enabled,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+):
+    # One optimizer step of the whole chunks of a fused group; a program computes one chunk.
+    #
+    # chunks: the segment of each chunk, and its first element in the tensors of the segment's parameter. It has CHUNK
+    #     elements, which begin on a 16-byte boundary in all of these tensors.
+    # segments: contiguous runs of a parameter's elements, see `Segments` in step/segments.py.
+    # By entry_index, for each parameter: {n_pointers} pointers, {n_scalars} scalars, the count of steps so far.
+    # enabled: 0 to leave everything as it is.
+    # CHUNK: elements per chunk. BLOCK: elements per iteration.
+    # PTX: the compute capability, times 10, for which PTX is inlined; 0 if none is.
+    chunk = tl.program_id(0).to(tl.int64)
+{chunk}
+{inputs_of_chunk}
+    if tl.load(enabled) != 0:
+        step_chunk(
+            {chunk_inputs},
+            CHUNK, BLOCK, {ptx}
+        )
+
+
+@triton.jit
+def load_ragged(address, lanes, count, STORAGE: tl.constexpr):
+    # The elements before `count`: at once as many as a thread has, if they begin on a boundary and are complete.
+    if ((address & 15) == 0) & (count % {together} == 0):
+        pointer = tl.multiple_of(address.to(tl.pointer_type(STORAGE)), 16)
+        stored = tl.load(pointer + lanes, mask=lanes < count // {together} * {together}, other=0)
+    else:
+        stored = tl.load(address.to(tl.pointer_type(STORAGE)) + lanes, mask=lanes < count, other=0)
+    return stored
+
+
+@triton.jit
+def store_ragged(address, lanes, count, stored):
+    # The counterpart of `load_ragged`.
+    if ((address & 15) == 0) & (count % {together} == 0):
+        pointer = tl.multiple_of(address.to(tl.pointer_type(stored.dtype)), 16)
+        tl.store(pointer + lanes, stored, mask=lanes < count // {together} * {together})
+    else:
+        tl.store(address.to(tl.pointer_type(stored.dtype)) + lanes, stored, mask=lanes < count)
+
+
+@triton.jit
+def step_ragged(
+    chunks, segments, pointers, scalars, counts, enabled,
+    BLOCK: tl.constexpr, PTX: tl.constexpr = 0
+):
+    # The same step of the other chunks: of at most BLOCK elements, wherever they begin.
+    #
+    # chunks: the entry_index and the segment of each chunk, its first element, and the one after its last.
+    # The other tables are those of `step`.
+    chunk = tl.program_id(0).to(tl.int64)
+{ragged_chunk}
+{inputs_of_chunk}
+    count = tl.where(tl.load(enabled) != 0, end - start, 0).to(tl.int32)
+{lanes}
+    index = first_index + lanes
+{ragged_loads}
+    if {ptx}:
+        {outputs} = fused_step_ptx(
+            {ragged_arguments}, PTX
+        )
+    else:
+        {outputs} = fused_step(
+            {ragged_arguments}, 0
+        )
+{ragged_stores}
+"""
+
+
+def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
+    tensors, output_tensors = spec.tensors, spec.output_tensors
+    scalars = [f"scalar_{name}" for name in spec.all_scalars]
+    keys = spec.key_names
+    columns = segment_columns(spec)
+
+    inputs_of_chunk = load_chunk_inputs(spec, scalars)
+    inputs_of_chunk.append("first_index = (start + shift).to(tl.int32)")
+    if keys:
+        # Step counts are those before this step, which counts from 1.
+        key_inputs = ["tl.load(counts + entry_index).to(tl.int32) + 1", "index_high.to(tl.int32)"]
+        key_inputs += [f"{name}.to(tl.int32)" for name in spec.stream_names]
+        inputs_of_chunk.append(f"{', '.join(keys)} = segment_keys(\n        {arguments(key_inputs, 8)}\n    )")
+
+    stored = {name: STORE[dtype].format(f"new_{name}") for name, dtype in output_tensors.items()}
+    inputs = [*tensors, *scalars, "index", *keys]
+    traced, integers = "`fused_step` in step/fused_step.py", integer_inputs(spec)
+    formulas = render_formula("fused_step", traced, inputs, trace(spec), TritonRenderer(), integers)
+    # With states in 8 bits, inline PTX would save 5% of the instructions and take half as many registers again.
+    inline = not spec.per_block_tensors
+    if inline:
+        formulas += render_formula("fused_step_ptx", traced, inputs, trace_for_ptx(spec), ptx, integers)
+    return formulas + _STEP.format(
+        arguments=arguments(inputs, 16),
+        chunk_inputs=arguments(["first_index", *(f"{name}_address" for name in tensors), *scalars, *keys], 12),
+        ptx="PTX" if inline else "0",
+        outputs=", ".join(f"new_{name}" for name in output_tensors),
+        n_pointers=len(tensors),
+        n_scalars=len(scalars),
+        chunk=indent(4, [*load_row("chunks", "chunk", WHOLE_COLUMNS), *load_row("segments", "segment", columns)]),
+        inputs_of_chunk=indent(4, inputs_of_chunk),
+        lanes=indent(4, number_elements(spec)),
+        loads=load_elements(spec, tensors, masked=False),
+        stores=indent(8, [f"tl.store({name}_ptr, {value})" for name, value in stored.items()]),
+        together=_TOGETHER,
+        ragged_chunk=indent(4, _load_ragged_chunk(columns)),
+        ragged_loads=indent(4, _load_ragged(spec, inline)),
+        ragged_arguments=arguments(inputs, 12),
+        ragged_stores=indent(4, _store_ragged(spec, stored)),
+    )
+
+
+_TOGETHER = 8
+"""Elements of a thread that `step_ragged` loads and stores together: 128 bits of BF16."""
+
+
+def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
+    """Statements that look up a ragged chunk and what its segment says of it."""
+    known = [name for name in columns if name not in RAGGED_COLUMNS]
+    return load_row("chunks", "chunk", RAGGED_COLUMNS) + load_row("segments", "segment", columns, known)
+
+
+def _load_ragged(spec: StepSpec, inline: bool) -> list[str]:
+    """Statements that load the elements of a ragged chunk, FP32 or int32; with inline PTX, BF16 as it is stored."""
+    lines = []
+    for name, dtype in spec.tensors.items():
+        storage = f"tl.{STORAGE[dtype]}"
+        if name in spec.per_block_tensors:
+            pointer = f"{name}_address.to(tl.pointer_type({storage})) + blocks"
+            lines.append(f"{name}_stored = tl.load({pointer}, mask=blocks * {BLOCK} < count, other=0)")
+        else:
+            lines.append(f"{name}_stored = load_ragged({name}_address, lanes, count, {storage})")
+    for name, dtype in spec.tensors.items():
+        value = LOAD[dtype].format(f"{name}_stored")
+        as_stored = inline and dtype == torch.bfloat16
+        lines.append(f"{name} = {f'{name}_stored if PTX else {value}' if as_stored else value}")
+    return lines
+
+
+def _store_ragged(spec: StepSpec, stored: Mapping[str, str]) -> list[str]:
+    """Statements that store the new values of a ragged chunk: expressions by tensor."""
+    lines = []
+    for name, value in stored.items():
+        if name in spec.per_block_tensors:
+            pointer = f"{name}_address.to(tl.pointer_type(tl.{STORAGE[spec.tensors[name]]})) + blocks"
+            lines.append(f"tl.store({pointer}, {value}, mask=blocks * {BLOCK} < count)")
+        else:
+            lines.append(f"store_ragged({name}_address, lanes, count, {value})")
+    return lines

@@ -1,0 +1,1 @@
+"""Steps parameters during the backward pass, so that their gradients can be freed."""

@@ -1,0 +1,1 @@
+"""What an optimizer keeps for each parameter: created, saved, loaded and converted."""

@@ -1,0 +1,439 @@
+"""Loading of optimizer state dicts.
+
+`prepare_for_loading` checks a state dict completely before anything is changed, and fills in what it lacks. Then
+torch's loader copies it into the optimizer, and what that loader has changed or left out is restored.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.shared_keywords import keywords
+from hf_lowprec.optim.state.foreign_states import START_AGAIN, conversion_note, format_of
+from hf_lowprec.optim.state.initial_compensation import low_bits_state
+from hf_lowprec.optim.state.state_dict_format import (
+    ADDED_KEYS,
+    DITHERED,
+    FORMAT,
+    HEADER,
+    LOW_BITS,
+    NORM_BEFORE,
+    SKIPPED_STEPS,
+    algorithm_name,
+    dithered_numbers,
+    from_saved_form,
+    names_saved_in_8_bits,
+    numbered_parameters,
+)
+from hf_lowprec.optim.state.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
+from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
+from hf_lowprec.optim.state.states_in_8_bits import check_codes
+from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
+
+if TYPE_CHECKING:
+    from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+
+_REQUIRED = {"lr", "rounding"}
+"""Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
+
+_IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
+"""Arguments that all algorithms have. A group without a header may lack them and still come from the same algorithm."""
+
+_WRITTEN_BY_TORCH = {
+    *("params", "param_names", "differentiable"),
+    *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+}
+"""Keys that torch and its schedulers leave in param groups."""
+
+
+class Prepared(NamedTuple):
+    """A state dict as torch can load it, and what the user should know about it.
+
+    Attributes:
+        state_dict: the state dict.
+        notes: a warning each for state of another library, for changed options, for states that were converted to
+            another dtype, for a replaced `state_rounding` and for changed rounding modes.
+    """
+
+    state_dict: dict[str, Any]
+    notes: list[str]
+
+
+def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Prepared:
+    """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
+
+    State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
+    and so is each `state_dtype` that is not None, to which states are converted. With states in 8 bits, so is the
+    `state_rounding`.
+
+    Raises:
+        ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
+    """
+    _check_containers(state_dict)
+    name = algorithm_name(optimizer)
+    state_dict = from_saved_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    for k, saved in enumerate(saved_groups):
+        _check_header(name, saved, f"param group {k}")
+    if len(groups) != len(saved_groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
+    if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
+        raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
+    _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
+    formats = [format_of(saved) for saved in saved_groups]
+    prepared_groups: list[ParamGroup] = []
+    states = dict(state_dict["state"])
+    changes: list[DtypeChange] = []
+    was_nearest = False
+    for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
+        where = f"param group {k}"
+        converted = saved if foreign is None else foreign.group(name, group, saved, where)
+        prepared = _prepare_group(optimizer, group, converted, where)
+        prepared_groups.append(prepared)
+        was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
+        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            state, owner = states.pop(number, None), f"parameter {number}"
+            if state and foreign is not None:
+                state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
+            elif state:
+                check_codes(names_saved_in_8_bits(saved, position), state, owner)
+            if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
+                _check_state(optimizer, param, prepared, state, owner)
+                changed = [] if group["state_dtype"] is None else dtype_changes(optimizer, prepared, param, state)
+                states[number] = converted_states(optimizer, prepared, param, state, changed) if changed else state
+                changes += changed
+    notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
+    notes += dtype_change_note(name, changes)
+    if was_nearest:
+        notes.append(
+            f"steps of this {name} round 16-bit states and compensations stochastically, as its states in 8 bits "
+            "require, in place of the saved state_rounding='nearest'"
+        )
+    if not any(formats):
+        notes += _changed_modes(optimizer, prepared_groups)
+    own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
+    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered_numbers(saved_groups)}
+    return Prepared(loadable, notes)
+
+
+def _check_containers(state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves."""
+
+    def expect(value: Any, types: Any, names: str, what: str) -> None:
+        if not isinstance(value, types):
+            raise ValueError(f"{what} of the state dict must be {names}, but is of type {type(value).__name__}")
+
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"a state dict with the keys {sorted(map(str, state_dict))} is not that of an optimizer, which has 'state' "
+            "and 'param_groups'"
+        )
+    expect(state_dict["param_groups"], list | tuple, "a list", "'param_groups'")
+    for k, group in enumerate(state_dict["param_groups"]):
+        expect(group, Mapping, "a dict", f"param group {k}")
+        expect(group.get("params", []), list | tuple, "a list", f"'params' in param group {k}")
+        for number in group.get("params", []):
+            expect(number, int | str, "numbers", f"'params' in param group {k}")
+        for key in group:
+            expect(key, str, "strings", f"the keys in param group {k}")
+    listed = [number for group in state_dict["param_groups"] for number in group.get("params", [])]
+    known = set(listed)
+    if len(known) < len(listed):
+        raise ValueError("'params' in the param groups of the state dict contain a number twice")
+    for kind in ("state", LOW_BITS):
+        expect(state_dict.get(kind, {}), Mapping, "a dict", repr(kind))
+        for number in known & state_dict.get(kind, {}).keys():  # users may keep more under other keys
+            values = state_dict[kind][number]
+            where = f"the {kind} of parameter {number}"
+            expect(values, Mapping, "a dict", where)
+            for name, value in values.items():
+                expect(name, str, "strings", f"the keys in {where}")
+                if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta):
+                    raise ValueError(
+                        f"{name} in {where} of the state dict is {value.layout} on {value.device}; it must be a dense "
+                        "tensor with values"
+                    )
+            if kind == LOW_BITS and not are_saved_low_bits(values):
+                raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
+
+
+def _check_header(name: str, saved: ParamGroup, where: str) -> None:
+    """Raise ValueError unless the algorithm `name` saved the group, in a format that this version can read."""
+    header = saved.get(HEADER, {"format": 1})
+    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
+        raise ValueError(
+            f"{where} of the state dict has format {header.get('format')!r}, but this hf_lowprec reads up to {FORMAT}; "
+            "upgrade hf_lowprec to load it"
+        )
+    writer = header.get("optimizer", name)
+    if writer != name:
+        raise ValueError(
+            f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start a new {name} from "
+            "the checkpoint's weights alone (from_pretrained with its folder, without resume_from_checkpoint)"
+        )
+
+
+def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    """Check that the group `saved` fits `group` of `optimizer`, and return it with defaults filled in.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    name = algorithm_name(optimizer)
+    if len(group["params"]) != len(saved["params"]):
+        raise ValueError(
+            f"{where} of the state dict has {len(saved['params'])} parameters, but this {name}'s has "
+            f"{len(group['params'])}"
+        )
+    saved = _with_defaults(optimizer, group, saved, where)
+    if group["state_dtype"] is not None:
+        saved["state_dtype"] = group["state_dtype"]
+        if requests_8_bits(group):
+            saved["state_rounding"] = group["state_rounding"]  # "nearest" would exclude them
+    check_group(optimizer, saved, f"{where} of the state dict")
+    for flag in optimizer.flags:
+        if bool(saved[flag]) != bool(group[flag]):
+            raise ValueError(
+                f"{where} was saved with {flag}={saved[flag]!r} and this {name} has {flag}={group[flag]!r} "
+                "there; give the optimizer the same groups in the same order"
+            )
+    return saved
+
+
+def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
+    """The group `saved` without its header, and with the defaults of missing keys.
+
+    Raises:
+        ValueError: a key without a default is missing, or a key is unknown.
+    """
+    name, arguments = algorithm_name(optimizer), group_keys(optimizer)
+    has_header = HEADER in saved
+    header = saved.get(HEADER, {})
+    saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
+    saved.pop(HEADER, None)
+    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
+    optional = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
+    missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
+    if lacking := [key for key in missing if key not in optional]:
+        raise ValueError(
+            f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
+            f"hf_lowprec.{name}, nor by an optimizer whose state can be converted. Resume it with the optimizer that "
+            f"saved it, or {START_AGAIN}"
+        )
+    if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(map(repr, unknown))}, unknown to {name} and to this "
+            "optimizer's group: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
+            "there yourself, put it in the group as well"
+        )
+    return {**{key: defaults[key] for key in missing}, **saved}
+
+
+def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
+    """The warning that training continues in other rounding modes than those of `saved_groups`, if it does.
+
+    The optimizer's own modes are kept, since the user has chosen them, possibly to change the mode. States are
+    converted before the next step, see `mode_change.py`.
+    """
+    changes: dict[str, None] = {}
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        if saved["rounding"] != group["rounding"]:
+            changes[f"{saved['rounding']!r} to {group['rounding']!r}"] = None
+    if not changes:
+        return []
+    return [
+        f"the rounding mode changes from {' and from '.join(changes)}, as this {algorithm_name(optimizer)} was built: "
+        "before the next step, compensations and remainders are converted, or rounded into the weights for modes that "
+        "have neither"
+    ]
+
+
+def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list[str]:
+    """The warning that options of `optimizer` are replaced by those of `saved_groups`, if any of them differ.
+
+    Excluded are the learning rate and what a scheduler cycles with it, since these differ in every resumed run,
+    `ADDED_KEYS`, which users seldom choose, and the rounding mode, which is kept, as is a `state_dtype` that was given.
+    """
+    changed: dict[str, None] = {}
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        exempt = {"lr", "rounding", *ADDED_KEYS} | ({"betas", "momentum"} if "max_momentum" in saved | group else set())
+        for key in sorted(group_keys(optimizer) - exempt):
+            if _comparable(saved[key]) != _comparable(group[key]):
+                changed[f"{key}={_comparable(saved[key])!r} (was {_comparable(group[key])!r})"] = None
+    if not changed:
+        return []
+    note = (
+        f"the state dict that was loaded replaces options of this {algorithm_name(optimizer)}: {', '.join(changed)}; "
+        "to train with other values, set them in optimizer.param_groups after loading"
+    )
+    if any(option.startswith("state_dtype=") for option in changed):
+        note += (
+            ". Saved states keep their dtypes even then; a state_dtype that groups have before loading converts them"
+        )
+    return [note]
+
+
+def _comparable(value: Any) -> Any:
+    """`value` as a number, tuple or string: some checkpoint formats turn tuples into lists and numbers into tensors."""
+    return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
+
+
+def _check_state_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
+    """Raise ValueError for states that torch would silently ignore, so that their parameters would start afresh."""
+    for key in states:
+        if isinstance(key, str) and key.isdecimal() and key not in numbers:
+            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
+        if isinstance(key, int) and key not in numbers:
+            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
+
+
+def _check_state(
+    optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
+) -> None:
+    """Raise ValueError unless the saved `state` is one that `param` can have in `saved_group`."""
+    existing = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = state_tensors(optimizer, saved_group, param, existing)
+    expected = {"step", *(tensor.key for tensor in tensors)}
+    owner = f"a {dtype_name(param.dtype)} parameter of {type(optimizer).__name__}"
+    required = f"{owner} with rounding={saved_group['rounding']!r} has {sorted(expected)}"
+    if missing := sorted(expected - state.keys()):
+        raise ValueError(
+            f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
+            "dict, with the dtypes of the model, so the keep_fp32, of that run (distributed checkpoints: with an "
+            f"optimizer built with rounding={saved_group['rounding']!r}; then change the groups' 'rounding'), or "
+            f"{START_AGAIN}"
+        )
+    # A compensation means that the weight was in 16 bits.
+    if param.dtype == torch.float32 and (foreign := sorted(AUXILIARY_STATES.keys() & state.keys())):
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(map(repr, foreign))}; {required}. It was in 16 bits when it was "
+            f"saved: cast the model as then, with the same keep_fp32, or {START_AGAIN}"
+        )
+    # A group may have been given another rounding mode between two steps.
+    possible = expected | _states_of_any_option(optimizer, saved_group) | AUXILIARY_STATES.keys()
+    if unknown := sorted(map(repr, state.keys() - possible - optimizer.state.get(param, {}).keys())):
+        raise ValueError(
+            f"{where} of the state dict has {', '.join(unknown)}, unknown to {algorithm_name(optimizer)} and to this "
+            "optimizer's state: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
+            "there yourself, put it in optimizer.state[param] as well, or take it out of the state dict"
+        )
+    if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
+        raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
+    if not _is_count(state["step"]):
+        step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
+        raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
+    formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
+    tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
+    for tensor in tensors:
+        _check_state_tensor(tensor, param, state[tensor.key], where)
+
+
+def _check_state_tensor(tensor: StateTensor, param: Tensor, saved: Any, where: str) -> None:
+    """Raise ValueError unless `saved` has a shape and a dtype that `tensor` can have."""
+    name, stored = tensor.key, tensor.state
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{name} of {where} is not a tensor but {saved!r} in the state dict")
+    if saved.shape != tensor.shape:
+        of_scales = "" if stored.scale_of is None else f", whose scales have {tuple(tensor.shape)}"
+        raise ValueError(
+            f"{name} of {where} has shape {tuple(saved.shape)} in the state dict; the parameter has "
+            f"{tuple(param.shape)}{of_scales}"
+        )
+    valid: tuple[torch.dtype, ...] = STATE_DTYPES
+    if stored.dtype is not None and not stored.dtype.is_floating_point:
+        valid = (stored.dtype,)
+    elif stored.dtype is not None or why_not_8_bits(stored, param):
+        valid = tuple(dtype for dtype in STATE_DTYPES if dtype.is_floating_point)
+    if saved.dtype not in valid:
+        names = " or ".join(map(dtype_name, valid))
+        raise ValueError(f"{name} of {where} has dtype {saved.dtype}; it must be {names}")
+
+
+def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
+    """Names of the states that a parameter of `group` has with all options on; states of disabled options may stay."""
+    options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
+    switched_on = {key: group[key] or True for key in options}
+    return {state.name for state in optimizer.states({**group, **switched_on})}
+
+
+def _is_count(step: Any) -> bool:
+    """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
+    try:
+        value = step.item() if isinstance(step, Tensor) else step
+        is_number = isinstance(value, numbers.Real)
+        return is_number and int(value) == value and 0 <= int(value) < 2**63
+    except (ValueError, OverflowError):  # NaN, infinity
+        return False
+
+
+def check_and_load(
+    optimizer: Algorithm, state_dict: dict[str, Any], load_by_torch: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Load a state dict into `optimizer`.
+
+    Args:
+        optimizer: the optimizer.
+        state_dict: the state dict, of any format.
+        load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
+
+    Returns:
+        What the user should know about it, as in `Prepared`.
+
+    Raises:
+        ValueError: the state dict does not fit. The optimizer is left unchanged.
+    """
+    final: list[Prepared] = []
+
+    def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+        final.append(prepare_for_loading(optimizer, incoming))
+        return final[0].state_dict
+
+    # Registered last, this hook sees what torch will load.
+    handle = optimizer.register_load_state_dict_pre_hook(prepare)
+    try:
+        load_by_torch(state_dict)
+    finally:
+        handle.remove()
+    _restore_dtypes(optimizer, final[0].state_dict)
+    _restore_low_bits(optimizer, final[0].state_dict)
+    norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
+    optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
+    if release := gradient_release_of(optimizer):
+        release.resume(float(norms[0]))
+    return final[0].notes
+
+
+def _restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
+    """Restore the dtypes of states, which torch's loader casts to the parameter's; make step counts int64 tensors."""
+    for param, number in numbered_parameters(optimizer, state_dict):
+        if number in state_dict["state"]:
+            step = state_dict["state"][number]["step"]
+            optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
+        for name, value in state_dict["state"].get(number, {}).items():
+            if name != "step" and optimizer.state[param][name].dtype != value.dtype:
+                optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+
+
+def _restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
+    """Restore which parameters are dithered, and the low bits of parameters that had not been stepped.
+
+    Low bits that the cast of the model has kept are dropped where the loaded states hold them.
+    """
+    saved = state_dict.get(LOW_BITS, {})
+    optimizer.dithered.clear()
+    for param, number in numbered_parameters(optimizer, state_dict):
+        if number in state_dict[DITHERED]:
+            optimizer.dithered.add(param)
+        if number in saved:
+            restore_saved_low_bits(param, saved[number])
+        elif low_bits_state(state_dict["state"].get(number, {})) is not None:
+            drop_low_bits(param)

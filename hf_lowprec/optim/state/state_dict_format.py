@@ -1,0 +1,202 @@
+"""The format of optimizer state dicts, which every checkpoint format can hold.
+
+`to_saved_form` turns what `torch.optim.Optimizer.state_dict` returns into it, and `from_saved_form` back. Each param
+group has a header, inside the value of a key that torch's optimizers have always had; see `_CARRIER`.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
+from hf_lowprec.optim.state.initial_compensation import low_bits_state
+from hf_lowprec.optim.state.states_in_8_bits import key_of
+from hf_lowprec.optim.validation import STATE_DTYPES
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.rounding.low_bits import low_bits_to_save
+from hf_lowprec.rounding.modes import AUXILIARY_STATES
+
+if TYPE_CHECKING:
+    from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+
+FORMAT = 2
+"""Version of the state dicts that are saved. Those of format 1 have no header."""
+
+HEADER = "header"
+"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
+
+NORM_BEFORE = "norm_before"
+"""Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
+
+SKIPPED_STEPS = "skipped_steps"
+"""Key of the first group: how many steps `skip_nonfinite` has left out; missing if none."""
+
+ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS)
+"""Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
+group are those of format 1."""
+
+LOW_BITS = "low_bits"
+"""Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
+none."""
+
+DITHERED = "dithered"
+"""Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
+if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
+
+EIGHT_BITS = "eight_bits"
+"""Key of the header in early versions, which saved codes under the name of their state: for each state of which some
+are in 8 bits, "1" for each parameter of the group whose state is, else "0". Distributed checkpoints convert what they
+load to the dtype of the optimizer's tensor, so that codes could be taken for values."""
+
+_HEADER_TYPES = {DITHERED: str, EIGHT_BITS: dict, NORM_BEFORE: float, SKIPPED_STEPS: int}
+
+_CARRIER = "state_rounding"
+"""The key whose saved value is a JSON string of the header and of the value itself.
+
+Distributed checkpoints hold nothing but states and the keys of param groups, and torch raises an error when a
+checkpoint lacks a key. So with a new key for the header, earlier checkpoints could no longer be loaded. The header is a
+string because torch flattens containers into keys of their own.
+"""
+
+_BYTES = 2
+"""int16 states are saved as the bytes of their numbers, in a last dimension of this size: gloo and NCCL gather and send
+uint8, but not int16."""
+
+
+def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Make `state_dict`, as torch returns it, one that every checkpoint format can hold.
+
+    Each param group gets a header. Dtypes are replaced by their names, since distributed checkpoints cannot gather
+    `torch.dtype`, and int16 states by views of their bytes, since they cannot gather those either.
+    """
+
+    def saved_group(group: ParamGroup, params: list[Tensor]) -> ParamGroup:
+        header = {_CARRIER: group[_CARRIER], "optimizer": algorithm_name(optimizer), "format": FORMAT}
+        if not optimizer.dithered.isdisjoint(params):
+            header[DITHERED] = "".join("01"[param in optimizer.dithered] for param in params)
+        header |= {key: group[key] for key in ADDED_KEYS if key in group}
+        group = {key: value for key, value in group.items() if key not in ADDED_KEYS}
+        return {**_with_state_dtype(group, _dtype_name), _CARRIER: json.dumps(header, default=operator.index)}
+
+    release = gradient_release_of(optimizer)
+    if release is not None and optimizer.clip == "delayed":
+        state_dict["param_groups"][0][NORM_BEFORE] = float(release.clipping.norm_before)
+    if skipped_steps := optimizer.skipped_steps:
+        state_dict["param_groups"][0][SKIPPED_STEPS] = skipped_steps
+    groups = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    saved = {
+        **state_dict,
+        "param_groups": [saved_group(group, own["params"]) for group, own in groups],
+        "state": _map_states(state_dict["state"], lambda name, value: (name, _in_saved_dtype(value))),
+    }
+    kept = {
+        number: low_bits
+        for param, number in numbered_parameters(optimizer, state_dict)
+        if not is_sharded(param) and low_bits_state(optimizer.state.get(param, {})) is None
+        if (low_bits := low_bits_to_save(param)) is not None
+    }
+    return {**saved, LOW_BITS: kept} if kept else saved
+
+
+def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
+
+    Raises:
+        ValueError: a header is damaged.
+    """
+
+    def loaded_group(group: ParamGroup) -> ParamGroup:
+        group = _with_state_dtype(group, _dtype)
+        carried = group.get(_CARRIER)
+        if not isinstance(carried, str) or not carried.startswith("{"):
+            return group
+        try:
+            header = json.loads(carried)
+            for key in header.keys() & _HEADER_TYPES:
+                if not isinstance(header[key], _HEADER_TYPES[key]):
+                    raise ValueError(f"{key} is {header[key]!r}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
+        return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
+
+    return {
+        **state_dict,
+        "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
+        "state": _map_states(
+            state_dict.get("state", {}), lambda name, saved: (key_of(name, saved.dtype), in_own_dtype(name, saved))
+        ),
+    }
+
+
+def _in_saved_dtype(value: Tensor) -> Tensor:
+    """A view of the state as it is saved, see `_BYTES`."""
+    if value.dtype != torch.int16:
+        return value
+    return dtensor_like(local_shard(value).unsqueeze(-1).view(torch.uint8), value, (*value.shape, _BYTES))
+
+
+def in_own_dtype(name: str, saved: Tensor) -> Tensor:
+    """A view of the saved state `name` in the dtype of its numbers; the inverse of `_in_saved_dtype`."""
+    own = AUXILIARY_STATES[name].dtype if name in AUXILIARY_STATES else None
+    if own != torch.int16 or saved.dtype != torch.uint8 or saved.shape[-1:] != (_BYTES,):
+        return saved
+    return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
+
+
+def _map_states(states: Mapping[Any, Any], change: Callable[[str, Any], tuple[str, Any]]) -> dict[Any, Any]:
+    """Copies of the dictionaries in `states`, with each tensor and its key replaced."""
+    return {
+        number: dict(change(*item) if isinstance(item[1], Tensor) else item for item in state.items())
+        if isinstance(state, Mapping)
+        else state
+        for number, state in states.items()
+    }
+
+
+def _dtype_name(value: Any) -> Any:
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
+
+
+def _dtype(value: Any) -> Any:
+    return next((dtype for dtype in STATE_DTYPES if value == _dtype_name(dtype)), value)
+
+
+def _with_state_dtype(group: ParamGroup, convert: Callable[[Any], Any]) -> ParamGroup:
+    """`group` with each dtype in its `state_dtype`, which may be a mapping, converted."""
+    value = group.get("state_dtype")
+    value = {k: convert(v) for k, v in value.items()} if isinstance(value, Mapping) else convert(value)
+    return {**group, "state_dtype": value} if "state_dtype" in group else group
+
+
+def algorithm_name(optimizer: Algorithm) -> str:
+    """The name of the optimizer's algorithm: its class in `algorithms/`, which users may have subclassed."""
+    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("hf_lowprec.optim.algorithms."))
+    return next(classes, type(optimizer)).__name__
+
+
+def dithered_numbers(saved_groups: list[ParamGroup]) -> set[Any]:
+    """The numbers of the dithered parameters, from the headers of the groups."""
+    dithered = set()
+    for group in saved_groups:
+        flags = group.get(HEADER, {}).get(DITHERED, "")
+        dithered |= {number for number, flag in zip(group["params"], flags, strict=False) if flag == "1"}
+    return dithered
+
+
+def names_saved_in_8_bits(saved: ParamGroup, position: int) -> set[str]:
+    """Names of the states that were saved as codes, for the parameter at `position` of the group, from its header."""
+    flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
+    return {name for name, of_params in flags.items() if str(of_params)[position : position + 1] == "1"}
+
+
+def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter of `optimizer`, and its number in `state_dict`."""
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        yield from zip(group["params"], saved["params"], strict=True)

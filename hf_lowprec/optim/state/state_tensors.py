@@ -1,0 +1,141 @@
+"""The state tensors of a parameter: their names, dtypes and shapes.
+
+States in 8 bits have a scale for each block of `BLOCK` elements of a row, in a tensor of their own. Blocks never cross
+rows, so that no shard of whole rows cuts one, and every sharding gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.sharding import is_sharded, shard_length
+from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, dtype_in, encoded, holds_codes, key_of, scale_shape
+from hf_lowprec.rounding import MODES, State
+from hf_lowprec.rounding.block_floats import BLOCK
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
+
+
+class StateTensor(NamedTuple):
+    """A state of a parameter as it is stored.
+
+    Attributes:
+        state: its name, its random bits, and how it is rounded.
+        dtype: its dtype.
+        shape: its full shape.
+    """
+
+    state: State
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def key(self) -> str:
+        """Its key in `optimizer.state[param]`."""
+        return key_of(self.state.name, self.dtype)
+
+
+def state_tensors(
+    optimizer: Algorithm, group: ParamGroup, param: Tensor, existing: Mapping[str, Any] | None = None
+) -> list[StateTensor]:
+    """The state tensors that `param` has in `group`, in the order in which they are stored.
+
+    States that exist have their dtype, others that which the group asks for.
+
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group.
+        param: the parameter.
+        existing: the states that exist; None means those of `optimizer`.
+
+    Raises:
+        ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
+    """
+    if existing is None:
+        existing = optimizer.state.get(param, {})
+    tensors = []
+    for state in optimizer.stored_states(group, param.dtype):
+        dtype = dtype_in(existing, state.name) or new_state_dtype(state, group, param)
+        tensors.append(StateTensor(state, dtype, param.shape))
+        if holds_codes(state.name, dtype):
+            _check_blocks(param)
+            scale = State(state.name + SCALE_SUFFIX, state.role, averages=False, dtype=torch.uint8, scale_of=state.name)
+            tensors.append(StateTensor(scale, torch.uint8, scale_shape(param.shape)))
+    return tensors
+
+
+def state_dtype(name: str, param_dtype: torch.dtype, group: ParamGroup) -> torch.dtype:
+    """The dtype of the state `name` of a parameter of `param_dtype` in `group`."""
+    if param_dtype == torch.float32:
+        return torch.float32
+    requested = group["state_dtype"]
+    for state in MODES[group["rounding"]].auxiliary:
+        if state.name == name and state.dtype is not None:
+            return state.dtype
+    if isinstance(requested, Mapping):
+        return requested.get(name, torch.bfloat16)
+    return requested or torch.bfloat16
+
+
+def new_state_dtype(state: State, group: ParamGroup, param: Tensor) -> torch.dtype:
+    """The dtype of a new state of `param`: the one that `group` asks for, or BF16 if that is 8 bits and unsupported."""
+    dtype = state_dtype(state.name, param.dtype, group)
+    return torch.bfloat16 if holds_codes(state.name, dtype) and why_not_8_bits(state, param) else dtype
+
+
+def why_not_8_bits(state: State, param: Tensor) -> str | None:
+    """The reason why `state` of `param` cannot be stored in 8 bits, in words; None if it can."""
+    if not state.averages:
+        return f"{state.name} does not average over steps"
+    return None if has_whole_blocks(param) else f"rows are not multiples of {BLOCK} elements"
+
+
+def stays_in_bf16(optimizer: Algorithm, group: ParamGroup, param: Tensor) -> list[str]:
+    """For each state of `param` that `group` wants in 8 bits and that is stored in BF16, the reason."""
+    states = optimizer.stored_states(group, param.dtype)
+    wanted = (s for s in states if holds_codes(s.name, state_dtype(s.name, param.dtype, group)))
+    reasons = (why_not_8_bits(state, param) for state in wanted)
+    return [reason for reason in reasons if reason is not None]
+
+
+def has_whole_blocks(param: Tensor) -> bool:
+    """Return whether the rows of `param`, its last dimension, are whole blocks. Others have no states in 8 bits."""
+    return param.dim() > 1 and param.shape[-1] % BLOCK == 0
+
+
+def _check_blocks(param: Tensor) -> None:
+    """Raise ValueError if a rank's part of a row of `param` is not made of whole blocks."""
+    length = shard_length(param, -1)
+    if is_sharded(param) and length % BLOCK != 0:
+        raise ValueError(
+            f"state_dtype=int8: a parameter of shape {tuple(param.shape)} is sharded as {param.placements}, "  # type: ignore[attr-defined]
+            f"{length} elements of a row per rank, which cuts blocks of {BLOCK}; shard another dimension or over fewer "
+            "ranks, or use state_dtype=bfloat16 for its param group"
+        )
+
+
+def rounded_to_nearest(
+    optimizer: Algorithm, group: ParamGroup, param: Tensor, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """States in the dtypes that new states of `param` have in `group`.
+
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group.
+        param: the parameter.
+        values: floating-point tensors by name. Compensations, and what is not a tensor of the parameter's shape, are
+            returned as they are.
+    """
+    known = {state.name: state for state in optimizer.stored_states(group, param.dtype)}
+    states: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or value.shape != param.shape or name in ("step", *LOW_BITS_STATES):
+            states[name] = value
+            continue
+        dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
+        states |= encoded(value, name) if holds_codes(name, dtype) else {name: value.to(dtype)}
+    return states

@@ -1,0 +1,90 @@
+"""The command line, one file per command.
+
+At their top, these files import only typer, rich and the standard library, so that help and wrong arguments take no
+seconds. What a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from hf_lowprec.tools.cli import demo, doctor, env, estimate, export, inspect, plot, run
+
+
+class _FlagsWithoutType:
+    """Help without the type that typer 0.29 shows behind flags, as if `--json <bool>` took a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Group(_FlagsWithoutType, TyperGroup):
+    """All commands."""
+
+
+class _Command(_FlagsWithoutType, TyperCommand):
+    """One command."""
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="Train Hugging Face models in pure BF16 with the accuracy of FP32.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("env")(env.env)
+app.command("estimate")(estimate.estimate)
+app.command("export")(export.export)
+app.command("inspect")(inspect.inspect)
+app.command("plot")(plot.plot)
+app.command("run", context_settings=run.CONTEXT)(run.run)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        import hf_lowprec
+
+        typer.echo(f"hf-lowprec {hf_lowprec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The options that are not those of a command."""
+
+
+_WITHOUT_NAMES = ("env", "plot", "run")
+"""Commands that need no optimizer names, or, like `run`, register them themselves once they know that they can run."""
+
+
+class _RegisteringCommand(_Command):
+    """Registers the optimizer names when the command runs, which is after its arguments were parsed."""
+
+    def invoke(self, ctx: Any) -> Any:
+        import hf_lowprec
+
+        hf_lowprec.register_or_warn()
+        return super().invoke(ctx)
+
+
+for _command in app.registered_commands:
+    _command.cls = _Command if _command.name in _WITHOUT_NAMES else _RegisteringCommand
+
+
+def main() -> None:
+    """Entry point of `python -m hf_lowprec`, and of `hf-lowprec` through `hf_lowprec_cli.py`."""
+    app(prog_name="hf-lowprec")

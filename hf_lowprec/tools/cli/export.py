@@ -1,0 +1,44 @@
+"""`hf-lowprec export CHECKPOINT OUT`: write a checkpoint as a model folder, compensation included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of Trainer, or a folder of Accelerator.save_state.")],
+    out: Annotated[Path, typer.Argument(help="The model folder to write: new, or empty.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights in the folder.")
+    ] = "float32",
+    model_folder: Annotated[
+        Path | None,
+        typer.Option(help="A folder with config.json and tokenizer, for a checkpoint that has none."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Size of a weight file. It bounds the memory that exporting takes.")
+    ] = "5GB",
+) -> None:
+    """Write a checkpoint as a standard model folder, for from_pretrained and everything else.
+
+    With Kahan summation, each weight is weight + compensation, which has about
+    16 significant bits. The checkpoint may be from one process, DDP or FSDP2,
+    full or sharded; from PEFT, the adapters are written. Tokenizer and
+    generation config are copied. The training script is not needed.
+
+    float32 writes these weights, and config.json says float32. bfloat16 rounds
+    each to nearest; what training keeps in FP32, such as norms, stays FP32 in
+    the file, as in the folders that Trainer saves.
+    """
+    from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
+
+    try:
+        report = export_checkpoint(
+            checkpoint, out, dtype=dtype, model_folder=model_folder, max_shard_size=max_shard_size
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{out}: {report}")

@@ -1,0 +1,227 @@
+"""The checks of `hf-lowprec doctor`. Each runs a part of training and returns one line, or raises Broken or Missing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from torch import Tensor
+from transformers import Trainer
+
+from hf_lowprec.integrations.transformers.callback import LOST_UPDATES
+from hf_lowprec.monitor.layer_probes.broken_convolutions import workarounds
+from hf_lowprec.optim import ALGORITHMS, AdamW
+from hf_lowprec.optim.backends.c.compiler import CompilerError
+from hf_lowprec.optim.backends.triton.availability import TritonError
+from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.reduction import BucketAverager, check_replicas
+from hf_lowprec.rounding import MODES
+from hf_lowprec.tools.doctor.layers import probe_layers
+from hf_lowprec.tools.doctor.tiny_training import STEPS, train, training_arguments
+
+OK, MISSING, FAILED = "ok", "-", "FAILED"
+LAUNCH = "accelerate launch -m hf_lowprec doctor, without GPUs torchrun --nproc-per-node 2 -m hf_lowprec doctor"
+_SHOWN = ("torch", "transformers", "accelerate")
+
+
+class Finding(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+        status: `OK`, `MISSING` or `FAILED`.
+        text: one line.
+        unexpected: whether an error ended the check midway, so that other ranks may be waiting for this one.
+    """
+
+    status: str
+    text: str
+    unexpected: bool = False
+
+
+class Missing(Exception):
+    """Raised by a check if something optional is missing: everything works without it."""
+
+
+class Broken(Exception):
+    """Raised by a check if something does not work as it should."""
+
+
+def run_check(check: Callable[[], str]) -> Finding:
+    """Run a check and turn its result, or whatever it raises, into a Finding."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Finding(OK, check())
+    except Missing as reason:
+        return Finding(MISSING, " ".join(str(reason).split()))
+    except Broken as reason:
+        return Finding(FAILED, str(reason))
+    except Exception as error:
+        return Finding(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
+
+
+def check_packages() -> str:
+    """Check that the installed packages meet the requirements in hf_lowprec's metadata."""
+    try:
+        requirements = [Requirement(line) for line in metadata.requires("hf-lowprec") or []]
+    except metadata.PackageNotFoundError:
+        raise Missing("hf_lowprec runs from a folder and is not installed, so its requirements are unknown") from None
+    needed = [
+        requirement
+        for requirement in requirements
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    ]
+    wrong = [
+        f"{requirement.name} {metadata.version(requirement.name)} is installed, but {requirement} is required"
+        for requirement in needed
+        if not requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    ]
+    if wrong:
+        raise Broken("; ".join(wrong))
+    return ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN)
+
+
+def check_names() -> str:
+    """Check that `TrainingArguments` accepts each of our names and that Trainer gets our class for it."""
+    for name in OPTIMIZER_NAMES:
+        cls, _ = Trainer.get_optimizer_cls_and_kwargs(training_arguments(optim=name))
+        if cls not in ALGORITHMS.values():
+            raise Broken(f"optim={name!r} selects {cls}, which is not an hf_lowprec optimizer")
+    return f"all {len(OPTIMIZER_NAMES)} optim= names select hf_lowprec optimizers"
+
+
+def check_steps() -> str:
+    """Check that the compiled step of every device gives the same bits as the reference."""
+    return "; ".join(map(_check_device_steps, _devices()))
+
+
+def _devices() -> list[torch.device]:
+    """The device of this rank, or all devices of this machine if there are no ranks."""
+    device = training_arguments().device
+    if device.type == "cpu":
+        device = torch.device("cpu")
+    gpus = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    return [device] if dist.is_initialized() else [torch.device("cpu"), *gpus]
+
+
+def _check_device_steps(device: torch.device) -> str:
+    """Compare the compiled backend of a device with the eager one, in every rounding mode."""
+    backend = "native" if device.type == "cpu" else "triton"
+    variants: dict[str, dict[str, Any]] = {f"rounding={mode!r}": {"rounding": mode} for mode in MODES}
+    variants["state_dtype=torch.int8"] = {"state_dtype": torch.int8}
+    for named, options in variants.items():
+        try:
+            compiled = _bits_after_steps(device, backend=backend, **options)
+        except (CompilerError, TritonError) as error:
+            raise Missing(f"{device} uses the slower 'eager' backend, with the same results: {error}") from None
+        if not all(map(torch.equal, compiled, _bits_after_steps(device, backend="eager", **options))):
+            raise Broken(f"{device}: backend {backend!r} with {named} gives other bits than 'eager'")
+    return f"{device}: backend {backend!r} gives the same bits as 'eager' ({', '.join(MODES)}, states in 8 bits)"
+
+
+def _bits_after_steps(device: torch.device, **options: Any) -> list[Tensor]:
+    """The bytes of weights and states after three steps on two matrices, one of whole blocks, and an FP32 norm."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(257, columns, generator=generator).bfloat16() for columns in (33, 64)] + [torch.ones(33)]
+    params = [torch.nn.Parameter(weight.to(device)) for weight in weights]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
+    optimizer = AdamW(params, **options)
+    for _ in range(3):
+        optimizer.step()
+    tensors = [*params, *(value for state in optimizer.state.values() for value in state.values())]
+    return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+
+
+def check_layers() -> str:
+    """Check that layers in BF16 match FP64 up to rounding, forward and backward."""
+    return "; ".join(map(_check_device_layers, _devices()))
+
+
+def _check_device_layers(device: torch.device) -> str:
+    """Probe every layer of `doctor/layers.py` on a device."""
+    probes, unsupported = probe_layers(device)
+    broken = [probe for probe in probes if probe.broken]
+    missing = f"; not supported in BF16: {'; '.join(unsupported)}" if unsupported else ""
+    if broken:
+        raise Broken(
+            f"{device}: wrong in BF16: {'; '.join(map(str, broken))}. Your model is not at fault. "
+            f"Workarounds: {workarounds(device)}{missing}"
+        )
+    if not probes:
+        raise Missing(f"{device}{missing.removeprefix(';')}")
+    worst = max(error for probe in probes for error in probe.errors.values())
+    checked = f"{len(probes)} convolutions, matmuls, norms … within {worst:.1%} of FP64, forward and backward"
+    return f"{device}: {checked}{missing}"
+
+
+def check_reduction() -> str:
+    """Check that the mean of a gradient over ranks is summed in FP32 and the same on all ranks."""
+    group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        raise Missing(f"only one process; to check the reduction between several: {LAUNCH}")
+    ranks, device = group.size(), training_arguments().device
+    gradient = torch.randn(10_007, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(device)
+    by_rank = [torch.empty_like(gradient) for _ in range(ranks)]
+    dist.all_gather(by_rank, gradient)
+    exact = torch.stack(by_rank).double()
+
+    BucketAverager(group)(gradient, is_first=True, is_last=True).wait()
+    dist.all_gather(by_rank, gradient)  # before any comparison, so that no rank waits for one that has failed
+    # Half a unit in the last place of the result, plus the rounding error of one FP32 addition per rank.
+    bound = exact.mean(0).abs() * 2**-8 + exact.abs().sum(0) * ranks * 2**-24
+    if not all(torch.equal(other, gradient) for other in by_rank):
+        raise Broken(f"means over {ranks} ranks differ from rank to rank")
+    if ((gradient.double() - exact.mean(0)).abs() > bound).any():
+        raise Broken(f"means over {ranks} ranks do not match an FP32 sum")
+    return f"{ranks} ranks over {dist.get_backend()}: FP32 means of BF16 gradients, the same on all"
+
+
+def check_training() -> str:
+    """Check a run of the stock Trainer with one of our names: correct dtypes, every weight changes, the loss falls."""
+    if not dist.is_initialized() and (gpus := training_arguments().n_gpu) > 1:
+        raise Missing(f"one process and {gpus} GPUs; set CUDA_VISIBLE_DEVICES=0 to check one GPU, or use {LAUNCH}")
+    trainer, before = train()
+    if dist.is_initialized() and trainer.args.world_size != dist.get_world_size():
+        raise Broken(
+            f"{dist.get_world_size()} processes were started, but Trainer trains with {trainer.args.world_size}"
+        )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    try:
+        check_replicas(model, trainer.optimizer)
+    except RuntimeError as error:  # on every rank
+        raise Broken(str(error)) from error
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    wrong = [name for name, dtype in dtypes.items() if (dtype == torch.float32) != ("norm" in name)]
+    unmoved = [
+        name
+        for name, param in model.named_parameters()
+        if torch.equal(param.detach().cpu().float(), before[name].float())
+    ]
+    if wrong or unmoved:
+        raise Broken(
+            f"weights with an unexpected dtype: {wrong or 'none'}; weights that did not change: {unmoved or 'none'}"
+        )
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    first, last = logs[0]["loss"], logs[-1]["loss"]
+    if not last < first:
+        raise Broken(f"the loss of a tiny Llama went from {first:.2f} to {last:.2f} in {STEPS} steps")
+    lost = round(logs[-1][LOST_UPDATES], 3) + 0.0  # avoids -0.0
+    where = f"on {trainer.args.device}, world of {trainer.args.world_size}"
+    return f"{STEPS} steps {where}: loss {first:.2f} to {last:.2f}, {lost:.1%} of the last update lost"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "packages": check_packages,
+    "names": check_names,
+    "steps": check_steps,
+    "layers": check_layers,
+    "reduction": check_reduction,
+    "training": check_training,
+}
+"""The checks by their printed names, in the order in which they run."""

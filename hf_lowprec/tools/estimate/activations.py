@@ -1,0 +1,227 @@
+"""The memory of activations: one forward and backward of the model, run on the meta device, where nothing is computed.
+
+Counted is what exists at the same time: tensors saved for the backward, logits and loss, temporaries, gradients of
+activations. Attention counts as a fused kernel, as `sdpa` runs on GPUs, which keeps its inputs, its output and one FP32
+number per query and head; dropout counts one byte per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
+from hf_lowprec.optim.gradient_release.buckets import GradientBucket
+from hf_lowprec.tools.estimate.live_memory import LiveMemory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SEQUENCE_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "ForPreTraining")
+"""Ends of the names of classes with one label per token."""
+
+
+class Activations(NamedTuple):
+    """Bytes of one forward and backward, on one GPU.
+
+    Attributes:
+        peak: the most that exists at once apart from weights, accumulated gradients and states.
+        with_gradients: the same where the gradients of the weights are new tensors, which appear one after the other
+            during the backward, as in training without gradient accumulation.
+        with_release: the same with gradient release, which frees them on the way.
+        per_layer: what a layer keeps from its forward until its backward, on average.
+        layers: the number of layers.
+        rest: the other part of `peak`: embeddings, logits, the loss and what the backward needs for a moment.
+    """
+
+    peak: int
+    with_gradients: int
+    with_release: int
+    per_layer: float
+    layers: int
+
+    @property
+    def rest(self) -> float:
+        """The rest of `peak` after the layers."""
+        return self.peak - self.per_layer * self.layers
+
+
+def choose_attention(model: PreTrainedModel) -> str:
+    """Give a model `sdpa` attention if it has that, as training does by default; its name."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except (ValueError, ImportError):
+        model.set_attn_implementation("eager")
+        return "eager"
+    return "sdpa"
+
+
+def estimate_activations(
+    model: PreTrainedModel, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
+) -> Activations:
+    """Count the activations of one forward and backward.
+
+    Args:
+        model: a model on the meta device, cast as in training. It is put into training mode.
+        batch_size: sequences.
+        sequence_length: tokens per sequence, without padding.
+        gradient_checkpointing: as in TrainingArguments.
+
+    Raises:
+        InputError: the model does not take tokens alone, or its forward depends on the values of tensors.
+    """
+    from transformers import PreTrainedConfig
+
+    name = type(model).__name__
+    inputs = _inputs(model, batch_size, sequence_length)
+    model.train()
+    for part in model.modules():  # T5's encoder and decoder have configurations of their own
+        if isinstance(config := getattr(part, "config", None), PreTrainedConfig):
+            config.use_cache = False
+    if gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        try:
+            enable()
+        except ValueError as error:
+            raise InputError(f"{name} has no gradient checkpointing ({error})") from None
+    memory = LiveMemory()
+    kept: list[int] = []
+    try:
+        with torch.enable_grad(), _hooks(model, memory, kept), _gpu_kernels(), memory, _NoPadding():
+            loss = model(**inputs).loss
+            if loss is None:
+                raise InputError(f"{name} computes no loss")
+            loss.backward()
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{name} does not run on tensors without values ({reason[0]})") from error
+    finally:
+        for param in model.parameters():
+            param.grad = None
+        if gradient_checkpointing:
+            getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    peaks = memory.peak, memory.peak_with_gradients, memory.peak_with_release
+    return Activations(*peaks, sum(kept) / max(len(kept), 1), len(kept))
+
+
+def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """A batch of tokens with labels, on the meta device."""
+    name = type(model).__name__
+    if model.main_input_name != "input_ids":
+        raise InputError(f"{name} takes {model.main_input_name}, of which the size is not known")
+    tokens = torch.empty(batch_size, sequence_length, dtype=torch.int64, device="meta")
+    one = torch.empty(batch_size, dtype=torch.int64, device="meta")
+    if name.endswith("ForQuestionAnswering"):
+        return {"input_ids": tokens, "start_positions": one, "end_positions": one}
+    if name.endswith("ForSequenceClassification"):
+        return {"input_ids": tokens, "labels": one}
+    if name.endswith(_SEQUENCE_LABELS) or getattr(model.config, "is_encoder_decoder", False):
+        return {"input_ids": tokens, "labels": tokens}
+    raise InputError(f"the labels of {name} are not known")
+
+
+@contextmanager
+def _hooks(model: nn.Module, memory: LiveMemory, kept: list[int]) -> Iterator[None]:
+    """Note what each layer keeps, and tell the gradients of weights from activations."""
+    before: list[int] = []
+
+    def enter(*_: Any) -> None:
+        before.append(memory.live)
+
+    def leave(*_: Any) -> None:
+        begun = before.pop()
+        if not in_backward:  # a checkpointed layer runs again
+            kept.append(memory.live - begun)
+
+    in_backward: list[bool] = []
+    bucket = GradientBucket()
+
+    def note_gradient(param: Tensor) -> None:
+        in_backward[:] = [True]
+        if param.grad is not None:
+            memory.count_as_gradient(param.grad)
+            memory.released += sum(each.nbytes for each in bucket.take(bucket.add(param)))
+
+    handles = []
+    for layer in _layers(model):
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    for param in model.parameters():
+        if param.requires_grad:
+            handles.append(param.register_post_accumulate_grad_hook(note_gradient))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the outermost lists of a model."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+class _NoPadding(TorchDispatchMode):
+    """Answers the questions that models ask about the values of their inputs: there is no padding, and no packing.
+
+    Models ask whether all of a mask is one, or any of it is not. Whatever else depends on values raises torch's error.
+    """
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in (torch.ops.aten.all.default, torch.ops.aten.any.default):
+            return torch.tensor(function is torch.ops.aten.all.default, device="cpu")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _gpu_kernels() -> Iterator[None]:
+    """Lets attention and dropout keep what their kernels on GPUs keep; the meta device has others.
+
+    A TorchFunctionMode would not see layers that run again in the backward.
+    """
+    functional = nn.functional
+    originals = functional.scaled_dot_product_attention, functional.dropout
+    functional.scaled_dot_product_attention, functional.dropout = _attention, _dropout
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = originals
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    return _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The tensors that a fused attention kernel reads, keeps and writes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, *_ = ctx.saved_tensors
+        needed = zip((query, key, value, mask), ctx.needs_input_grad, strict=True)  # a mask may be T5's position bias
+        return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)

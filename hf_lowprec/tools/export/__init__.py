@@ -1,0 +1,1 @@
+"""Model folders of FP32 weights from the files of checkpoints."""

@@ -1,0 +1,28 @@
+"""Findings: what is wrong in checkpoints, in sentences for users, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.tensor_names import listed
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, as in "1 tensor", "2 tensors"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def finding(code: str, tensors: Iterable[str], message: str, noun: str = "tensor") -> list[Finding]:
+    """One finding about some tensors, none if there are no tensors.
+
+    Args:
+        code: see `Finding`.
+        tensors: see `Finding`.
+        message: with `{names}` for the first few names, and `{count}` for "3 tensors".
+        noun: what to count instead of tensors.
+    """
+    names = list(dict.fromkeys(tensors))
+    if not names:
+        return []
+    return [Finding(code, message.format(names=listed(names), count=counted(len(names), noun)), tuple(names))]

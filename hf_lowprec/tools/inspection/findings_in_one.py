@@ -1,0 +1,276 @@
+"""Findings in one checkpoint. Ordinary things, such as a model that was never trained, give none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+import torch
+
+from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.tensor_names import layer, name_pattern
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
+from hf_lowprec.tools.inspection.expected_dtypes import cast_to_16_bits
+from hf_lowprec.tools.inspection.findings import finding
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
+from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT
+from hf_lowprec.tools.inspection.tensor_facts import TensorFacts
+
+_COARSE_SHARE = 0.5
+"""The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
+
+
+def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str] = ()) -> list[Finding]:
+    """Everything that is wrong in a checkpoint.
+
+    Args:
+        facts: the checkpoint.
+        given: the hyperparameters that the user has named.
+        compared: tensors of which an earlier checkpoint tells whether they moved.
+    """
+    return [
+        *_nonfinite(facts),
+        *_norms_at_initial_value(facts, given, compared),
+        *_trained_but_constant(facts, given),
+        *_fp32_among_16_bits(facts),
+        *_norms_of_16_bits(facts),
+        *_second_moment_zero(facts),
+        *_second_moment_cannot_decay(facts),
+        *_updates_lost(facts, given),
+        *_weight_decay_lost(facts, given),
+    ]
+
+
+def low_precision_training(facts: CheckpointFacts) -> str:
+    """The advice to train with an optimizer that loses no updates, as a clause; FP16 weights cannot be split."""
+    mode = recommended_mode({tensor.dtype for tensor in facts.tensors.values()})
+    return f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
+
+
+def capitalized(clause: str) -> str:
+    """A clause as the beginning of a sentence."""
+    return clause[0].upper() + clause[1:]
+
+
+def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
+    return finding(
+        "nonfinite",
+        (name for name, tensor in facts.tensors.items() if tensor.nonfinite),
+        "{count} with NaN or infinity: {names}. Go back to an earlier checkpoint, and look for the step in the log "
+        'where the gradient norm is not finite; optim_args="skip_nonfinite=True" leaves such steps out.',
+    )
+
+
+def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str]) -> list[Finding]:
+    """Norms that still have their initial value in a model that was trained."""
+    norms, states = facts.norms(), facts.state_of()
+    at_start = [name for name, norm in norms.items() if at_initial_value(norm)]
+    stepped = [name for name in at_start if name in states and has_been_stepped(facts, states[name], given)]
+    if stepped:
+        return finding(
+            "norms_at_initial_value",
+            stepped,
+            "{count} stayed at the initial value although gradients arrived: {names}. In 16 bits, a norm at 1.0 "
+            "does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). Keep norms in FP32: "
+            f"{low_precision_training(facts)}.",
+            noun="norm",
+        )
+    if {*at_start} <= {*compared}:
+        return []
+    weights = [name for name in norms if not name.endswith("bias")]
+    still = [name for name in weights if name in at_start and _layer_was_trained(facts, name)]
+    changed = len([name for name in weights if name not in at_start])
+    if changed:
+        return finding(
+            "norms_at_initial_value",
+            still,
+            f"{{count}} stayed at the initial value, while {changed} other norms have been trained: "
+            "{names}. Check that they were in the optimizer and had requires_grad=True; if they were trained in 16 "
+            "bits, keep norms in FP32.",
+            noun="norm",
+        )
+    if still and not looks_untrained(facts):
+        return finding(
+            "norms_at_initial_value",
+            still,
+            "every norm is at its initial value, although the other weights have been trained: {names}. This happens "
+            "if norms are trained in 16 bits with rounding to nearest. To train them, "
+            f"{low_precision_training(facts)}.",
+            noun="norm",
+        )
+    return []
+
+
+def _layer_was_trained(facts: CheckpointFacts, name: str) -> bool:
+    """Return whether the optimizer holds tensors of the layer that `name` is in, as far as the checkpoint tells."""
+    states = facts.state_of()
+    return not states or any(layer(other) == layer(name) for other, state in states.items() if state.has_gradients)
+
+
+def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+    """Other tensors that are all 0.0 or 1.0 although gradients have reached them."""
+    norms, states = facts.norms(), facts.state_of()
+    names = [
+        name
+        for name, tensor in facts.tensors.items()
+        if name not in norms
+        and at_initial_value(tensor)
+        and name in states
+        and has_been_stepped(facts, states[name], given)
+    ]
+    return finding(
+        "at_initial_value",
+        names,
+        "{count} stayed at the initial value although gradients arrived: {names}. Check that nothing resets "
+        "them or sets their learning rate to zero.",
+    )
+
+
+def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperparameters) -> bool:
+    """Return whether an optimizer has applied gradients to a parameter with a learning rate above zero."""
+    steps = state.step if state.step is not None else facts.step
+    if not state.has_gradients or not steps:
+        return False
+    rates = given.rate_sum(state.group, facts.record, 0, steps)
+    return rates > 0 if rates is not None else steps > 1 and bool(state.group.initial_lr)
+
+
+def looks_untrained(facts: CheckpointFacts) -> bool:
+    """Return whether matrices of one shape are equally large in all layers. Training makes them differ."""
+    sizes: dict[tuple[str, torch.Size], list[TensorFacts]] = defaultdict(list)
+    for name, tensor in facts.tensors.items():
+        if len(tensor.shape) > 1 and tensor.is_floating and tensor.rms:
+            sizes[name_pattern(name), tensor.shape].append(tensor)
+    return not any(_sizes_differ(of_name) for of_name in sizes.values())
+
+
+def _sizes_differ(tensors: list[TensorFacts]) -> bool:
+    """Return whether root mean squares differ by more than chance.
+
+    That of n normal numbers scatters by 1/√(2n); six times that is exceeded in one of 10⁹ cases. Some initializations
+    are not normal, hence the 1%.
+    """
+    sizes = [tensor.rms for tensor in tensors]
+    scatter = 6 * (2 * min(tensor.parameters for tensor in tensors)) ** -0.5
+    return max(sizes) / min(sizes) - 1 > 0.01 + 2 * scatter
+
+
+def _fp32_among_16_bits(facts: CheckpointFacts) -> list[Finding]:
+    """Matrices in FP32 in a model whose other matrices are in 16 bits."""
+    matrices = {name: tensor for name, tensor in facts.tensors.items() if len(tensor.shape) > 1 and tensor.is_floating}
+    low = sum(tensor.parameters for tensor in matrices.values() if tensor.dtype in LOW_PRECISION_DTYPES)
+    high = [
+        name
+        for name, tensor in matrices.items()
+        if tensor.dtype == torch.float32 and facts.kinds[name] not in ("norms", "adapters")
+    ]
+    if not high or 2 * low < sum(tensor.parameters for tensor in matrices.values()):
+        return []
+    cast = cast_to_16_bits(facts.folder)
+    names = [name for name in high if (facts.kinds[name] != "other" if cast is None else name in cast)]
+    extra = 2 * sum(matrices[name].parameters for name in names) / 2**20
+    return finding(
+        "fp32_among_16_bits",
+        names,
+        f"{{count}} in FP32 in a model of 16-bit matrices: {{names}}. This takes {extra:,.1f} MiB more "
+        "than in 16 bits, and three times as much again for gradient and moments. If that is not intended, convert "
+        "the model with hf_lowprec.cast_model before training.",
+    )
+
+
+def _norms_of_16_bits(facts: CheckpointFacts) -> list[Finding]:
+    """Norms in 16 bits in a model whose other norms are FP32."""
+    norms = facts.norms()
+    low = [name for name, norm in norms.items() if norm.dtype in LOW_PRECISION_DTYPES]
+    high = sum(norm.dtype == torch.float32 for norm in norms.values())
+    return finding(
+        "norms_of_16_bits",
+        low if high >= len(low) else [],
+        f"{{count}} in 16 bits, while {high} are FP32: {{names}}. hf_lowprec.cast_model keeps all norms "
+        "in FP32; load the checkpoint with dtype=torch.float32 and let it convert the rest.",
+        noun="norm",
+    )
+
+
+def _second_moment_zero(facts: CheckpointFacts) -> list[Finding]:
+    return finding(
+        "second_moment_zero",
+        (s.name for s in facts.states if SECOND_MOMENT in s.dtypes and not s.has_gradients and (s.step or 0) > 1),
+        "the second moment of {count} is zero everywhere after training: {names}. Their gradients were zero in every "
+        "step, or so small that their squares are not stored. Check that they take part in the loss.",
+    )
+
+
+def _second_moment_cannot_decay(facts: CheckpointFacts) -> list[Finding]:
+    """Second moments in 16 bits whose decay rounding to nearest undoes in every element.
+
+    Half a spacing is at least eps/4 of a number; a smaller relative change is rounded away.
+    """
+    frozen = [state for state in facts.states if _is_frozen(state)]
+    if not frozen:
+        return []
+    beta2, dtype = frozen[0].group.beta2, dtype_name(frozen[0].dtypes[SECOND_MOMENT])
+    return finding(
+        "second_moment_cannot_decay",
+        (state.name for state in frozen),
+        f"the second moment of {{count}} ({{names}}) is stored in {dtype} and rounded to nearest, where a factor of "
+        f"beta2={beta2:g} changes nothing: it grows and never decays, so steps become too short. "
+        'Use state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
+    )
+
+
+def _is_frozen(state: StateFacts) -> bool:
+    dtype, beta2 = state.dtypes.get(SECOND_MOMENT), state.group.beta2
+    if dtype not in LOW_PRECISION_DTYPES or beta2 is None or not (state.step or 0) > 1:
+        return False
+    return state.group.rounds_states_to_nearest and 1 - beta2 < torch.finfo(dtype).eps / 4
+
+
+def _rounded_to_nearest(facts: CheckpointFacts) -> Iterator[tuple[TensorFacts, StateFacts]]:
+    """The 16-bit weights that an Adam is known to round to nearest, without compensation."""
+    states = facts.state_of()
+    for name, state in states.items():
+        tensor, is_adam = facts.tensors[name], SECOND_MOMENT in state.dtypes and state.has_gradients
+        is_nearest = state.group.rounding == "nearest" and not state.compensation
+        if tensor.dtype in LOW_PRECISION_DTYPES and is_nearest and is_adam:
+            yield tensor, state
+
+
+def _updates_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+    """Weights rounded to nearest whose spacing is too large for the learning rate, about the size of Adam's updates."""
+    names, coarse, total, highest = [], 0, 0, 0.0
+    for tensor, state in _rounded_to_nearest(facts):
+        rate = given.highest_rate(state.group, facts.record)
+        if rate:
+            names.append(state.name)
+            highest = max(highest, rate)
+            coarse += tensor.coarser_than(rate)
+            total += tensor.parameters
+    if not names or coarse < _COARSE_SHARE * total:
+        return []
+    return finding(
+        "updates_lost",
+        names,
+        f"{coarse / total:.1%} of the 16-bit weights of {{count}} ({{names}}) have a spacing of more than twice the "
+        f"highest learning rate, {highest:.2g}, and their optimizer rounds to nearest: updates of that size are lost. "
+        f"{capitalized(low_precision_training(facts))}.",
+    )
+
+
+def _weight_decay_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+    """Weights in 16 bits that are multiplied by `1 - lr * weight_decay`, which rounding to nearest undoes in all."""
+    names, factor = [], 1.0
+    for tensor, state in _rounded_to_nearest(facts):
+        rate = given.highest_rate(state.group, facts.record)
+        decay = (rate or 0.0) * state.group.weight_decay
+        if state.group.decays_in_a_step_of_its_own and 0 < decay < torch.finfo(tensor.dtype).eps / 4:
+            names.append(state.name)
+            factor = min(factor, 1 - decay)
+    return finding(
+        "weight_decay_lost",
+        names,
+        f"weight decay changes nothing in {{count}}: {{names}}. The optimizer multiplies their 16-bit weights by "
+        f"1 - lr * weight_decay, at least {factor:.8g}, and rounding to nearest gives the same weights again. "
+        f"{capitalized(low_precision_training(facts))}, where decay and update are rounded together.",
+    )

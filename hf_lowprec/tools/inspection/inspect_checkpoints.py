@@ -1,0 +1,101 @@
+"""Inspects one checkpoint or two: opens them, reads every tensor, and collects what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
+from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.tools.inspection.checkpoint import Checkpoint, open_checkpoint
+from hf_lowprec.tools.inspection.findings_in_one import findings_in_one
+from hf_lowprec.tools.inspection.findings_in_two import findings_in_two
+from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
+from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, inspect_checkpoint
+from hf_lowprec.tools.inspection.two_checkpoints import Comparison, compare_checkpoints
+
+
+class Inspection(NamedTuple):
+    """The result of an inspection.
+
+    Attributes:
+        checkpoints: the facts of each checkpoint, in order of time.
+        comparison: what moved between them; None for one checkpoint.
+        findings: what is wrong in the last checkpoint, between the two, and with the files of each.
+    """
+
+    checkpoints: list[CheckpointFacts]
+    comparison: Comparison | None
+    findings: list[Finding]
+
+
+def inspect_checkpoints(
+    model: str,
+    other: str | None = None,
+    *,
+    update: float | None = None,
+    given: Hyperparameters | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Inspection:
+    """Inspect a checkpoint, or compare it with a later one.
+
+    Args:
+        model: a folder, or a model on the Hub.
+        other: a later checkpoint of the same model.
+        update: the size of an update with which spacings are compared; None for the learning rate in the checkpoint.
+        given: hyperparameters that the user has named.
+        progress: called with a line about what is read next.
+
+    Raises:
+        InputError: a checkpoint cannot be opened, or the two do not belong together.
+    """
+    given = given or Hyperparameters()
+    opened = [open_checkpoint(name, argument) for name, argument in ((model, "MODEL"), (other, "OTHER")) if name]
+    damaged = [finding for checkpoint in opened for finding in _damaged(checkpoint)]
+    facts = [
+        inspect_checkpoint(checkpoint, update, lambda name, of=checkpoint.name: progress(f"{of}: {name}"))  # type: ignore[misc]
+        for checkpoint in opened
+    ]
+    if len(opened) == 1:
+        return Inspection(facts, None, damaged + findings_in_one(facts[0], given))
+    comparison = compare_checkpoints(
+        (opened[0], facts[0]), (opened[1], facts[1]), given, lambda name: progress(f"comparing {name}")
+    )
+    in_later = findings_in_one(facts[1], given, compared=comparison.changes)
+    return Inspection(facts, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison, given)))
+
+
+def _damaged(checkpoint: Checkpoint) -> list[Finding]:
+    """A finding if the files of a checkpoint are not those that its manifest lists."""
+    if (checkpoint.folder / MANIFEST_NAME).exists():
+        try:
+            check_good(checkpoint.folder)
+        except ValueError as error:
+            return [Finding("damaged", f"{error}.")]
+    return []
+
+
+_SAME = {
+    "norms_never_moved": ("norms_at_initial_value",),
+    "never_moved": ("at_initial_value", "second_moment_zero"),
+    "nothing_moved": ("norms_at_initial_value", "at_initial_value"),
+}
+"""Findings between checkpoints, and those in one that say less of the same tensors."""
+_EXPLAINED = {
+    "second_moment_frozen": "second_moment_cannot_decay",
+    "weight_decay_lost": "weight_decay_lost",
+    "updates_lost": "updates_lost",
+}
+"""Findings between checkpoints, and those in one that also say why."""
+
+
+def _without_repetitions(in_one: list[Finding], between: list[Finding]) -> list[Finding]:
+    """All findings, but of two about the same tensors only the one that says more."""
+
+    def covered(finding: Finding, by: list[Finding], codes: tuple[str, ...]) -> bool:
+        return any(other.code in codes and {*finding.tensors} <= {*other.tensors} for other in by)
+
+    new = [f for f in between if not covered(f, in_one, (_EXPLAINED.get(f.code, ""),))]
+    says_more = {code: tuple(k for k, codes in _SAME.items() if code in codes) for code in (f.code for f in in_one)}
+    return [f for f in in_one if not covered(f, new, says_more[f.code])] + new

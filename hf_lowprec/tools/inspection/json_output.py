@@ -1,0 +1,99 @@
+"""The facts of checkpoints as JSON, without NaN and infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.rounding import dtype_name
+from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, at_initial_value
+from hf_lowprec.tools.inspection.two_checkpoints import Comparison
+
+VERSION = 1
+
+
+def to_json(checkpoints: Iterable[CheckpointFacts], comparison: Comparison | None, findings: Iterable[Finding]) -> str:
+    """One JSON object; its keys are documented in `docs/reference/cli.md`."""
+    content = {
+        "version": VERSION,
+        "checkpoints": [_checkpoint(facts) for facts in checkpoints],
+        "comparison": _comparison(comparison) if comparison else None,
+        "findings": [finding._asdict() for finding in findings],
+    }
+    return json.dumps(_finite(content), indent=1, allow_nan=False)
+
+
+def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
+    norms = facts.norms()
+    tensors = {
+        name: {
+            "part": facts.kinds[name],
+            "shape": list(tensor.shape),
+            "dtype": dtype_name(tensor.dtype),
+            "bytes": tensor.nbytes,
+            "ones": tensor.ones,
+            "zeros": tensor.zeros,
+            "nonfinite": tensor.nonfinite,
+            "constant": tensor.constant,
+            "rms": tensor.rms,
+            "coarser_than_update": tensor.coarser_than(facts.update),
+            "at_initial_value": at_initial_value(tensor) if name in norms else None,
+        }
+        for name, tensor in facts.tensors.items()
+    }
+    states = {
+        state.name: {
+            **state.group.describe(),
+            "step": state.step,
+            "dtypes": {name: dtype_name(dtype) for name, dtype in state.dtypes.items()},
+            "bytes": state.nbytes,
+            "has_gradients": state.has_gradients,
+            "compensation": state.compensation,
+        }
+        for state in facts.states
+    }
+    return {
+        "name": facts.name,
+        "step": facts.step,
+        "update": facts.update,
+        "tensors": tensors,
+        "optimizer": states,
+        "notes": facts.notes,
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    tensors = {
+        name: {
+            "part": comparison.later.kinds[name],
+            "parameters": change.parameters,
+            "moved": change.moved,
+            "distance": change.distance,
+            "relative_distance": change.relative_distance,
+            "compared_as": dtype_name(change.dtype),
+        }
+        for name, change in comparison.changes.items()
+    }
+    return {
+        "steps": comparison.steps,
+        "tensors": tensors,
+        "second_moments": {name: change._asdict() for name, change in comparison.second_moments.items()},
+        "missing": comparison.missing,
+        "added": comparison.added,
+        "reshaped": comparison.reshaped,
+        "notes": comparison.notes,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The value without keys whose numbers are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items() if not _is_nan(inner)}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,184 @@
+"""Build a model without weights from its config.json alone.
+
+The file is not trusted: no code or weights that it names are loaded, and its numbers are checked first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, check_path_exists, explain_input_errors
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MAX_REPEATS = 10_000
+"""Maximum number of layers, blocks or stages of a model; the deepest published models have about a thousand."""
+MAX_LABELS = 1_000_000
+MAX_MODULES = 200_000
+"""Maximum number of modules of a model, which take 20 seconds to build; 2048 experts in 15 layers are half of it."""
+
+_REPEATS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+_COUNT = re.compile(r"^num_labels$|(^|_)(n|num)_|(?<!feature_layer)s$")
+"""Counts are never negative. A layer's index may be: `vision_feature_layer=-2`, `vision_feature_layers=[-2, -5]`."""
+_SIZE = re.compile(r"(size|dim|head|channel|width)s?$|^[dn]_")
+"""Sizes and numbers of parts. Some may be zero (`type_vocab_size`), so they are mentioned only after an error."""
+_TIMM_SOURCE = re.compile(r"(hf[-_]hub|local-dir):", re.IGNORECASE)
+"""Prefixes of model names that make timm load the model's definition from elsewhere."""
+_IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+
+
+def load_config(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Load a model's configuration and find the model's class.
+
+    Args:
+        name: a model on the Hub, or a folder.
+
+    Returns:
+        The configuration, and the transformers class of the model.
+
+    Raises:
+        InputError: there is no configuration, it is not that of a transformers model, or its numbers are implausible.
+    """
+    import transformers
+
+    check_path_exists(name, "MODEL")
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        raise InputError(f"there is no config.json in {name!r}; pass the folder of a saved model")
+    failed = f"the configuration of {name!r} cannot be loaded"
+    with explain_input_errors(failed):
+        content, _ = transformers.PreTrainedConfig.get_config_dict(name)
+        _check_config(content, name)
+    if not isinstance(content, dict):
+        raise InputError(f"{failed}: config.json does not contain a JSON object")
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        code = "; the code that its auto_map names is not run" if "auto_map" in content else ""
+        raise InputError(f"{failed}: model_type={model_type!r} is none of transformers'{code}")
+    with explain_input_errors(failed, hint=_name_small_sizes(content)):
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(
+            _drop_implementations(content), attn_implementation="eager"
+        )
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise InputError(
+            f"the configuration of {name!r} has no list of architectures; add the name of the model's class"
+        )
+    cls = getattr(transformers, str(names[0]), None)
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        raise InputError(f"{name!r} is a model of the class {names[0]}, which is none of transformers' models")
+    return config, cls
+
+
+def build_empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> nn.Module:
+    """Build a model in FP32 on the meta device, where weights take no memory.
+
+    Args:
+        config: a configuration of transformers.
+        cls: the model's class.
+
+    Raises:
+        InputError: the model's class cannot be built with this configuration, or gets an empty weight.
+    """
+    import torch
+
+    small_sizes = _name_small_sizes(config.to_dict())
+    with (
+        explain_input_errors(f"{cls.__name__} cannot be built from its configuration", hint=small_sizes),
+        torch.device("meta"),
+        _limit_modules(),
+    ):
+        model: nn.Module = cls(config)
+    for name, param in model.named_parameters():
+        if not param.numel():
+            raise InputError(
+                f"with the numbers in its configuration {cls.__name__} has a weight without elements: {name} of shape "
+                f"{tuple(param.shape)}{small_sizes}"
+            )
+    return model
+
+
+def _name_small_sizes(content: dict[str, Any]) -> str:
+    """The end of a message, naming the sizes of a configuration that are not positive; empty if all are."""
+    sizes = ((key, value) for key, value in _items(content) if _SIZE.search(str(key)) and type(value) is int)
+    small = dict.fromkeys(f"{key}={value}" for key, value in sizes if value <= 0)
+    return f"; it has {', '.join(small)}" if small else ""
+
+
+def _check_config(content: dict[str, Any], name: str) -> None:
+    """Raise InputError for a configuration that is too large, has negative counts, or makes libraries load files.
+
+    Args:
+        content: the parsed config.json.
+        name: the model's name, for the message.
+    """
+    for key, value in _items(content):
+        if key == "quantization_config" and value is not None:
+            raise InputError(
+                f"{name!r} is quantized, and quantized weights are not trained; pass the model that it was made from"
+            )
+        # timm reads the name with urlsplit, which drops tabs and line breaks.
+        if isinstance(value, str) and (key == "checkpoint_path" or _TIMM_SOURCE.search("".join(value.split()))):
+            raise InputError(
+                f"{key}={value!r} in the configuration of {name!r} makes timm load files, which it must not; "
+                "use the name of a timm architecture"
+            )
+        if key == "backbone" and isinstance(value, str) and "/" in value:
+            raise InputError(
+                f"backbone={value!r} in the configuration of {name!r} is another repository, which is not read; "
+                "set its configuration as backbone_config"
+            )
+        highest = MAX_LABELS if key == "num_labels" else MAX_REPEATS if _REPEATS.search(key) else None
+        if highest is None or not isinstance(value, int | float):
+            continue
+        lowest = 0 if _COUNT.search(key) else -highest
+        if not lowest <= value <= highest:
+            raise InputError(
+                f"{key}={value} in the configuration of {name!r} is not between {lowest:,} and {highest:,}"
+            )
+
+
+def _items(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key with its value, at any depth. The elements of a list have the list's key."""
+    yield key, content
+    if isinstance(content, dict):
+        for name, value in content.items():
+            yield from _items(value, name)
+    elif isinstance(content, list):
+        for element in content:
+            yield from _items(element, key)
+
+
+def _drop_implementations(content: Any) -> Any:
+    """Copy `content` without its choices of code for attention and experts, which may name a repository on the Hub.
+
+    An argument of `from_pretrained` does not override them: transformers applies the file's choice after it.
+    """
+    if isinstance(content, dict):
+        return {key: _drop_implementations(value) for key, value in content.items() if not _IMPLEMENTATION.search(key)}
+    return [_drop_implementations(value) for value in content] if isinstance(content, list) else content
+
+
+@contextmanager
+def _limit_modules() -> Iterator[None]:
+    """Raise InputError if a model built inside gets more than MAX_MODULES, whichever number in its config causes it."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    count = 0
+
+    def count_module(module: nn.Module, name: str, child: nn.Module) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_MODULES:
+            raise InputError(f"the model has more than {MAX_MODULES:,} modules, the most that estimate supports")
+
+    hook = register_module_module_registration_hook(count_module)
+    try:
+        yield
+    finally:
+        hook.remove()
