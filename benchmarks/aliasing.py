@@ -1,7 +1,7 @@
 """Does it matter to a step's time where in a page its tensors begin? Kahan's AdamW on one thread, 32 × (512×1024).
 
 The memory is the same for every row of the table; what changes is by how many bytes the gradient, the moments and the
-compensation begin further into a page than the weight. See `hf_lowprec/optim/state/state_allocation.py`.
+compensation begin further into a page than the weight. See `hf_lowprec/optim/state/state_tensors.py`.
 
     python benchmarks/aliasing.py [--rounds 40] [--output …json]
 """
@@ -19,7 +19,7 @@ import torch
 from cpu_step.optimizers import DECAY, LR, check_parity
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim.state.state_allocation import PAGE
+from hf_lowprec.optim.state.state_tensors import PAGE
 
 SHAPE, NUMBER = (512, 1024), 32
 STATES = ("exp_avg", "exp_avg_sq", "compensation")

@@ -1,4 +1,4 @@
-"""Check the fast paths of division and root (optim/codegen/fast_paths.py) in C, for every approximation they may get.
+"""Check the fast paths of division and root (`inline_ptx.py`) in C, for every approximation they may get.
 
 The C program is made from the same operations as the PTX. NVIDIA documents the error of the approximations that the
 operations begin with; each operand is tried with every approximation within it. The reference is the processor's own
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_lowprec.optim.backends.triton.fast_paths import DIVISION, ROOT, FastPath
+from hf_lowprec.optim.backends.triton.inline_ptx import DIVISION, ROOT, FastPath
 
 _OPERATIONS = {"fma.rn.f32": "fmaf({0}, {1}, {2})", "mul.rn.f32": "{0} * {1}"}
 _OPERATIONS["mul.rn.ftz.f32"] = "flushed(flushed({0}) * flushed({1}))"

@@ -1,7 +1,7 @@
 """Count the elements that the `triton` backend steps in ragged chunks, for the shapes of real models.
 
 Whole chunks on 16-byte boundaries are stepped by one kernel, and the rest by another, which is slower per element; see
-`hf_lowprec/optim/backends/triton/chunks.py`. Nothing is stepped here, and no GPU is needed. `shard` is what a rank of
+`hf_lowprec/optim/backends/triton/tables.py`. Nothing is stepped here, and no GPU is needed. `shard` is what a rank of
 FSDP2 holds if parameters are sharded over so many. `after n` is a model whose gradients lie in one bucket behind n
 others, as those of DDP behind a classifier's bias (`gradient_as_bucket_view=True`).
 
@@ -19,8 +19,8 @@ from gpu.shapes import LLAMA_8B, Shapes
 from step_time import smollm2_135m
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim.backends.triton.chunks import divide
 from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK
+from hf_lowprec.optim.backends.triton.tables import divide
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import Segments
 

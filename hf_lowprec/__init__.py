@@ -17,12 +17,11 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.integrations.averaging import AveragedModel
     from hf_lowprec.integrations.export.save_pretrained import save_pretrained
     from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-    from hf_lowprec.monitor import PrecisionMonitor
+    from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
     from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
-    from hf_lowprec.optim.state.fp32_weights import fp32_state_dict
-    from hf_lowprec.optim.state.kept_low_bits import drop_low_bits, keep_low_bits
+    from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
     from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 
 try:
@@ -34,13 +33,13 @@ _DEFINED_IN = {
     "AveragedModel": "integrations.averaging",
     "CastReport": "casting",
     "cast_model": "casting",
-    "drop_low_bits": "optim.state.kept_low_bits",
+    "drop_low_bits": "optim.state.low_bits",
     "export_checkpoint": "tools.export.checkpoint_export",
-    "fp32_state_dict": "optim.state.fp32_weights",
+    "fp32_state_dict": "optim.state.low_bits",
     "hidden_matrices": "optim.algorithms._hidden_matrices",
-    "keep_low_bits": "optim.state.kept_low_bits",
+    "keep_low_bits": "optim.state.low_bits",
     "LowPrecisionCallback": "integrations.transformers.callback",
-    "PrecisionMonitor": "monitor",
+    "PrecisionMonitor": "monitor.precision_monitor",
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "save_pretrained": "integrations.export.save_pretrained",

@@ -2,16 +2,13 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, metrics_file | itself |
-| L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
-optim and diagnostics |
-| L1 | user_inputs | itself |
+| L0 | rounding | itself |
+| L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
-| L3 | plotting | itself, diagnostics, metrics_file and user_inputs |
-| L3 | demo, doctor, estimate, inspection | L0 to L2; doctor not user_inputs |
-| L4 | cli, `__main__` | everything below |
+| L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
+| L4 | `__main__` | tools.cli |
 
-user_inputs, L3 and L4 import public names of transformers.
+So nothing that trains imports a tool. Tools import public names of transformers.
 
 Triton is imported by the two modules of handwritten kernels, `KERNELS`, which no module imports at its top.
 `hf_lowprec/__init__.py` hands out names of every layer, lazily; only the rules on other packages, and on circles, bind
@@ -35,29 +32,30 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics", "monitor"}
+CORE = {"rounding", "optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
     "rounding": {"rounding"},
-    "metrics_file": {"metrics_file"},
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
-    "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
-    "monitor": {"monitor", "diagnostics", "optim", "rounding"},
-    "integrations": {"integrations", "metrics_file", "user_inputs", *BELOW_INTEGRATIONS},
-    "user_inputs": {"user_inputs"},
-    "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
-    "doctor": {"doctor", "inspection", "integrations", *BELOW_INTEGRATIONS},
-    "estimate": {"estimate", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
-    "inspection": {"inspection", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
-    "plotting": {"plotting", "diagnostics", "metrics_file", "user_inputs"},
+    "monitor": {"monitor", "optim", "rounding"},
+    "integrations": CORE,
+    "__main__": {"tools.cli"},
 }
-MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = {
-    *("cli", "demo", "doctor", "estimate", "inspection", "plotting", "user_inputs", "metrics_file", "integrations"),
-    *BELOW_INTEGRATIONS,
+TOOLS = {
+    "user_inputs": set(),
+    "export": {"user_inputs"},
+    "inspection": {"user_inputs", "export"},
+    "doctor": {"inspection"},
+    "estimate": {"user_inputs"},
+    "plotting": set(),
+    "demo": set(),
 }
-PROGRAMS = {"user_inputs", "demo", "doctor", "estimate", "inspection", "plotting", "cli", "__main__"}
+TOOLS["cli"] = {*TOOLS}
+PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
+for tool, others in TOOLS.items():
+    MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in (tool, *others))}
 KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
@@ -136,17 +134,23 @@ def _private_attributes(tree: ast.Module, library: str) -> Iterator[tuple[str, i
                 yield spelled, node.lineno
 
 
+def unit_of(module: str) -> str:
+    """The unit that a module or a name in it belongs to: a folder of the package, or one of its `tools`."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["tools"] else 1])
+
+
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """The violations of the rules by `source`, as the module of that dotted name: one line each."""
     tree = ast.parse(source)
-    unit = module.split(".")[1] if "." in module else ""
+    unit = unit_of(module)
     found = []
-    if unit and unit not in MAY_IMPORT:
+    if unit not in {"", "tools", *MAY_IMPORT}:
         found.append(f"{module} belongs to no layer")
     for imported in imports(tree, module, is_package):
         where, library = f"{module}:{imported.line}", imported.parts[0]
         if library == PACKAGE and unit in MAY_IMPORT:
-            target = imported.parts[1] if len(imported.parts) > 1 else ""
+            target = unit_of(imported.target)
             if target in MAY_IMPORT and target not in MAY_IMPORT[unit]:
                 found.append(f"{where} imports {imported.target}, and {unit} may not import {target}")
             elif target not in MAY_IMPORT and unit not in PROGRAMS:
@@ -248,30 +252,30 @@ def test_files_are_named_for_what_they_do(path: Path) -> None:
         ("rounding.modes", "import hf_lowprec"),
         ("optim.optimizer", "if TYPE_CHECKING:\n    from hf_lowprec.casting import Report"),
         ("optim.optimizer", "from importlib import import_module\nimport_module('hf_lowprec.tools.cli')"),
-        ("optim.optimizer", "import importlib\nimportlib.import_module('..diagnostics', __package__)"),
-        ("optim.optimizer", "from ..diagnostics.memory import estimate"),
+        ("optim.optimizer", "import importlib\nimportlib.import_module('..monitor', __package__)"),
+        ("optim.optimizer", "from ..monitor.memory import estimate"),
         ("casting", "from .optim import AdamW"),
         ("casting", "import transformers"),
         ("reduction.ddp", "from hf_lowprec.casting import cast_model"),
         ("reduction.ddp", "def f():\n    import accelerate.utils"),
-        ("diagnostics.precision_report", "from hf_lowprec.reduction import ddp"),
-        ("diagnostics.precision_report", "from peft import PeftModel"),
+        ("monitor.precision_monitor", "from hf_lowprec.reduction import ddp"),
+        ("monitor.precision_monitor", "from peft import PeftModel"),
         ("integrations.transformers.trainer", "from hf_lowprec.tools.cli import main"),
         ("integrations.transformers.trainer", "from hf_lowprec import LowPrecisionCallback"),
-        ("cli.run", "import accelerate"),
-        ("demo.training", "from hf_lowprec.tools.cli import main"),
-        ("demo.training", "from hf_lowprec.tools.doctor import checks"),
-        ("doctor.checks", "import transformers._internal"),
-        ("plotting.runs", "from hf_lowprec.optim import AdamW"),
-        ("user_inputs.empty_model", "from hf_lowprec.integrations import averaging"),
-        ("cli.run", "from transformers.trainer import _private"),
-        ("cli.run", "import transformers._internal"),
-        ("cli.run", "import transformers as t\nt.trainer._private()"),
-        ("optim.backends.triton_launch", "import triton"),
-        ("optim.backends.triton_launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
-        ("optim.backends.triton_launch", "class Kernels:\n    from triton import jit"),
-        ("optim.backends.triton_launch", "from hf_lowprec.optim.backends.triton.square_sum import square_sum"),
-        ("optim.backends.triton_launch", "from hf_lowprec.optim.backends import triton_square_sum"),
+        ("tools.cli.run", "import accelerate"),
+        ("tools.demo.training", "from hf_lowprec.tools.cli import main"),
+        ("tools.demo.training", "from hf_lowprec.tools.doctor import checks"),
+        ("tools.doctor.checks", "import transformers._internal"),
+        ("tools.plotting.runs", "from hf_lowprec.tools.inspection import plot"),
+        ("tools.user_inputs.empty_model", "from hf_lowprec.tools.cli import main"),
+        ("tools.cli.run", "from transformers.trainer import _private"),
+        ("tools.cli.run", "import transformers._internal"),
+        ("tools.cli.run", "import transformers as t\nt.trainer._private()"),
+        ("optim.backends.triton.launch", "import triton"),
+        ("optim.backends.triton.launch", "try:\n    import triton.language as tl\nexcept ImportError:\n    tl = None"),
+        ("optim.backends.triton.launch", "class Kernels:\n    from triton import jit"),
+        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton.square_sum import square_sum"),
+        ("optim.backends.triton.launch", "from hf_lowprec.optim.backends.triton import square_sum"),
         ("odds", "x = 1"),
     ],
 )
@@ -292,20 +296,23 @@ def test_the_lazy_top_of_the_package_is_not_exempt_from_the_rules_on_other_packa
             "import torch\nfrom ..rounding import modes\nfrom .step.plan import StepPlan\nfrom . import step",
         ),
         (
-            "diagnostics.precision_report",
+            "monitor.precision_monitor",
             "from hf_lowprec.optim.optimizer import LowPrecisionOptimizer\nfrom .memory import estimate",
         ),
         ("integrations.transformers.trainer", "from transformers.trainer import _private\nimport accelerate, peft"),
-        ("cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
-        ("demo.training", "from transformers import Trainer\nfrom hf_lowprec.tools.user_inputs import input_errors"),
-        ("__main__", "from hf_lowprec.tools.cli import main"),
-        ("optim.backends.triton_launch", "def kernels():\n    import triton\n    return triton.jit"),
-        ("optim.backends.triton_launch", "if TYPE_CHECKING:\n    import triton"),
+        ("tools.cli.run", "from hf_lowprec import __version__\nfrom transformers import AutoConfig, __version__"),
         (
-            "optim.backends.triton_launch",
+            "tools.demo.training",
+            "from transformers import Trainer\nfrom hf_lowprec.integrations.checkpoint_files import input_errors",
+        ),
+        ("__main__", "from hf_lowprec.tools.cli import main"),
+        ("optim.backends.triton.launch", "def kernels():\n    import triton\n    return triton.jit"),
+        ("optim.backends.triton.launch", "if TYPE_CHECKING:\n    import triton"),
+        (
+            "optim.backends.triton.launch",
             "def run():\n    from hf_lowprec.optim.backends.triton.square_sum import square_sum",
         ),
-        ("optim.backends.triton_square_sum", "import triton"),
+        ("optim.backends.triton.square_sum", "import triton"),
     ],
 )
 def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:

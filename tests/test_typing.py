@@ -23,7 +23,7 @@ import hf_lowprec
 from hf_lowprec.integrations.export.model_folder import ExportDtype, parse_dtype
 from hf_lowprec.optim import ALGORITHMS
 from hf_lowprec.optim.algorithms.muon import AdjustLr
-from hf_lowprec.optim.shared_keywords import Backend, InitialCompensation
+from hf_lowprec.optim.arguments import Backend, InitialCompensation
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation
 from hf_lowprec.rounding import MODES, Rounding, StateRounding, mode_name
 

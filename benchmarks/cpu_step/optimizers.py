@@ -49,7 +49,7 @@ INSTRUCTION_SETS = {
     ", x86-64-v4": "-march=x86-64-v4",
     ", x86-64-v3": "-march=x86-64-v3",
 }
-"""Further flags for the compiler, which take precedence over those of `c_compiler.py`, by what rows are called."""
+"""Further flags for the compiler, which take precedence over those of `compiler.py`, by what rows are called."""
 
 
 EMBEDDING_AND_EXPERTS: dict[str, Shapes] = {

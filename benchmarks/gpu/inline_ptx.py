@@ -16,7 +16,7 @@ from gpu.measuring import Say
 from gpu.shapes import Llama, parameters
 from gpu.tuning import replaced
 from hf_lowprec import AdamW, StableAdamW
-from hf_lowprec.optim.backends.triton import launch as launch
+from hf_lowprec.optim.backends.triton import launch
 
 WITH, WITHOUT = "inline PTX", "no PTX"
 FORMS: dict[str, dict[str, Any]] = {

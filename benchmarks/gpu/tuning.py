@@ -13,7 +13,7 @@ from gpu.candidates import BF16, ours
 from gpu.device import Device
 from gpu.measuring import Say
 from gpu.shapes import Llama, parameters
-from hf_lowprec.optim.backends.triton import launch as launch
+from hf_lowprec.optim.backends.triton import launch
 
 PAIRS = [(1024, 4), (512, 2), (512, 4), (1024, 8), (2048, 8)]
 """Elements per iteration of a program, and its warps."""

@@ -1,8 +1,8 @@
 """The loss after a short fine-tuning of the demonstration's byte-level Llama, the same loop for all candidates.
 
-FP32 pre-trains the model from random weights on code; each candidate then fine-tunes the result on prose, as in
-`hf_lowprec/tools/demo/stages.py`. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that
-only optimizers differ. A seed sets the first weights and the order of the data.
+FP32 pre-trains the model from random weights on code; each candidate then fine-tunes the result on prose, as
+`hf-lowprec demo` does. All candidates with BF16 weights get the model from `cast_model`, norms in FP32, so that only
+optimizers differ. A seed sets the first weights and the order of the data.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.monitor.step_statistics import unbiased_variance
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import contiguous_runs
-from hf_lowprec.optim.state.initial_compensation import low_bits_state
+from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup, load
 from hf_lowprec.optim.step.fused_step import algorithm_update, fused_step, load_states
@@ -26,8 +26,8 @@ from hf_lowprec.optim.step.kernel_spec import ORTHOGONALIZED
 from hf_lowprec.optim.step.whole_tensor_quantities import parts_to_step
 from hf_lowprec.rounding import MODES, step_keys
 from hf_lowprec.rounding.block_floats import BLOCK, code_spacing, decode, intended_bias
+from hf_lowprec.rounding.low_bits import fp64_value
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
-from hf_lowprec.rounding.stored_pairs import fp64_value
 
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 """Names of states that average squared gradients."""

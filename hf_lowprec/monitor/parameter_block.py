@@ -14,8 +14,8 @@ from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.sharding import Sharding
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
-from hf_lowprec.rounding.spacing import spacing
-from hf_lowprec.rounding.stored_pairs import dropped_bits, fp64_value
+from hf_lowprec.rounding.low_bits import dropped_bits, fp64_value
+from hf_lowprec.rounding.nearest import spacing
 
 
 class ParameterBlock:

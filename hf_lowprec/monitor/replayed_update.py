@@ -23,7 +23,7 @@ from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.optim.state.foreign_states import COMPENSATIONS
-from hf_lowprec.rounding.stored_pairs import fp64_value
+from hf_lowprec.rounding.low_bits import fp64_value
 
 NOT_ELEMENTWISE = (
     *("adafactor", "muon", "lamb", "lars", "lbfgs", "shampoo", "soap", "novograd", "galore", "prodigy", "dadapt"),

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lowprec.monitor.parameter_kinds import PARAMETER_KINDS
 from hf_lowprec.monitor.step_statistics import LOST_SHARES, precision_columns, precision_values
+from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS
 from hf_lowprec.optim.cached_property import cached_property
 
 ALL = "all"

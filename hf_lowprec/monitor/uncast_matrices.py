@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_lowprec.casting import make_plan
-from hf_lowprec.monitor.parameter_kinds import parameter_kinds
+from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 _KEPT_BY_PEFT = "modules_to_save"

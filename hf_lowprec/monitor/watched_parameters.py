@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.monitor.parameter_kinds import parameter_kinds
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
+from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.optim.sharding import local_shard, sharding_of
 from hf_lowprec.optim.state.foreign_states import COMPENSATIONS
 
@@ -29,7 +29,7 @@ class WatchedParameters:
         params: the parameters.
         row: the row of each.
         names: the name of each row.
-        kinds: the kind of each row, see `parameter_kinds.py`.
+        kinds: the kind of each row, see `tensor_names.py`.
         sample_size: elements that are sampled of each.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.

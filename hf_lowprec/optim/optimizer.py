@@ -15,19 +15,18 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim import argument_checks, validation
+from hf_lowprec.optim import arguments, validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
+from hf_lowprec.optim.arguments import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.gradient_release.release import GradientRelease
 from hf_lowprec.optim.private_torch_apis import without_grad, without_torch_function
-from hf_lowprec.optim.shared_keywords import Backend, Clip, InitialCompensation, full_signature
 from hf_lowprec.optim.state.state_dict import check_and_load
 from hf_lowprec.optim.state.state_dict_format import NORM_BEFORE, to_saved_form
 from hf_lowprec.optim.step import interrupts, parameter_numbers
 from hf_lowprec.optim.step.backend_step import BackendStep
-from hf_lowprec.optim.step.changed_dtypes import warn_about_changed_dtypes
 from hf_lowprec.optim.step.clipping import GradientClipping, PendingClip, has_views, replace_bucket_views
-from hf_lowprec.optim.step.fingerprint import params_of
+from hf_lowprec.optim.step.fingerprint import params_of, warn_about_changed_dtypes
 from hf_lowprec.optim.step.graph_capture import check_capture, check_not_capturing, is_capturing
 from hf_lowprec.optim.step.step_plan import StepPlan
 from hf_lowprec.optim.step.whole_tensor_quantities import compute_tensor_means, parts_to_step
@@ -81,7 +80,7 @@ class LowPrecisionOptimizer(Algorithm):
             `skipped_steps` counts them.
         gradient_release: step parameters during the backward pass, a few at a time, and free their gradients, so that
             those of the whole model never exist at once; `step()` steps the rest. Weights and states are those of the
-            ordinary step, bit for bit. See `gradient_release.py` for what it excludes.
+            ordinary step, bit for bit. See `gradient_release/` for what it excludes.
         clip: `"exact"`: `max_grad_norm` clips by the norm of the step's own gradients. `"delayed"`, only with
             `gradient_release`: by the norm of the step before. The first step is not clipped.
 
@@ -127,10 +126,10 @@ class LowPrecisionOptimizer(Algorithm):
         clip: Clip = "exact",
         **unexpected: Any,
     ) -> None:
-        argument_checks.check_unexpected_keywords(type(self), unexpected)
+        arguments.check_unexpected_keywords(type(self), unexpected)
         selection.check_backend(backend)
-        argument_checks.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
-        argument_checks.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
+        arguments.check_execution_arguments(initial_compensation, capturable, max_grad_norm, skip_nonfinite)
+        arguments.check_gradient_release(gradient_release, clip, capturable, max_grad_norm, skip_nonfinite)
         self.initial_compensation = initial_compensation
         self.dithered: set[Tensor] = set()
         """Parameters whose compensation started with a dither."""
@@ -244,7 +243,7 @@ class LowPrecisionOptimizer(Algorithm):
         return self._plan_with_gradients(self.limit)
 
     def plan_bucket(self, earlier: StepPlan | None, params: Set[int]) -> StepPlan:
-        """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release.py`.
+        """Return the plan of a step of some parameters, as `plan_step` does for all; for `gradient_release/`.
 
         Args:
             earlier: the plan of an earlier step, which is returned if it fits.
@@ -291,7 +290,7 @@ class LowPrecisionOptimizer(Algorithm):
     def check_gradient_release(self) -> None:
         """Raise ValueError if a group is unsupported, or attributes have been set that gradient release excludes."""
         self._check_groups()
-        argument_checks.check_gradient_release(
+        arguments.check_gradient_release(
             self.release is not None, self.clip, self.capturable, self.max_grad_norm, self.skip_nonfinite
         )
 
@@ -405,7 +404,7 @@ class LowPrecisionOptimizer(Algorithm):
             ValueError: `max_norm` is not a number above 0; or with `clip="delayed"`, it is not `max_grad_norm`.
         """
         if max_norm != math.inf:
-            argument_checks.check_max_norm("max_norm", max_norm)
+            arguments.check_max_norm("max_norm", max_norm)
         if self.release is not None:
             return self.release.norm_for_clipping(max_norm)
         return self._compute_norm(max_norm).norm_before
@@ -496,7 +495,7 @@ class LowPrecisionOptimizer(Algorithm):
             **super().__getstate__(),
             **norm_before,
             "skipped_before": self.skipped_steps,
-            **{name: getattr(self, name) for name in (*argument_checks.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
+            **{name: getattr(self, name) for name in (*arguments.EXECUTION_ARGUMENTS, "grad_norm", "dithered")},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

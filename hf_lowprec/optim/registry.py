@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.argument_checks import FOREIGN_ARGUMENTS
+from hf_lowprec.optim.arguments import FOREIGN_ARGUMENTS, keywords
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.rounding.modes import SHORT_NAMES
 
 _CLASSES = {name.lower(): cls for name, cls in ALGORITHMS.items()}

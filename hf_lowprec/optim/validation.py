@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.argument_checks import (
+from hf_lowprec.optim.arguments import (
     EXECUTION_ARGUMENTS,
     FOREIGN_ARGUMENTS,
     LARGEST,
@@ -21,9 +21,9 @@ from hf_lowprec.optim.argument_checks import (
     check_integer,
     check_one_of,
     check_range,
+    keywords,
 )
 from hf_lowprec.optim.sharding import check_placements, is_sharded, local_shard
-from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.rounding import MODES, Rounding, State, StateRounding
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 

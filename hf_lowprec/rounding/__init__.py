@@ -2,18 +2,17 @@
 
 Everything is written once, in torch. The functions use only operators, `Tensor.view(dtype)`, `torch.where`, `sqrt_rn`
 and `quiet_nan`, so that the same source runs on tensors (the `eager` backend) and can be traced and rendered as C or
-Triton (`optim/codegen`).
+Triton (`optim/backends`).
 """
 
-from hf_lowprec.rounding.dtypes import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.fp32_math import quiet_nan, sqrt_rn
 from hf_lowprec.rounding.kahan import kahan_add
+from hf_lowprec.rounding.low_bits import fp32_value
 from hf_lowprec.rounding.modes import MODES, Mode, Rounding, State, StateRounding, mode_name, recommended_mode
-from hf_lowprec.rounding.nearest import round_nearest
+from hf_lowprec.rounding.nearest import LOW_PRECISION_DTYPES, dtype_name, round_nearest
 from hf_lowprec.rounding.random_bits import random_word, step_keys, stream_keys
 from hf_lowprec.rounding.split import join, split
 from hf_lowprec.rounding.stochastic import round_stochastic
-from hf_lowprec.rounding.stored_pairs import fp32_value
 
 __all__ = [
     "LOW_PRECISION_DTYPES",

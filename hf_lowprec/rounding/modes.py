@@ -158,7 +158,7 @@ AUXILIARY_STATES: dict[str, State] = {state.name: state for mode in MODES.values
 """The auxiliary states of all modes by name."""
 
 LOW_BITS_STATES = tuple(name for name, state in AUXILIARY_STATES.items() if state.holds_low_bits)
-"""Names of the states that hold low bits, see `stored_pairs.py`. A parameter has at most one of them, except between a
+"""Names of the states that hold low bits, see `low_bits.py`. A parameter has at most one of them, except between a
 change of its mode and the next step."""
 
 

@@ -12,6 +12,15 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_lowprec.rounding.fp32_math import bit_pattern
 
+LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
+"""The floating-point dtypes of 16 bits."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module, as `"bfloat16"`."""
+    return str(dtype).removeprefix("torch.")
+
+
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -0x80000000
 _INFINITY = 0x7F800000
@@ -56,3 +65,34 @@ def nearest_pattern(value: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
         return (rounded | (pattern & _SIGN)).view(torch.float32)
     raise ValueError(f"dtype={dtype} cannot be rounded to; use torch.bfloat16, torch.float16 or torch.float32")
+
+
+EXPONENTS = 256
+"""The number of values that the exponent field of FP32 has."""
+_BIAS = 127
+
+
+def spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from numbers to the next number of `dtype` of larger magnitude.
+
+    Args:
+        value: finite numbers of any shape, in FP32 or a 16-bit dtype.
+        dtype: `torch.bfloat16`, `torch.float16` or `torch.float32`.
+
+    Returns:
+        FP64 tensor of the shape of `value`.
+    """
+    info = torch.finfo(dtype)
+    power = (value.float().view(torch.int32) & 0x7F800000).view(torch.float32)
+    return power.double().clamp(min=info.smallest_normal) * info.eps
+
+
+def spacings_by_exponent(dtype: torch.dtype) -> Tensor:
+    """The same distance for each value of the exponent field of FP32.
+
+    Returns:
+        FP64 tensor of 256 elements; number k is that of magnitudes from 2^(k-127) up to, not including, 2^(k-126).
+    """
+    info = torch.finfo(dtype)
+    powers = torch.exp2(torch.arange(EXPONENTS, dtype=torch.float64) - _BIAS)
+    return powers.clamp(min=info.smallest_normal) * info.eps

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_lowprec.rounding.spacing import spacings_by_exponent
+from hf_lowprec.rounding.nearest import spacings_by_exponent
 from hf_lowprec.tools.doctor.weight_spacings import count_spacings, magnitudes
 
 SPACINGS = spacings_by_exponent(torch.bfloat16)

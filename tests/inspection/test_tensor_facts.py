@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_lowprec.rounding.spacing import spacings_by_exponent
+from hf_lowprec.rounding.nearest import spacings_by_exponent
 from hf_lowprec.tools.inspection import tensor_facts as module
 from hf_lowprec.tools.inspection.tensor_facts import tensor_facts
 

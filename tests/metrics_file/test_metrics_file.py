@@ -16,9 +16,9 @@ from hf_lowprec.monitor.metrics_file import (
     RunPart,
     RunRecord,
     StepRecord,
+    parts_until,
     read_metrics,
 )
-from hf_lowprec.monitor.metrics_file.writer import parts_until
 
 RUN = RunRecord(
     model="LlamaForCausalLM",

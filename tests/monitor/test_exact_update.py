@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import hf_lowprec
-from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_statistics import COLUMN
-from hf_lowprec.rounding.spacing import spacing
-from hf_lowprec.rounding.stored_pairs import fp64_value
+from hf_lowprec.rounding.low_bits import fp64_value
+from hf_lowprec.rounding.nearest import spacing
 
 torch_optim = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),

@@ -13,7 +13,7 @@ from hf_lowprec.monitor.step_statistics import (
     slope_sums,
 )
 from hf_lowprec.rounding import round_stochastic
-from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.nearest import spacing
 
 ONE = torch.ones(1, dtype=torch.float64)
 

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion
-from hf_lowprec.optim.backends.c.block_loops import render_block_loops
-from hf_lowprec.optim.backends.c.block_operations import BlockLoop, block_loops
+from hf_lowprec.optim.backends.c.block_loops import BlockLoop, block_loops, render_block_loops
 from hf_lowprec.optim.backends.trace import trace
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.rounding import MODES

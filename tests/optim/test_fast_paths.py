@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from benchmarks.fast_paths import EXCEPTIONS, exception, run
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion, RAdam, StableAdamW
-from hf_lowprec.optim.backends.triton.fast_paths import DIVISION
-from hf_lowprec.optim.backends.triton.inline_ptx import ELEMENTS
+from hf_lowprec.optim.backends.triton.inline_ptx import DIVISION, ELEMENTS
 from hf_lowprec.optim.backends.triton.launch import inlined_ptx
 from hf_lowprec.optim.backends.triton.ptx_graph import divide_above, quiet_nans, trace_for_ptx
 from hf_lowprec.rounding import sqrt_rn

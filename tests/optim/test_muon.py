@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_lowprec.monitor import PrecisionMonitor
+from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import AdamW, Muon
 from hf_lowprec.optim.step import whole_tensor_quantities
 from tests.support.training.peak_allocation import peak_allocation

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_lowprec
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.state import initial_compensation
+from hf_lowprec.optim.state import low_bits
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
 from tests.support.optim.every_optimizer import BF16, FP32, build, every_algorithm, every_mode, give_gradients
 from tests.support.optim.optimizer_contents import assert_equal, everything
@@ -94,7 +94,7 @@ def test_whichever_allocation_fails(name, dtype, options):
 
 @pytest.mark.parametrize(("rounding", "then"), [("split", "kahan"), ("kahan", "split"), ("split", "stochastic")])
 def test_whichever_allocation_of_a_change_of_the_mode_fails(rounding, then, monkeypatch):
-    monkeypatch.setattr(initial_compensation, "chunk_size", lambda device: 50)  # three chunks
+    monkeypatch.setattr(low_bits, "chunk_size", lambda device: 50)  # three chunks
     options = {"rounding": rounding}
     whichever_allocation_fails(partial(first_step, "AdamW", BF16, options, "native", shapes=SHAPES[:2], then=then))
 

@@ -11,9 +11,9 @@ from torch import nn
 import hf_lowprec
 from hf_lowprec.optim import AdamW
 from hf_lowprec.rounding import join
+from hf_lowprec.rounding.low_bits import fp32_value, stored_pair
 from hf_lowprec.rounding.modes import MODES
 from hf_lowprec.rounding.random_bits import random_bits
-from hf_lowprec.rounding.stored_pairs import fp32_value, stored_pair
 
 BF16, FP32, INT8, INT32 = torch.bfloat16, torch.float32, torch.int8, torch.int32
 MODE = MODES["split24"]

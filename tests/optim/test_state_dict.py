@@ -24,8 +24,8 @@ from torch.optim import lr_scheduler
 from hf_lowprec.optim import SGD, AdamW, Lion
 from hf_lowprec.optim import optimizer as optimizer_module
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.shared_keywords import keywords
-from hf_lowprec.optim.state.initial_compensation import reset_outdated_compensations
+from hf_lowprec.optim.arguments import keywords
+from hf_lowprec.optim.state.low_bits import reset_outdated_compensations
 from hf_lowprec.optim.state.state_dict_format import FORMAT
 from tests.scripts.write_state_dicts import FURTHER, OPTIONS, build
 from tests.scripts.write_state_dicts import train as train_on

@@ -10,7 +10,7 @@ import hf_lowprec
 from hf_lowprec.optim import SGD, AdamW, Lion, Muon
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
-from hf_lowprec.optim.state.initial_compensation import starts_with_low_bits
+from hf_lowprec.optim.state.low_bits import starts_with_low_bits
 from hf_lowprec.optim.validation import check_scalars
 
 

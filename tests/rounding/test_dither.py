@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_lowprec.rounding import round_nearest
-from hf_lowprec.rounding.dither import as_compensation, dither
+from hf_lowprec.rounding.random_bits import as_compensation, dither
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16]

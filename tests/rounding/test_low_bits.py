@@ -9,8 +9,7 @@ from torch import nn
 
 import hf_lowprec
 from hf_lowprec.optim import AdamW
-from hf_lowprec.rounding.low_bits import drop_low_bits, keep_low_bits, low_bits
-from hf_lowprec.rounding.stored_pairs import fp32_value
+from hf_lowprec.rounding.low_bits import drop_low_bits, fp32_value, keep_low_bits, low_bits
 from tests.support.rounding.kept_low_bits import kept_values
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

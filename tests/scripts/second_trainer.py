@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 import hf_lowprec
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.rounding.low_bits import low_bits
-from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.nearest import spacing
 from tests.scripts.trainer_ranks import llama, text
 from tests.support.processes.ranks import leave
 from tests.support.training.fp32_weights_at_start import Beginning

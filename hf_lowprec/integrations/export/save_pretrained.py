@@ -26,7 +26,7 @@ from hf_lowprec.integrations.export.model_folder import (
 )
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.fp32_weights import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.optim.state.low_bits import fp32_estimates, warn_of_weights_as_stored
 
 
 @without_grad

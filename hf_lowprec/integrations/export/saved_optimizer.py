@@ -12,8 +12,7 @@ from torch import Tensor
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import ShardedFolder, TensorInfo, load_mapped
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.fp32_weights import RandomStream, random_streams
-from hf_lowprec.optim.state.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values, low_bits_state, random_streams
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     DITHERED,

@@ -20,22 +20,21 @@ from hf_lowprec.integrations.transformers.quantization import check_quantized_we
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor import Finding, StepPrecision
+from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.monitor.findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.monitor.layer_probes.broken_convolutions import (
     find_broken_convolutions,
     keep_fp32_patterns,
     workarounds,
 )
-from hf_lowprec.monitor.step_precision import ALL
+from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
 from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.initial_compensation import reset_outdated_compensations
-from hf_lowprec.optim.state.kept_low_bits import keep_low_bits
+from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_outdated_compensations
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction import check_replicas
 from hf_lowprec.reduction.grad_accumulation import GradAccumulation, check_grad_accumulation

@@ -29,9 +29,9 @@ from hf_lowprec.integrations.transformers.training_arguments import (
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
+from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.registry import OPTIMIZER_NAMES
-from hf_lowprec.optim.shared_keywords import keywords
-from hf_lowprec.optim.state.initial_compensation import starts_with_low_bits
+from hf_lowprec.optim.state.low_bits import starts_with_low_bits
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
 logger = logging.getLogger(__name__)

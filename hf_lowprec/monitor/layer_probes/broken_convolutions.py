@@ -1,6 +1,6 @@
 """Find the convolutions of a model that this machine computes wrongly, and suggest workarounds.
 
-The Trainer callback runs this before training; `layer_probes.py` does the comparison.
+The Trainer callback runs this before training; `probes.py` does the comparison.
 """
 
 from __future__ import annotations

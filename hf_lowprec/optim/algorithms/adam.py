@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.algorithms._two_moments import TwoMoments
-from hf_lowprec.optim.shared_keywords import Shared
+from hf_lowprec.optim.arguments import Shared
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

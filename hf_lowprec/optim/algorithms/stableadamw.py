@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.argument_checks import check_betas, check_range
+from hf_lowprec.optim.arguments import Shared, check_betas, check_range
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.shared_keywords import Shared
 from hf_lowprec.rounding import State, sqrt_rn
 
 if TYPE_CHECKING:

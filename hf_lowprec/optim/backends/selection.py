@@ -8,12 +8,12 @@ from typing import get_args
 
 import torch
 
+from hf_lowprec.optim.arguments import Backend
 from hf_lowprec.optim.backends import eager
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import CompilerError, require_compiler
 from hf_lowprec.optim.backends.triton import availability as triton_availability
 from hf_lowprec.optim.backends.triton import launch as triton_launch
-from hf_lowprec.optim.shared_keywords import Backend
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
 

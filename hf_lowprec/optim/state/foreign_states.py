@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.argument_checks import check_range
+from hf_lowprec.optim.arguments import check_range
 from hf_lowprec.optim.sharding import local_shard
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 

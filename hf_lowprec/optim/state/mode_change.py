@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.initial_compensation import chunks, store_values, undithered
+from hf_lowprec.optim.state.low_bits import chunks, store_values, undithered
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.optim.state.foreign_states import START_AGAIN, conversion_note, format_of
-from hf_lowprec.optim.state.initial_compensation import low_bits_state
+from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     DITHERED,

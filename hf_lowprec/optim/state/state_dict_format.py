@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.initial_compensation import low_bits_state
+from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.states_in_8_bits import key_of
 from hf_lowprec.optim.validation import STATE_DTYPES
 from hf_lowprec.rounding import dtype_name

@@ -15,7 +15,7 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.foreign_states import START_AGAIN
-from hf_lowprec.optim.state.initial_compensation import fp32_values, low_bits_state
+from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state
 from hf_lowprec.optim.state.state_dict_format import DITHERED, HEADER, from_saved_form
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.optim.validation import first_parameter

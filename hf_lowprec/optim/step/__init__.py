@@ -13,6 +13,6 @@
    matrix or a few small ones at a time.
 7. Step counts are incremented, contiguous copies are copied back, and `StepPlan.release` releases the gradients.
 
-With `gradient_release`, `optim/gradient_release.py` takes the same path for some parameters at a time, during the
+With `gradient_release`, `optim/gradient_release/` takes the same path for some parameters at a time, during the
 backward pass, and `delayed_clipping.py` clips.
 """

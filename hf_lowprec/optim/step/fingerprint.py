@@ -9,16 +9,21 @@ is asked.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence, Set
+import warnings
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm
 from hf_lowprec.optim.private_torch_apis import dtensor_specs, local_tensors, without_torch_function
 from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.state.state_tensors import new_state_dtype
+from hf_lowprec.optim.state.states_in_8_bits import dtype_in
+from hf_lowprec.rounding import dtype_name
 
 _GRAD = operator.attrgetter("grad")
 _LAYOUT = operator.attrgetter("dtype", "shape")
@@ -39,7 +44,7 @@ class Fingerprint:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        only: identities of the parameters to step, if not all that have gradients; see `gradient_release.py`.
+        only: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
         stepped: the parameters that the plan steps.
         states: their states.
     """
@@ -186,3 +191,32 @@ def _settings(optimizer: Algorithm, clipped: bool) -> list[tuple[Any, ...]]:
         )
         for group in optimizer.param_groups
     ]
+
+
+def warn_about_changed_dtypes(optimizer: Algorithm, earlier_dtypes: Mapping[Tensor, torch.dtype]) -> None:
+    """Warn if parameters have changed their dtype, and have states in other dtypes than new states would have.
+
+    Args:
+        optimizer: about to take a step; the states of its parameters with a gradient exist.
+        earlier_dtypes: parameter -> its dtype in the last step.
+    """
+    changed: list[tuple[Tensor, dict[str, torch.dtype]]] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if earlier_dtypes.get(param, param.dtype) == param.dtype:
+                continue
+            existing = optimizer.state.get(param, {})  # those of parameters without gradient may be missing
+            stored = ((s, dtype_in(existing, s.name)) for s in optimizer.stored_states(group, param.dtype))
+            old = {s.name: dtype for s, dtype in stored if dtype and dtype != new_state_dtype(s, group, param)}
+            if old:
+                changed.append((param, old))
+    if changed:
+        param, old = changed[0]
+        before, after = dtype_name(earlier_dtypes[param]), dtype_name(param.dtype)
+        warnings.warn(
+            f"{len(changed)} parameters were converted from {before} to {after} after their first step. Their states "
+            f"({', '.join(old)}) stay in {dtype_name(next(iter(old.values())))}. Call cast_model(model) "
+            "before the first step; or build a new optimizer now, which starts with new states",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,7 +1,7 @@
 """The arithmetic of one step as torch code: load → update → round → store.
 
 `fused_step` is the only place where an algorithm, a rounding mode and the random bits meet. The `eager` backend runs
-it on tensors; the other backends compile a trace of it (see `codegen/trace.py`).
+it on tensors; the other backends compile a trace of it (see `backends/trace.py`).
 """
 
 from __future__ import annotations

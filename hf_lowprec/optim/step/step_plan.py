@@ -20,10 +20,9 @@ from hf_lowprec.optim import validation
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.algorithms._hidden_matrices import check_matrix
 from hf_lowprec.optim.sharding import Sharding, local_shard, sharding_of, when_written
-from hf_lowprec.optim.state.initial_compensation import initialize_compensation, warn_about_unused_low_bits
+from hf_lowprec.optim.state.low_bits import initialize_compensation, warn_about_unused_low_bits
 from hf_lowprec.optim.state.mode_change import convert_states, states_of_other_modes
-from hf_lowprec.optim.state.state_allocation import zeros_apart
-from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors
+from hf_lowprec.optim.state.state_tensors import StateTensor, state_tensors, zeros_apart
 from hf_lowprec.optim.state.states_in_8_bits import key_of
 from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
@@ -70,7 +69,7 @@ class StepPlan:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        only: identities of the parameters to step, if not all that have gradients; see `gradient_release.py`.
+        only: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.

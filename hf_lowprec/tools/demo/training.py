@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.monitor import PrecisionMonitor, StepPrecision
 from hf_lowprec.monitor.memory_estimate import memory_use
-from hf_lowprec.monitor.step_precision import ALL, sum_over_steps
+from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
+from hf_lowprec.monitor.step_precision import ALL, StepPrecision, sum_over_steps
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.tools.demo.text import Blocks
 from hf_lowprec.tools.demo.variants import Variant

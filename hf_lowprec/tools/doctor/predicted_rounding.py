@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.spacing import spacings_by_exponent
+from hf_lowprec.rounding.nearest import spacings_by_exponent
 from hf_lowprec.tools.doctor.update_sizes import Directions
 from hf_lowprec.tools.doctor.weight_spacings import magnitudes
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors
-from hf_lowprec.monitor.parameter_kinds import parameter_kinds
+from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.tools.doctor.update_sizes import ALL, SAMPLE
 from hf_lowprec.tools.inspection.optimizer_states import ParameterState, read_parameter_states
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
+from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 
 CHUNK = 1 << 22
 """Elements that are converted at a time."""

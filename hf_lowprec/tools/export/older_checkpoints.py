@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from hf_lowprec.integrations.export.saved_optimizer import SavedParameter
-from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.nearest import spacing
 from hf_lowprec.tools.export.weight_layout import WeightLayout
 
 _FEWEST = 256

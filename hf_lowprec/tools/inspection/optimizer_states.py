@@ -24,8 +24,8 @@ from hf_lowprec.integrations.export.saved_optimizer import (
     sharded_param_groups,
 )
 from hf_lowprec.optim.algorithms import ALGORITHMS
+from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.registry import SUFFIXES
-from hf_lowprec.optim.shared_keywords import keywords
 from hf_lowprec.optim.state.foreign_states import COMPENSATIONS, format_of
 from hf_lowprec.optim.state.state_dict_format import HEADER, in_own_dtype
 from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded

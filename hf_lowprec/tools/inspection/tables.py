@@ -9,8 +9,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from hf_lowprec.monitor.parameter_kinds import PARAMETER_KINDS
-from hf_lowprec.monitor.tensor_names import listed
+from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, listed
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 from hf_lowprec.tools.inspection.findings import counted

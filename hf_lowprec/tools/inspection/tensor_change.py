@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
+from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 from hf_lowprec.tools.inspection.tensor_facts import CHUNK, exponents
 
 SPACINGS_OF_DECAY = 2.0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_lowprec.rounding.spacing import EXPONENTS, spacings_by_exponent
+from hf_lowprec.rounding.nearest import EXPONENTS, spacings_by_exponent
 
 CHUNK = 1 << 16
 """Elements that are converted to FP32 at a time, so few that they stay in the cache."""

@@ -12,11 +12,11 @@ from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import callback
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
-from hf_lowprec.optim.state.initial_compensation import reset_outdated_compensations
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.state.low_bits import reset_outdated_compensations
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
-from hf_lowprec.rounding.spacing import spacing
+from hf_lowprec.rounding.nearest import spacing
 from tests.support.training.fp32_weights_at_start import Beginning
 from tests.support.training.peft_adapters import adapted
 from tests.support.training.tiny_trainer import LOAD_BEST, arguments, counting_data, llama, optimizer_of, trained

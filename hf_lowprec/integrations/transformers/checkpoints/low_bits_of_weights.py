@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hf_lowprec.integrations.export.saved_optimizer import read_optimizer_file
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.initial_compensation import fp32_values, low_bits_state, store_values
-from hf_lowprec.optim.state.kept_low_bits import keep_low_bits as keep_low_bits_of_optimizer
+from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state, store_values
+from hf_lowprec.optim.state.low_bits import keep_low_bits as keep_low_bits_of_optimizer
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits
 

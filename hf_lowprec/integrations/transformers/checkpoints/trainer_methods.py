@@ -32,7 +32,7 @@ from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_
 from hf_lowprec.integrations.transformers.logging.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.state.kept_low_bits import keep_low_bits
+from hf_lowprec.optim.state.low_bits import keep_low_bits
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.reduction.object_gather import gather_objects
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.integrations.transformers.optim_args import optimizer_name
-from hf_lowprec.monitor import Finding, StepPrecision
+from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.monitor.metrics_file import (
     METRICS_NAME,
     MeasuredPrecision,
@@ -18,11 +18,12 @@ from hf_lowprec.monitor.metrics_file import (
     RunPart,
     RunRecord,
     StepRecord,
+    parts_until,
     read_metrics,
 )
-from hf_lowprec.monitor.metrics_file.writer import parts_until
-from hf_lowprec.monitor.parameter_kinds import PARAMETER_KINDS, parameter_kinds
+from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
+from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
 

@@ -12,7 +12,9 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.monitor import Finding, PrecisionMonitor, StepPrecision
+from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
+from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 

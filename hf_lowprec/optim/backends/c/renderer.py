@@ -1,6 +1,6 @@
 """The renderer for C, and how the elements of tensors are stored, loaded and stored again.
 
-The C compiler must neither contract nor re-associate floating-point operations; see the flags in `c_compiler.py`.
+The C compiler must neither contract nor re-associate floating-point operations; see the flags in `compiler.py`.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class CRenderer(Renderer):
         return f"sqrtf({value})"
 
     def quiet_nan(self, value: str) -> str:
-        return value  # done when the value is loaded, see `quiet` in c_source.py
+        return value  # done when the value is loaded, see `quiet` in source.py
 
     def weyl(self, index: str, key0: str) -> str:
         # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.
         return f"weyl{key0.removeprefix('key').removesuffix('_0')}"
 
     def block_max(self, value: str) -> str:
-        return value  # of one element; `c_block_loops.py` takes the largest
+        return value  # of one element; `block_loops.py` takes the largest
 
 
 def value_type(is_float: bool) -> str:

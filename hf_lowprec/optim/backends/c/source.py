@@ -1,6 +1,6 @@
 """Render a traced step as C: loops over chunks and elements around one function that performs the traced operations.
 
-Steps with states in 8 bits have loops over blocks instead, see `c_block_loops.py`.
+Steps with states in 8 bits have loops over blocks instead, see `block_loops.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A model has hundreds of tensors, and launching a kernel for each would take the host longer than the device needs to
 step a billion parameters. Instead, a table of pointers and tables of chunks are sent to the device, and one program
-per chunk looks up its tensors (`triton_tables.py`). Whole aligned chunks are a launch, and ragged ones are another
-(`triton_chunks.py`).
+per chunk looks up its tensors. Whole aligned chunks are a launch, and ragged ones are another (`tables.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TAIL = BLOCK // 4
 """Elements per iteration of a `tensor_sum` whose accesses are masked and narrow; few, so that it needs no extra
 registers."""
 INLINED_PTX = (80, 100)
-"""Compute capabilities, times 10, from which on PTX is inlined; see codegen/inline_ptx.py."""
+"""Compute capabilities, times 10, from which on PTX is inlined; see `inline_ptx.py`."""
 MAX_REGISTERS = {8: 64, 10: 72}
 """Registers of a thread that steps whole chunks with inlined PTX, by the bytes that it reads per element, at most: room
 for 32 and 28 warps per multiprocessor. The compiler would take a few more. With fewer, it would spill some to memory.

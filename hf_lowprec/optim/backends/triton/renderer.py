@@ -12,11 +12,13 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.renderer import Renderer, arguments, indent, statements
-from hf_lowprec.optim.backends.triton.fast_paths import DIVISION, ROOT, FastPath
 from hf_lowprec.optim.backends.triton.inline_ptx import (
     ADD_LANE,
+    DIVISION,
     FROM_BFLOAT16,
+    ROOT,
     TO_BFLOAT16,
+    FastPath,
     InlinePtx,
     fast_path,
     quiet_nans,

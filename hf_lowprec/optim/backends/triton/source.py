@@ -2,7 +2,7 @@
 
 Addresses come from a table, so the compiler knows nothing about their alignment: the kernel `step` promises it,
 which gives 128-bit accesses, and its chunks are those for which the promise holds. All others are stepped by
-`step_ragged`, under a mask; see backends/triton_chunks.py.
+`step_ragged`, under a mask; see `tables.py`.
 
 Whole chunks are computed by functions of their own on NVIDIA GPUs (`PTX`), with divisions, roots, conversions and tests
 for NaN in inline PTX. Their bits are the same. Kernels with states in 8 bits have none.

@@ -1,6 +1,7 @@
-"""The lines of a metrics file: a run record where a run begins or is resumed, then a step record for each log.
+"""The log file that a training run writes to its output folder, for plots and other programs: format, writer, reader.
 
-A number that is not finite is left out, since JSON has none.
+One JSON object per line: a run record where a run begins or is resumed, then a step record for each log. A number that
+is not finite is left out, since JSON has none. Reading and writing need no torch.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 METRICS_NAME = "hf_lowprec_metrics.jsonl"
 VERSION = 1
@@ -120,3 +124,107 @@ def _finite(value: object) -> bool:
 
 def _line(fields: Mapping[str, Any]) -> str:
     return json.dumps(fields, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+class MetricsWriter:
+    """Writes the metrics file of one run. Only one process of a run may have one.
+
+    Every line is written by a single system call, so a killed process leaves at most one unfinished line, the last.
+
+    Args:
+        folder: the folder for the file; created if it does not exist.
+        run: what is trained.
+        earlier: the parts of the same run before it was resumed.
+
+    Raises:
+        OSError: the file cannot be written, here and in the methods.
+    """
+
+    def __init__(self, folder: Path, run: RunRecord, earlier: Iterable[RunPart] = ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS_NAME
+        lines = [line for part in earlier for line in (part.run.line(), *(step.line() for step in part.steps))]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join([*lines, run.line()]), encoding="utf-8")
+        os.replace(temporary, self.path)  # a reader finds either the old file or the new one
+
+    def append(self, record: StepRecord) -> None:
+        """Add a line."""
+        line = record.line().encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError(f"{self.path} is incomplete; is the disk full?")
+        finally:
+            os.close(file)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the file to the folder of a checkpoint."""
+        shutil.copyfile(self.path, folder / METRICS_NAME)
+
+
+def parts_until(parts: Iterable[RunPart], step: int) -> list[RunPart]:
+    """The parts of a run that continues from `step`: records of later steps are dropped."""
+    kept = [RunPart(part.run, [record for record in part.steps if record.step <= step]) for part in parts]
+    return [part for part in kept if part.steps]
+
+
+class RunPart(NamedTuple):
+    """A run up to where it ended or was resumed.
+
+    Attributes:
+        run: what was trained.
+        steps: what was logged, in the order of the file. A step may occur twice: its log, and its evaluation.
+    """
+
+    run: RunRecord
+    steps: list[StepRecord]
+
+
+class MetricsFile(NamedTuple):
+    """The content of a metrics file.
+
+    Attributes:
+        parts: the parts of one run, in order: a new one begins each time the run was resumed.
+        notes: what is wrong with the file although it can be read, as sentences for users.
+    """
+
+    parts: list[RunPart]
+    notes: list[str]
+
+
+def read_metrics(path: Path | str) -> MetricsFile:
+    """Read the metrics file of a run, or of one of its checkpoints.
+
+    A process that is killed can leave its last line unfinished. Such a line is left out, with a note.
+
+    Args:
+        path: the file, or the folder that contains it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a metrics file, or a later version has written it. The message names file and line.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_NAME
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    if unfinished:
+        lines.append(unfinished)
+    parts: list[RunPart] = []
+    notes: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse(line)
+        except ValueError as error:
+            if unfinished and number == len(lines):
+                notes.append(f"the last line of {path} is unfinished and was left out; was the run killed?")
+                break
+            raise ValueError(f"line {number} of {path} {error}") from error
+        if isinstance(record, RunRecord):
+            parts.append(RunPart(record, []))
+        elif parts:
+            parts[-1].steps.append(record)
+        else:
+            raise ValueError(f"line {number} of {path} is a step, but no run has begun before it")
+    return MetricsFile(parts, notes)

@@ -1,7 +1,10 @@
-"""The compensation or remainder that a weight starts with: the low bits that a cast rounded off, a dither, or zero.
+"""The low bits of weights in an optimizer: the compensation or remainder of each 16-bit weight.
 
-With zero, no weight moves before its updates add up to half a spacing, so what the model computes with lags behind.
-With low bits or a dither, weights move from the first step on, in proportion to the update.
+They start as the low bits that a cast rounded off (`rounding/low_bits.py`), as a dither, or as zero. With zero, no
+weight moves before its updates add up to half a spacing, so what the model computes with lags behind. With low bits or
+a dither, weights move from the first step on, in proportion to the update.
+
+`fp32_state_dict` reads weight + low bits. `keep_low_bits` hands them to the next optimizer.
 
 A dither is not a part of the weight, and `fp32_state_dict` subtracts it. It is a pure function of seed, parameter
 number and element, in units of the weight's spacing. A weight that has moved past a power of two has another spacing;
@@ -12,22 +15,30 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_lowprec.optim.algorithm_interface import Algorithm
+from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
-from hf_lowprec.optim.sharding import global_indices, local_shard, sharding_of, sum_over_shards
-from hf_lowprec.rounding import MODES, mode_name
-from hf_lowprec.rounding.dither import dither
-from hf_lowprec.rounding.low_bits import chunk_size, dither_stream_of, drop_low_bits, low_bits
+from hf_lowprec.optim.sharding import dtensor_like, global_indices, local_shard, sharding_of, sum_over_shards
+from hf_lowprec.optim.unwrap_optimizer import unwrap_given_optimizer, unwrap_optimizer
+from hf_lowprec.optim.validation import first_parameter
+from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, mode_name
+from hf_lowprec.rounding.low_bits import (
+    chunk_size,
+    dither_stream_of,
+    fp32_value,
+    low_bits,
+    set_low_bits,
+    stored_pair,
+)
+from hf_lowprec.rounding.low_bits import drop_low_bits as drop_low_bits_of
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
-from hf_lowprec.rounding.random_bits import random_bits
-from hf_lowprec.rounding.stored_pairs import fp32_value, stored_pair
+from hf_lowprec.rounding.random_bits import dither, random_bits
 
 _STEP, _ROLE = 0, 0
 """The dither's place in the stream of random bits; optimizer steps count from 1."""
@@ -137,7 +148,7 @@ def reset_outdated_compensations(optimizer: Algorithm) -> int:
         state = low_bits_state(optimizer.state.get(param, {}))
         if state is None or low_bits(param) is not None:
             continue
-        drop_low_bits(param)
+        drop_low_bits_of(param)
         count += bool(local_shard(state).any())
         state.zero_()
         optimizer.dithered.discard(param)
@@ -222,3 +233,142 @@ def chunks(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for index in global_indices(param, chunk_size(param.device)):
         yield slice(first, first + len(index)), index
         first += len(index)
+
+
+_NAMED = 3
+"""The number of parameters that the warning names."""
+
+
+@without_grad
+def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return the best FP32 estimate of every tensor of `model.state_dict()`.
+
+    For a split weight, it is the master weight, with all its bits. For a weight trained with Kahan summation, it is
+    `weight + compensation`: about twice as many significant bits as the weight has. The dither that either may have
+    started with is subtracted (see above). Before the first step, it is the weight with the
+    low bits that its cast has kept. Every other floating-point tensor is simply converted. A warning names trainable
+    16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
+
+    Args:
+        model: the trained model.
+        optimizer: its optimizer, or accelerate's wrapper around it.
+
+    Returns:
+        FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
+        not floating point are returned unchanged. Of a model that FSDP2 has sharded, DTensors, which cannot be saved as
+        they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer.
+        ValueError: it has none of the model's parameters.
+    """
+    estimate = fp32_estimates(model, optimizer)
+    warn_of_weights_as_stored(model, optimizer)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: estimate(named.get(name, tensor)) for name, tensor in model.state_dict().items()}
+
+
+def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes the best FP32 estimate of one tensor of `model`.
+
+    `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer.
+        ValueError: it holds none of the model's parameters.
+    """
+    optimizer = unwrap_given_optimizer(optimizer)
+    streams = {id(param): stream for param, stream in random_streams(optimizer.param_groups)}
+    if not any(id(param) in streams for param in model.parameters()):
+        raise ValueError("the optimizer has none of the model's parameters; pass the one that trained this model")
+
+    def estimate(tensor: Tensor) -> Tensor:
+        """An FP32 copy of a parameter or buffer, with all that is stored of it; other dtypes as they are."""
+        if not tensor.is_floating_point():
+            return tensor
+        # `state[tensor]` would create an entry for a parameter that was never stepped.
+        state = low_bits_state(optimizer.state.get(tensor, {})) if id(tensor) in streams else None
+        kept = low_bits(tensor) if id(tensor) in streams and state is None else state
+        if kept is None:
+            return tensor.detach().to(torch.float32, copy=True)
+        own = streams[id(tensor)] if tensor in optimizer.dithered else None
+        return dtensor_like(fp32_values(tensor, kept, dither_stream_of(tensor) if state is None else own), tensor)
+
+    return estimate
+
+
+class RandomStream(NamedTuple):
+    """The source of a parameter's random bits: the seed, and the parameter's number."""
+
+    seed: int
+    number: int
+
+
+def random_streams(groups: Iterable[ParamGroup]) -> Iterator[tuple[Any, RandomStream]]:
+    """Each of the `params` of an optimizer's groups, in memory or read from a file, and its random stream."""
+    first = 0
+    for group in groups:
+        for number, param in enumerate(group["params"], first + first_parameter(group)):
+            yield param, RandomStream(group.get("seed", 0), number)
+        first += len(group["params"])
+
+
+def warn_of_weights_as_stored(model: nn.Module, optimizer: Any) -> None:
+    """Warn about trainable 16-bit parameters for which `optimizer` has no compensation.
+
+    It may be from another library, which has none, or not be the optimizer that trains them, which may have one.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    stepped = {id(p) for group in optimizer.param_groups if "rounding" in group for p in group["params"]}
+    names = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype in LOW_PRECISION_DTYPES and id(param) not in stepped
+    ]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        warnings.warn(
+            f"{', '.join(names[:_NAMED])}{more}: their stored 16-bit values are used, since this "
+            f"{type(optimizer).__name__} has no FP32 estimate of them; pass the hf_lowprec optimizer that trains "
+            "them, or freeze what is not trained",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+@without_grad
+def keep_low_bits(optimizer: Any) -> None:
+    """Keep the compensations or remainders of `optimizer` with its parameters, for the next optimizer.
+
+    An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
+    with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
+    and in a single process also when an exception ends it. Nothing is kept of a parameter whose 16-bit values change
+    before the next optimizer's first step.
+
+    The tensors are shared: they take memory of their own, 1 or 2 bytes per parameter, only once `optimizer` is deleted.
+
+    Args:
+        optimizer: the optimizer, or accelerate's wrapper around it.
+
+    Raises:
+        TypeError: it is not an hf_lowprec optimizer.
+    """
+    optimizer = unwrap_given_optimizer(optimizer)
+    if not all("rounding" in group for group in optimizer.param_groups):
+        raise TypeError(f"{type(optimizer).__name__} has no low bits to keep; pass an hf_lowprec optimizer")
+    for param, stream in random_streams(optimizer.param_groups):
+        state = low_bits_state(optimizer.state.get(param, {}))
+        if state is not None and param.dtype in LOW_PRECISION_DTYPES:
+            set_low_bits(param, local_shard(state), stream if param in optimizer.dithered else None)
+
+
+def drop_low_bits(model: nn.Module) -> None:
+    """Free the low bits kept for the next optimizer by `keep_low_bits`, `cast_model` or a Trainer.
+
+    Use it if no training follows and memory is short.
+
+    Args:
+        model: the model. Its weights are not changed.
+    """
+    for param in model.parameters():
+        drop_low_bits_of(param)
