@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # at run time, `__getattr__` imports a name on first use
     from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
     from hf_lowprec.optim import SGD, Adam, AdamW, Adan, Lion, Muon, RAdam, StableAdamW
     from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
-    from hf_lowprec.optim.registry import OPTIMIZER_NAMES, optimizer_factory
+    from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES, optimizer_factory
     from hf_lowprec.optim.state.low_bits import drop_low_bits, fp32_state_dict, keep_low_bits
     from hf_lowprec.tools.export.checkpoint_export import export_checkpoint
 
@@ -43,8 +43,8 @@ _DEFINED_IN = {
     "prepare_accelerator": "integrations.accelerate.accelerator",
     "return_float32": "casting",
     "save_pretrained": "integrations.export.save_pretrained",
-    "OPTIMIZER_NAMES": "optim.registry",
-    "optimizer_factory": "optim.registry",
+    "OPTIMIZER_NAMES": "optim.optimizer_names",
+    "optimizer_factory": "optim.optimizer_names",
 }
 
 __all__ = [

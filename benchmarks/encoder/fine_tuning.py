@@ -13,7 +13,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, default_da
 
 from hf_lowprec.casting.fp32_rules.norms import is_norm
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.optim.registry import optimizer_factory
+from hf_lowprec.optim.optimizer_names import optimizer_factory
 from hf_lowprec.tools.demo.training import Settings, cast_whole_model
 from hf_lowprec.tools.demo.variants import Variant
 

@@ -20,7 +20,7 @@ from hf_lowprec.monitor.step_statistics import COLUMN
 from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 
 LOST = 0.5

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_lowprec.monitor.exact_update import SECOND_MOMENTS, ExactUpdate
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.foreign_states import COMPENSATIONS
+from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS
 from hf_lowprec.rounding.low_bits import fp64_value
 
 NOT_ELEMENTWISE = (

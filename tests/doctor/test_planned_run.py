@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.tools.doctor.planned_run import STOCK, plan_run
 from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION
 from tests.support.training.tiny_trainer import arguments, counting_data, llama

@@ -9,7 +9,7 @@ import torch
 
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.backends.c.compiler import FLAGS, require_compiler
-from hf_lowprec.optim.backends.c.source import render
+from hf_lowprec.optim.backends.c.kernel_source import render
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX-512 belongs to x86-64")

@@ -1,7 +1,7 @@
 """Compares the ranks before an optimizer's first step: with different settings or weights, replicas would diverge.
 
 `prepare_accelerator` adds the comparison to all optimizers of the accelerator, and a difference is an error. The
-warnings that our optimizers give with or without an accelerator are in `first_step_warnings.py`.
+warnings that our optimizers give with or without an accelerator are in `setup_warnings.py`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
-from hf_lowprec.integrations.transformers.logging.precision_report import precision_report
-from hf_lowprec.integrations.transformers.logging.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
 from hf_lowprec.integrations.transformers.reference_models import cast_like_trained
+from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
+from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.monitor.finding import Finding
@@ -32,7 +32,7 @@ from hf_lowprec.monitor.step_statistics import LOST_SHARES
 from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import keep_low_bits, reset_outdated_compensations
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer

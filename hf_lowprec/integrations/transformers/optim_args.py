@@ -17,7 +17,7 @@ import torch
 from hf_lowprec.integrations.transformers.rounding_schedule import EXPECTED, RoundingSchedule
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.registry import check_keywords, optimizer_factory
+from hf_lowprec.optim.optimizer_names import check_keywords, optimizer_factory
 
 _DTYPES = {
     **{"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float32": torch.float32, "fp32": torch.float32},

@@ -15,11 +15,11 @@ from transformers import Trainer
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import trainer_setup
 from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, trainer_methods
-from hf_lowprec.integrations.transformers.first_step_warnings import warn_before_first_step
-from hf_lowprec.integrations.transformers.release_after_reduction import release_after_reduction
+from hf_lowprec.integrations.transformers.gradient_release_under_ddp import release_after_reduction
+from hf_lowprec.integrations.transformers.setup_warnings import warn_before_first_step
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 
 Wrapper = Callable[[TrainerCall], Any]
 

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter
-from hf_lowprec.integrations.transformers.logging.metrics_file import MetricsFileCallback
+from hf_lowprec.integrations.transformers.reports.run_metrics import MetricsFileCallback
 
 _ATTRIBUTE = "_hf_lowprec"
 """The Trainer's attribute that holds its `Attachment`."""

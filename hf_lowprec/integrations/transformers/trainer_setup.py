@@ -17,9 +17,9 @@ from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
-from hf_lowprec.integrations.transformers.logging.stock_run_monitor import add_stock_run_monitor
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
+from hf_lowprec.integrations.transformers.reports.stock_run_monitor import add_stock_run_monitor
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import (
     REPLACED_FIELDS,
@@ -30,7 +30,7 @@ from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithms._hidden_matrices import hidden_matrices
 from hf_lowprec.optim.arguments import keywords
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.low_bits import starts_with_low_bits
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 

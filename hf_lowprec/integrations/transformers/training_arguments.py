@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from hf_lowprec.integrations.transformers.optim_args import join_numbers, optim_args_of, optimizer_name
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
-from hf_lowprec.optim.registry import optimizer_factory
+from hf_lowprec.optim.optimizer_names import optimizer_factory
 
 REPLACED_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 """Keys of `optim_args` whose value replaces that of a field, which must then have its default or the same value."""

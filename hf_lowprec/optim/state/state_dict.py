@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
-from hf_lowprec.optim.state.foreign_states import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
@@ -34,6 +33,7 @@ from hf_lowprec.optim.state.state_dict_format import (
 from hf_lowprec.optim.state.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
 from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.state.states_in_8_bits import check_codes
+from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits

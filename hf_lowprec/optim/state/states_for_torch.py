@@ -1,4 +1,4 @@
-"""State dicts of this library, converted to those of torch's own optimizers: the reverse of `foreign_states.py`.
+"""State dicts of this library, converted to those of torch's own optimizers: the reverse of `states_of_other_libraries.py`.
 
 torch's optimizers have neither compensations nor remainders. FP32 weights take in what they hold; 16-bit weights
 cannot.
@@ -14,10 +14,10 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
-from hf_lowprec.optim.state.foreign_states import START_AGAIN
 from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state
 from hf_lowprec.optim.state.state_dict_format import DITHERED, HEADER, from_saved_form
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
+from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN
 from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES

@@ -91,7 +91,7 @@ def estimate(
     memory of kernels, and CUDA's own memory.
     """
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-    from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+    from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
     from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
     names = list(dict.fromkeys(optim or ("adamw_bf16_split", "adamw_bf16_kahan", "adamw_bf16_sr")))

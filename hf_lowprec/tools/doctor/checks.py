@@ -18,7 +18,7 @@ from hf_lowprec.monitor.layer_probes.broken_convolutions import workarounds
 from hf_lowprec.optim import ALGORITHMS, AdamW
 from hf_lowprec.optim.backends.c.compiler import CompilerError
 from hf_lowprec.optim.backends.triton.availability import TritonError
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.reduction import BucketAverager, check_replicas
 from hf_lowprec.rounding import MODES
 from hf_lowprec.tools.doctor.layers import probe_layers

@@ -12,7 +12,7 @@ from transformers import SchedulerType, Trainer, TrainingArguments, get_schedule
 
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSchedule
-from hf_lowprec.optim.registry import OPTIMIZER_NAMES
+from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
 from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION, Storage

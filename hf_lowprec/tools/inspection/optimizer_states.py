@@ -25,10 +25,10 @@ from hf_lowprec.integrations.export.saved_optimizer import (
 )
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.arguments import keywords
-from hf_lowprec.optim.registry import SUFFIXES
-from hf_lowprec.optim.state.foreign_states import COMPENSATIONS, format_of
+from hf_lowprec.optim.optimizer_names import SUFFIXES
 from hf_lowprec.optim.state.state_dict_format import HEADER, in_own_dtype
 from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
+from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS, format_of
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.export.checkpoint_export import optimizer_files
 from hf_lowprec.tools.export.older_checkpoints import usual_orders

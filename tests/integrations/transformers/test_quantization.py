@@ -17,8 +17,8 @@ from transformers.distributed import DistributedConfig
 
 import hf_lowprec
 from hf_lowprec.casting.quantized import is_quantized
-from hf_lowprec.integrations.transformers.logging.precision_report import precision_report
 from hf_lowprec.integrations.transformers.quantization import quantization_notes
+from hf_lowprec.integrations.transformers.reports.precision_report import precision_report
 from hf_lowprec.monitor.memory_estimate import memory_use
 from tests.support.models import tiny_models
 from tests.support.models.quantized_models import (

@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.logging import run_monitor
-from hf_lowprec.integrations.transformers.logging.run_monitor import RunMonitor
+from hf_lowprec.integrations.transformers.reports import run_monitor
+from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor
 from hf_lowprec.monitor.measured_step import MeasuredBlocks
 from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
 

@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401  # wraps Trainer's methods
-from hf_lowprec.integrations.transformers.logging import stock_run_monitor
-from hf_lowprec.integrations.transformers.logging.stock_run_monitor import StockRunMonitor
+from hf_lowprec.integrations.transformers.reports import stock_run_monitor
+from hf_lowprec.integrations.transformers.reports.stock_run_monitor import StockRunMonitor
 from tests.support.training.tiny_trainer import PRECISION_LOGS, llama, optimizer_of, trained
 
 SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}

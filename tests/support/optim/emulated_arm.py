@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_lowprec.optim.backends.c.compiler import FLAGS
-from hf_lowprec.optim.backends.c.source import render
+from hf_lowprec.optim.backends.c.kernel_source import render
 from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
@@ -52,7 +52,7 @@ class EmulatedLibrary:
         return call
 
     def _call(self, name: str, n_chunks: int, *addresses_and_threads: int) -> None:
-        """Run the program once. The tables are at addresses, as in the arguments of the functions in source.py."""
+        """Run the program once. The tables are at addresses, as in the arguments of the functions in kernel_source.py."""
         chunks, segments, pointers, scalars, last, threads = addresses_and_threads
         columns = len(segment_columns(self._spec))
         n_segments = 1 + max(_integers(chunks, 2 * n_chunks)[::2], default=-1)

@@ -20,10 +20,10 @@ from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, s
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.foreign_states import START_AGAIN
 from hf_lowprec.optim.state.state_dict_format import EIGHT_BITS, HEADER
 from hf_lowprec.optim.state.states_for_torch import ForTorch, convert_for_torch, is_ours
 from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX
+from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)

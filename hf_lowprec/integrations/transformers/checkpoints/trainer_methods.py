@@ -29,7 +29,7 @@ from hf_lowprec.integrations.transformers.checkpoints.resume import (
     resolve,
 )
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
-from hf_lowprec.integrations.transformers.logging.trackers import reporting_precision
+from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.state.low_bits import keep_low_bits

@@ -24,7 +24,7 @@ from hf_lowprec.optim.backends.c.compiler import (
     compiler_identity,
     require_compiler,
 )
-from hf_lowprec.optim.backends.c.source import CHUNK, render
+from hf_lowprec.optim.backends.c.kernel_source import CHUNK, render
 from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep

@@ -82,7 +82,7 @@ class CRenderer(Renderer):
         return f"sqrtf({value})"
 
     def quiet_nan(self, value: str) -> str:
-        return value  # done when the value is loaded, see `quiet` in source.py
+        return value  # done when the value is loaded, see `quiet` in kernel_source.py
 
     def weyl(self, index: str, key0: str) -> str:
         # The loops of `step` carry the sequence from element to element: one addition instead of a multiplication.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_lowprec.optim.backends.c.source import CHUNK
+from hf_lowprec.optim.backends.c.kernel_source import CHUNK
 from hf_lowprec.optim.step.kernel_spec import StepSpec
 from hf_lowprec.optim.step.segments import segment_columns
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_lowprec.optim.backends.triton.availability import TritonError, check_available, is_interpreted
-from hf_lowprec.optim.backends.triton.source import render
+from hf_lowprec.optim.backends.triton.kernel_source import render
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from hf_lowprec.integrations.transformers.logging.metrics_file import PrecisionSource
+from hf_lowprec.integrations.transformers.reports.run_metrics import PrecisionSource
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 
 REPORT = "precision_report"

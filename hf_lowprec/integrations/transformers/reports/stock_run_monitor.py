@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_lowprec.integrations.transformers.logging.run_monitor import RunMonitor, steps_16_bit_weights
+from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers import first_step_warnings
+from hf_lowprec.integrations.transformers import setup_warnings
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
     monkeypatch.setattr(
-        first_step_warnings,
+        setup_warnings,
         "_searches_left",
-        dict.fromkeys(first_step_warnings._searches_left, first_step_warnings._SEARCHES),
+        dict.fromkeys(setup_warnings._searches_left, setup_warnings._SEARCHES),
     )
 
 
@@ -54,7 +54,7 @@ def test_the_callback_that_was_forgotten(tmp_path, caplog):
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
     assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
     caplog.clear()
-    first_step_warnings._searches_left.update(dict.fromkeys(first_step_warnings._searches_left, 1))
+    setup_warnings._searches_left.update(dict.fromkeys(setup_warnings._searches_left, 1))
     callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
     assert not [text for text in said(caplog) if "FP32" in text]
@@ -181,11 +181,11 @@ def test_nothing_is_looked_for_after_the_first_step(monkeypatch):
 
 def test_an_optimizer_per_parameter_searches_left_a_few_times_only(monkeypatch):
     model, looked = adapters(llama().to(BF16)), []
-    monkeypatch.setattr(first_step_warnings, "_in_fp32_model", lambda params: bool(looked.append(params)))
+    monkeypatch.setattr(setup_warnings, "_in_fp32_model", lambda params: bool(looked.append(params)))
     for param in model.low_rank.parameters():
-        for _ in range(first_step_warnings._SEARCHES):
+        for _ in range(setup_warnings._SEARCHES):
             stepped(model, params=[param])
-    assert len(looked) == first_step_warnings._SEARCHES
+    assert len(looked) == setup_warnings._SEARCHES
 
 
 def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):
@@ -196,7 +196,7 @@ def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_sums_in_16_bits_over_ranks():
-    printed = run_ranks("first_step_warnings.py", 2)
+    printed = run_ranks("setup_warnings.py", 2)
     assert "plain DDP: 1" in printed
     for quiet in ("reduce_in_fp32", "another hook", "every rank alone", "accelerate, prepared"):
         assert f"{quiet}: 0" in printed
@@ -206,7 +206,7 @@ def test_sums_in_16_bits_over_ranks():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_said_under_fsdp2():
-    printed = run_ranks("first_step_warnings.py", 2, "fsdp2")
+    printed = run_ranks("setup_warnings.py", 2, "fsdp2")
     for line, warning in {
         "plain": "FSDP2 sums",
         "reduce_scatter_in_fp32": "nothing",

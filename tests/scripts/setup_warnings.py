@@ -1,6 +1,6 @@
 """What rank 0 says of 16-bit sums when an optimizer steps, in several loops on two ranks; rank 1 says nothing.
 
-first_step_warnings.py [fsdp2]
+setup_warnings.py [fsdp2]
 """
 
 import logging
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers import first_step_warnings
+from hf_lowprec.integrations.transformers import setup_warnings
 from hf_lowprec.reduction import reduce_in_fp32, reduce_scatter_in_fp32
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
@@ -37,7 +37,7 @@ def cast() -> nn.Module:
 
 
 def report(name: str, model: nn.Module, optimizer=None) -> None:
-    first_step_warnings._searches_left.update(dict.fromkeys(first_step_warnings._searches_left, 1))
+    setup_warnings._searches_left.update(dict.fromkeys(setup_warnings._searches_left, 1))
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
@@ -66,7 +66,7 @@ SAID = {
 
 
 def report_fsdp2(name: str, model: nn.Module, optimizer=None) -> None:
-    first_step_warnings._searches_left.update(dict.fromkeys(first_step_warnings._searches_left, 1))
+    setup_warnings._searches_left.update(dict.fromkeys(setup_warnings._searches_left, 1))
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
