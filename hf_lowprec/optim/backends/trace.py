@@ -1,7 +1,8 @@
 """Trace the step of a `StepSpec` as a `torch.fx` graph of scalar operations.
 
-Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py`,
-`c/kernel_source.py`, `triton/kernel_source.py`), so a kernel performs the same operations in the same order as the `eager` backend.
+Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py` and
+each `kernel_source.py`), so a kernel performs the same operations in the same order as the `eager`
+backend.
 """
 
 from __future__ import annotations

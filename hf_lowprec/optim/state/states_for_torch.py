@@ -1,4 +1,4 @@
-"""State dicts of this library, converted to those of torch's own optimizers: the reverse of `states_of_other_libraries.py`.
+"""State dicts of this library, converted to those of torch's own optimizers.
 
 torch's optimizers have neither compensations nor remainders. FP32 weights take in what they hold; 16-bit weights
 cannot.

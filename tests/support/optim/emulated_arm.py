@@ -52,7 +52,7 @@ class EmulatedLibrary:
         return call
 
     def _call(self, name: str, n_chunks: int, *addresses_and_threads: int) -> None:
-        """Run the program once. The tables are at addresses, as in the arguments of the functions in kernel_source.py."""
+        """Run the program once. Tables are passed by address, as to the functions in `c/kernel_source.py`."""
         chunks, segments, pointers, scalars, last, threads = addresses_and_threads
         columns = len(segment_columns(self._spec))
         n_segments = 1 + max(_integers(chunks, 2 * n_chunks)[::2], default=-1)
