@@ -3,7 +3,7 @@
 | layer | units | may import |
 | --- | --- | --- |
 | L0 | rounding | itself |
-| L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim |
+| L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
 | L4 | `__main__` | tools.cli |
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "optim": {"optim", "rounding"},
     "casting": {"casting", "rounding"},
     "reduction": {"reduction", "rounding"},
-    "monitor": {"monitor", "optim", "rounding"},
+    "monitor": {"monitor", "optim", "casting", "rounding"},
     "integrations": CORE,
     "__main__": {"tools.cli"},
 }
@@ -56,7 +56,7 @@ PROGRAMS = {"__main__", *(f"tools.{tool}" for tool in TOOLS)}
 """The units behind the command line, which use this package and transformers by their public names."""
 for tool, others in TOOLS.items():
     MAY_IMPORT[f"tools.{tool}"] = {*CORE, *(f"tools.{other}" for other in (tool, *others))}
-KERNELS = {f"{PACKAGE}.optim.backends.triton_square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
+KERNELS = {f"{PACKAGE}.optim.backends.triton.square_sum", f"{PACKAGE}.reduction.rank_mean_kernel"}
 """The modules that need triton to be imported."""
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
 
