@@ -26,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import forkserver
+
 PACKAGE = "hf_lowprec"
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c", ".cpp", ".cu", ".h"})
@@ -234,6 +236,21 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         module, is_package = _module_name(path)
         sources[module] = Source(path.read_text(encoding="utf-8"), is_package)
     assert circle(sources) == []
+
+
+@pytest.mark.slow
+def test_training_loads_no_tool(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import runpy, sys, hf_lowprec\n"
+        f"runpy.run_path({str(ROOT / 'tests/scripts/train_tiny.py')!r}, run_name='__main__')\n"
+        "print('tools:', [name for name in sys.modules if name.startswith('hf_lowprec.tools')])\n"
+    )
+    words = "--optim adamw_bf16_kahan --max_steps 2 --save_steps 1 --logging_steps 1 --use_cpu --report_to none"
+    done = forkserver.run(script, ["--output_dir", str(tmp_path), *words.split()], timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "steps=2 dtype=torch.bfloat16" in done.stdout
+    assert done.stdout.splitlines()[-1] == "tools: []"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
