@@ -127,6 +127,14 @@ def losses_on_text() -> list[str]:
     return [*found, *(row(at_twice[k][3], at_twice[half + k][3]) for k in range(1, half))]
 
 
+def losses_at_a_glance() -> list[str]:
+    quality = module("text_quality")
+    rows = cells(quality.markdown(*quality.joined(sorted(RESULTS.glob("text-quality-2026-*.json")))))
+    shown = ("FP32 AdamW", "BF16 split", "BF16 Kahan", "BF16 stochastic", "BF16 nearest")
+    losses = {(stage, label): loss.partition(" ")[0] for stage, label, loss, *_ in rows}
+    return [row(*(losses[stage, label] for label in shown)) for stage in ("pretraining", "fine-tuning")]
+
+
 def accuracies_of_encoder() -> list[str]:
     found, over_seeds = [], module("classification").over_seeds
     for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states"):
@@ -210,6 +218,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
         lambda: [f"| {name} | {size} |" for name, size in bytes_of_others().items()],
     ),
     ("docs/performance/other-packages.md", compared_packages),
+    ("docs/performance/index.md", losses_at_a_glance),
     ("docs/performance/accuracy.md", losses_on_text),
     ("docs/performance/accuracy.md", accuracies_of_encoder),
     ("docs/performance/accuracy.md", displacements_with_split_weights),
