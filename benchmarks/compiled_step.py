@@ -60,7 +60,7 @@ MAIN = [
     "AdamW kahan bfloat16, ragged",
     "StableAdamW kahan bfloat16, tensor_sum",
 ]
-"""The kernels of the table in docs/performance/gpu-step.md, with the handwritten ones and those of other packages."""
+"""The kernels of `--main`, with the handwritten ones and those of other packages."""
 
 
 def kernels() -> dict[str, Kernel]:
@@ -166,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="TARGET")
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--main", action="store_true", help="only those of the table in docs/performance/gpu-step.md")
+    parser.add_argument("--main", action="store_true", help="only the kernels of the recorded results")
     parser.add_argument("--triton", nargs="+", type=Path, default=[], metavar="FOLDER", help="other versions of Triton")
     parser.add_argument("--output", type=Path, help="a JSON file for all counts")
     parser.add_argument("--tables", type=Path, metavar="FILE.json", help="only print the tables of an earlier --output")

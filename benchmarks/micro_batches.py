@@ -15,14 +15,16 @@ import argparse
 import json
 from datetime import date
 from pathlib import Path
+from typing import get_args
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
 from hf_lowprec.reduction import GradientAccumulator
-from hf_lowprec.reduction.grad_accumulation import GRAD_ACCUMULATION_MODES as MODES
+from hf_lowprec.reduction.grad_accumulation import GradAccumulation
 
+MODES = get_args(GradAccumulation)
 LENGTH, WARM_UP, COUNTS = 64, 60, (4, 16, 64, 256, 1024)
 BYTES = {"nearest": 0, "kahan": 2, "fp32": 4}
 

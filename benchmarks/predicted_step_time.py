@@ -1,8 +1,8 @@
 """Predict how long the compiled kernels take on GPUs that are not here, and what limits them.
 
-Reads what `compiled_step.py` has recorded and prints the tables of docs/performance/gpu-step.md: times per billion
-elements, and for each GPU how much of each resource a kernel needs at the speed of the memory. The model is in
-`compiled/speed_limits.py`, the GPUs' figures are in `compiled/gpus.py`. Nothing is measured.
+Reads what `compiled_step.py` has recorded and prints two kinds of tables: times per billion elements, and for each GPU
+how much of each resource a kernel needs at the speed of the memory. The model is in `compiled/speed_limits.py`, the
+GPUs' figures are in `compiled/gpus.py`. Nothing is measured.
 
     python benchmarks/predicted_step_time.py [benchmarks/results/compiled-step-….json] [--gpus B200 …]
 """

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from cpu_step.optimizers import smollm2_135m
 from gpu.shapes import LLAMA_8B, Shapes
-from step_time import smollm2_135m
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK

@@ -1,4 +1,4 @@
-"""The tables of docs/performance/gpu-step.md from what `compiled_step.py` has recorded."""
+"""Tables of registers, memory accesses and instructions, from what `compiled_step.py` has recorded."""
 
 from __future__ import annotations
 

@@ -20,6 +20,15 @@ else:
     import tomli as tomllib
 
 RESULTS = ROOT / "benchmarks" / "results"
+MODES = ("kahan", "split", "split24", "stochastic")
+PREDICTED = [
+    "AdamW kahan float32",
+    *(f"AdamW {mode} bfloat16" for mode in MODES),
+    *(f"AdamW {mode} bfloat16, 8-bit states" for mode in ("split", "stochastic")),
+    "optimi AdamW, Kahan, BF16",
+    "flashoptim AdamW, 24 bits, 8-bit states",
+]
+"""The kernels of which the page on GPUs shows predicted times."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -78,7 +87,7 @@ def bytes_when_migrating() -> list[str]:
 
 def table(script: str, name: str) -> Callable[[], list[str]]:
     """The rows of the table that a benchmark prints of its results."""
-    return lambda: importlib.import_module(script).table(result(name)).splitlines()
+    return lambda: module(script).table(result(name)).splitlines()
 
 
 def import_times() -> list[str]:
@@ -86,6 +95,109 @@ def import_times() -> list[str]:
     ours = median(taken["import hf_lowprec"])
     with_trainer = ours + median(taken["from transformers import Trainer"])
     return [f"pays {ours:.1f} seconds for hf_lowprec", f"otherwise, pays {with_trainer:.1f}."]
+
+
+def module(name: str) -> Any:
+    """A module of `benchmarks`."""
+    return importlib.import_module(name)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of the rows of a Markdown table, without its head."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def row(*values: str) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def losses_on_text() -> list[str]:
+    quality, names = module("text_quality"), {"BF16 split": "split", "BF16 Kahan": "kahan", "BF16 stochastic": "sr"}
+    at_rate, at_twice = (
+        cells(quality.markdown(*quality.joined(sorted(RESULTS.glob(f"text-quality-{files}.json")))))
+        for files in ("2026-*", "at-twice-the-rate-2026-*")
+    )
+    found = []
+    for _, label, loss, difference, _, lost in at_rate:
+        mode, _, states = label.partition(", ")
+        name = f"`adamw_bf16_{names[mode]}`" + (f", {states}" if states else "") if mode in names else label
+        found.append(row(name, loss, difference, lost.replace("-0.0", "0.0")) if difference != "0" else row(name, loss))
+    half = len(at_twice) // 2
+    return [*found, *(row(at_twice[k][3], at_twice[half + k][3]) for k in range(1, half))]
+
+
+def losses_at_a_glance() -> list[str]:
+    quality = module("text_quality")
+    rows = cells(quality.markdown(*quality.joined(sorted(RESULTS.glob("text-quality-2026-*.json")))))
+    shown = ("FP32 AdamW", "BF16 split", "BF16 Kahan", "BF16 stochastic", "BF16 nearest")
+    losses = {(stage, label): loss.partition(" ")[0] for stage, label, loss, *_ in rows}
+    return [row(*(losses[stage, label] for label in shown)) for stage in ("pretraining", "fine-tuning")]
+
+
+def accuracies_of_encoder() -> list[str]:
+    found, over_seeds = [], module("classification").over_seeds
+    for file in ("2026-11-22-bf16-states", "2026-11-23-8-bit-states"):
+        for way in json.loads((RESULTS / f"classification-{file}.json").read_text())["accuracy"]:
+            forms = {"accuracies": ".2%", "differences": "+.2%", "losses": ".4f", "loss_differences": "+.4f"}
+            if way["variant"] != "fp32":
+                found.append(row(*(over_seeds(way[key], form) for key, form in forms.items())))
+    return found
+
+
+def displacements_with_split_weights() -> list[str]:
+    drift = result("split-weights")["drift"].values()
+    return [row(*(f"{mean(run[name][0] for run in runs):.2e}" for runs in drift)) for name in next(iter(drift))[0]]
+
+
+def compared_packages() -> list[str]:
+    rows = cells(module("compare_peers").markdown(result("peers")["parts"]))
+    return [row(*values[3:6], values[7].partition(" (")[0]) for values in rows]
+
+
+def recorded_steps(name: str) -> dict[str, list[list[dict[str, Any]]]]:
+    """The rows of each process in a recording of `step_time.py`, by set of shapes."""
+    processes = json.loads((RESULTS / f"step-time-cpu-{name}.json").read_text())["processes"]
+    return {shapes: [rows[shapes] for rows in processes] for shapes in processes[0]}
+
+
+def step_times(name: str) -> list[list[str]]:
+    """The rows of the tables that `step_time.py` prints of a recording."""
+    print_table = module("cpu_step.tables").table
+    return [values for item in recorded_steps(name).items() for values in cells(print_table(*item))]
+
+
+def steps_on_cpu() -> list[str]:
+    return [row(*values) for values in step_times("2026-11-21")]
+
+
+def steps_of_algorithms() -> list[str]:
+    ours = [values[1:3] for values in step_times("2026-11-21-algorithms")[1:] if "Muon" not in values[0]]
+    return [row(*kahan, *stochastic) for kahan, stochastic in zip(ours[::2], ours[1::2], strict=True)]
+
+
+def steps_with_states_in_8_bits() -> list[str]:
+    by_threads = []
+    for name in ("2026-11-23-states-in-8-bits", "2026-11-23-states-in-8-bits-2-threads"):
+        (processes,) = recorded_steps(name).values()
+        by_threads.append(cells(module("cpu_step.tables").table_of_8_bits(processes)))
+    return [row(*one[1:], *two[1:]) for one, two in zip(*by_threads, strict=True)]
+
+
+def steps_of_muon() -> list[str]:
+    rows = cells(module("muon_step_time").table(result("muon-step-time")["processes"]))
+    return [row(values[0], *(value.partition(" (")[0] for value in values[2:6])) for values in rows]
+
+
+def steps_of_modes() -> list[str]:
+    times = {name: f"{median(found):.2f}" for name, found in result("split-weights")["times"].items()}
+    return [row(times[f"{mode}, BF16 states"], times[f"{mode}, FP32 states"]) for mode in MODES]
+
+
+def predicted_steps() -> list[str]:
+    rows = [row for row in result("compiled-step")["rows"] if row["triton"] == "3.7.1"]
+    lines = module("predicted_step_time").times(rows, module("compiled.gpus").GPUS).splitlines()
+    return [line for line in lines if line.split(" | ")[0].removeprefix("| ") in PREDICTED]
 
 
 def requirements() -> list[str]:
@@ -105,6 +217,17 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
         "docs/performance/other-packages.md",
         lambda: [f"| {name} | {size} |" for name, size in bytes_of_others().items()],
     ),
+    ("docs/performance/other-packages.md", compared_packages),
+    ("docs/performance/index.md", losses_at_a_glance),
+    ("docs/performance/accuracy.md", losses_on_text),
+    ("docs/performance/accuracy.md", accuracies_of_encoder),
+    ("docs/performance/accuracy.md", displacements_with_split_weights),
+    ("docs/performance/cpu-step.md", steps_on_cpu),
+    ("docs/performance/cpu-step.md", steps_of_algorithms),
+    ("docs/performance/cpu-step.md", steps_with_states_in_8_bits),
+    ("docs/performance/cpu-step.md", steps_of_muon),
+    ("docs/performance/cpu-step.md", steps_of_modes),
+    ("docs/performance/gpu-step.md", predicted_steps),
     ("docs/guides/distributed.md", micro_batches),
     ("docs/concepts/reduction.md", micro_batches),
     ("docs/performance/training.md", table("gradient_release", "gradient-release")),
@@ -118,7 +241,7 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
 @pytest.mark.parametrize(("page", "texts"), TEXTS, ids=[page for page, _ in TEXTS])
 def test_a_page_says_what_was_measured(page: str, texts: Callable[[], list[str]], monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    content = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    content = " ".join((ROOT / page).read_text(encoding="utf-8").replace("−", "-").split())
     assert [text for text in texts() if text not in content] == []
 
 

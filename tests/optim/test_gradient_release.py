@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import build, every_configuration
 from tests.support.optim.optimizer_contents import assert_equal, everything
 

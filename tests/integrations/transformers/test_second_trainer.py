@@ -12,7 +12,7 @@ from hf_lowprec import export_checkpoint, fp32_state_dict, save_pretrained
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers import callback
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
-from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
 from hf_lowprec.optim.state.low_bits import reset_outdated_compensations
 from hf_lowprec.optim.state.state_dict_format import LOW_BITS
 from hf_lowprec.rounding.low_bits import low_bits
