@@ -21,7 +21,7 @@ from gpu.shapes import LLAMA_8B, Shapes
 from hf_lowprec import AdamW
 from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK
 from hf_lowprec.optim.backends.triton.tables import divide
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments
 
 
@@ -63,7 +63,7 @@ def row(case: Case, dtype: torch.dtype) -> str:
     return f"| {' | '.join([*cells, f'{len(chunks.whole):,}', f'{len(chunks.ragged):,}'])} |"
 
 
-def _segments(lengths: list[int], dtype: torch.dtype) -> tuple[StepSpec, Segments]:
+def _segments(lengths: list[int], dtype: torch.dtype) -> tuple[KernelSpec, Segments]:
     """The segments of parameters with these lengths, which take no memory."""
     param = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
     param.grad = torch.zeros_like(param)

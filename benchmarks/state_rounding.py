@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.step import step_plan
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.step_plan import step_spec
 
 STEPS, DROP, LR, DECAY = 2000, 500, 3e-4, 0.1
@@ -39,7 +39,7 @@ class MixedRounding(AdamW):
     stochastic: tuple[str, ...] = ()
 
 
-def _mixed_spec(optimizer: MixedRounding, *args: Any) -> StepSpec:
+def _mixed_spec(optimizer: MixedRounding, *args: Any) -> KernelSpec:
     """The spec of a step whose states are rounded as `optimizer.stochastic` says: no user of the package needs that."""
     spec = step_spec(optimizer, *args)
     states = (

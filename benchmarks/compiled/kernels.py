@@ -17,7 +17,7 @@ from hf_lowprec.optim import ALGORITHMS, SGD, AdamW, LowPrecisionOptimizer
 from hf_lowprec.optim.backends.trace import trace_tensor_mean, used_inputs
 from hf_lowprec.optim.backends.triton import launch as triton_backend
 from hf_lowprec.optim.backends.triton.square_sum import square_sum
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.reduction import rank_mean_kernel
 from hf_lowprec.rounding import MODES, dtype_name
@@ -87,7 +87,7 @@ def constants_for(kernel: Kernel, target: str) -> dict[str, Any]:
     return {**kernel.constants, "PTX": triton_backend.inlined_ptx(capability)}
 
 
-def specs() -> dict[str, StepSpec]:
+def specs() -> dict[str, KernelSpec]:
     """A spec for every algorithm, rounding mode and dtype, and for AdamW's further options, by name."""
     named = {}
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,14 +112,14 @@ def specs() -> dict[str, StepSpec]:
     return named
 
 
-def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> StepSpec:
+def _spec(cls: type[LowPrecisionOptimizer], dtype: torch.dtype, **options: object) -> KernelSpec:
     param = torch.nn.Parameter(torch.zeros(1, BLOCK, dtype=dtype))
     param.grad = torch.zeros_like(param)
     with cls([param], backend="eager", **options).plan_step() as plan:
         return plan.fused_groups[0].spec
 
 
-def step_kernel(name: str, spec: StepSpec) -> Kernel:
+def step_kernel(name: str, spec: KernelSpec) -> Kernel:
     """The kernel that steps whole chunks of `spec`."""
     constants = {"CHUNK": triton_backend.CHUNK, "BLOCK": triton_backend.BLOCK}
     kernel = _rendered(name, spec, triton_backend.kernels(spec).step, STEP_TABLES, constants, spec.tensors)
@@ -127,7 +127,7 @@ def step_kernel(name: str, spec: StepSpec) -> Kernel:
     return replace(kernel, max_registers=triton_backend.max_registers(spec), waves_per_simd=waves)
 
 
-def ragged_kernel(name: str, spec: StepSpec) -> Kernel:
+def ragged_kernel(name: str, spec: KernelSpec) -> Kernel:
     """The kernel that steps ragged chunks of `spec`: one block each, so it has no loop.
 
     Its narrow accesses cannot be told from those to tables, so only the widest are expected.
@@ -139,7 +139,7 @@ def ragged_kernel(name: str, spec: StepSpec) -> Kernel:
     return replace(kernel, iterations=0, lookups=RAGGED_LOOKUPS, expected_accesses=expected)
 
 
-def tensor_sum_kernel(name: str, spec: StepSpec) -> Kernel | None:
+def tensor_sum_kernel(name: str, spec: KernelSpec) -> Kernel | None:
     """The kernel that sums the `tensor_mean` formula of `spec`, if its algorithm has one."""
     function = triton_backend.kernels(spec).tensor_sum
     if function is None:
@@ -152,7 +152,7 @@ def tensor_sum_kernel(name: str, spec: StepSpec) -> Kernel | None:
 
 
 def _rendered(
-    name: str, spec: StepSpec, function: Any, tables: dict[str, str], constants: dict[str, Any], read: Iterable[str]
+    name: str, spec: KernelSpec, function: Any, tables: dict[str, str], constants: dict[str, Any], read: Iterable[str]
 ) -> Kernel:
     """A kernel that reads some tensors and, if its tables are those of a step, writes all output tensors."""
     written = spec.output_tensors if tables == STEP_TABLES else ()
@@ -174,12 +174,12 @@ def _rendered(
     )
 
 
-def _stored_bytes(spec: StepSpec, names: Iterable[str]) -> float:
+def _stored_bytes(spec: KernelSpec, names: Iterable[str]) -> float:
     """Bytes per element of some tensors."""
     return sum(spec.tensors[name].itemsize / (BLOCK if name in spec.per_block_tensors else 1) for name in names)
 
 
-def _expected_accesses(spec: StepSpec, names: Iterable[str]) -> Counter[int]:
+def _expected_accesses(spec: KernelSpec, names: Iterable[str]) -> Counter[int]:
     """The accesses to some tensors, with all elements of a thread at once."""
     expected: Counter[int] = Counter()
     for name in names:

@@ -87,7 +87,7 @@ EXECUTION_ARGUMENTS = {
 
 def check_range(name: str, value: Any, low: float, high: float = float("inf")) -> None:
     """Raise ValueError unless `value` is a real number with `low <= value < high` that FP32 can hold."""
-    number = _number(value)
+    number = _as_float(value)
     if not (low <= number < high and abs(number) <= LARGEST):
         lower = "" if low == float("-inf") else f" >= {low:g}"
         upper = "" if high == float("inf") else f" and < {high:g}"
@@ -96,7 +96,7 @@ def check_range(name: str, value: Any, low: float, high: float = float("inf")) -
         raise ValueError(f"{name}={_short_repr(value)} is invalid; it must be a number{lower}{upper}{finite}{hint}")
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     """Convert `value` to float; NaN unless it is one real number."""
     if type(value) is float:
         return value

@@ -307,17 +307,17 @@ class LowPrecisionOptimizer(Algorithm):
 
     @without_grad
     def _updated_plan(
-        self, plan: StepPlan | None, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
+        self, plan: StepPlan | None, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
     ) -> StepPlan:
         """Return `plan` with the gradients of the coming step, or a new plan if anything changed."""
         try:
-            if plan is None or not plan.collect_gradients(self, clipped, only, norm_only):
+            if plan is None or not plan.collect_gradients(self, clipped, param_ids, norm_only):
                 check_not_capturing()
                 self._check_groups()  # before a norm, nothing else has checked them
-                earlier, plan = plan, StepPlan(self, clipped, only)
+                earlier, plan = plan, StepPlan(self, clipped, param_ids)
                 if earlier is not None:
                     warn_about_changed_dtypes(self, earlier.param_dtypes)
-                plan.collect_gradients(self, clipped, only, norm_only)
+                plan.collect_gradients(self, clipped, param_ids, norm_only)
             if len(plan.backend_steps) < len(plan.fused_groups):
                 plan.backend_steps = [selection.build_backend_step(self.backend, group) for group in plan.fused_groups]
             check_capture(plan.backend_steps, self.capturable)

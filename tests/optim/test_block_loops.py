@@ -10,7 +10,7 @@ from torch import fx
 from hf_lowprec.optim import SGD, AdamW, Adan, Lion
 from hf_lowprec.optim.backends.c.block_loops import BlockLoop, block_loops, render_block_loops
 from hf_lowprec.optim.backends.trace import trace
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import MODES
 from hf_lowprec.rounding.block_floats import block_max
 
@@ -20,7 +20,7 @@ ALGORITHMS = pytest.mark.parametrize(
 BF16_MODES = pytest.mark.parametrize("rounding", list(MODES))
 
 
-def spec_of(cls, rounding: str, options: dict) -> StepSpec:
+def spec_of(cls, rounding: str, options: dict) -> KernelSpec:
     param = torch.nn.Parameter(torch.zeros(2, 32, dtype=torch.bfloat16))
     param.grad = torch.zeros_like(param)
     optimizer = cls([param], lr=1e-3, rounding=rounding, state_dtype=torch.int8, backend="eager", **options)

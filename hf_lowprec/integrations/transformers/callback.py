@@ -128,7 +128,7 @@ class LowPrecisionCallback(TrainerCallback):
         """The measurement of the step that is being logged; None if it was not measured."""
         self.findings: list[Finding] = []
         """The findings at this log."""
-        self.has_own_weights = False
+        self.weights_match_optimizer = False
         """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
         self._monitor: RunMonitor | None = None
         self._found: set[str] = set()
@@ -223,7 +223,7 @@ class LowPrecisionCallback(TrainerCallback):
             self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
             if self.report:
                 print(self.report_text)
-        self.has_own_weights = True
+        self.weights_match_optimizer = True
 
     def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
@@ -325,7 +325,7 @@ class LowPrecisionCallback(TrainerCallback):
             self._look(state, self._monitor)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
-        self.has_own_weights = False
+        self.weights_match_optimizer = False
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         # FSDP2 loads into the existing tensors and keeps their dtypes.
         if best and not any(map(is_sharded, kwargs["model"].parameters())):
@@ -350,8 +350,8 @@ class LowPrecisionCallback(TrainerCallback):
         never join.
         """
         self._stop_watching(optimizer)
-        has_own_weights, self.has_own_weights = self.has_own_weights, False
-        if has_own_weights and isinstance(optimizer, LowPrecisionOptimizer) and args.world_size == 1:
+        weights_match_optimizer, self.weights_match_optimizer = self.weights_match_optimizer, False
+        if weights_match_optimizer and isinstance(optimizer, LowPrecisionOptimizer) and args.world_size == 1:
             keep_low_bits(optimizer)
 
     def _stop_watching(self, optimizer: Any) -> None:

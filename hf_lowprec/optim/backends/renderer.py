@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hf_lowprec.optim.backends.triton.ptx_graph import add_lane, divide_above, from_bfloat16, quiet_nans, to_bfloat16
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import dtype_name, quiet_nan, sqrt_rn
 from hf_lowprec.rounding.block_floats import block_max
 from hf_lowprec.rounding.random_bits import weyl
@@ -234,7 +234,7 @@ def _expression(node: fx.Node, is_float: dict[fx.Node, bool], renderer: Renderer
     raise NotImplementedError(f"{node.format_node()} has no rendering; add it to {__name__}")
 
 
-def description(spec: StepSpec) -> list[str]:
+def description(spec: KernelSpec) -> list[str]:
     """Lines that say what a kernel of `spec` computes, for the comment at the top of its source."""
     options = ", ".join(f"{name}={value}" for name, value in spec.options)
     stochastic = {state.name for state in spec.states if state.stochastic}

@@ -1,4 +1,4 @@
-"""Trace the step of a `StepSpec` as a `torch.fx` graph of scalar operations.
+"""Trace the step of a `KernelSpec` as a `torch.fx` graph of scalar operations.
 
 Each formula is written once, as torch code. The compiled backends render these graphs (`renderer.py` and
 each `kernel_source.py`), so a kernel performs the same operations in the same order as the `eager`
@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from hf_lowprec.optim.step.fused_step import evaluate, fused_step
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import round_nearest, step_keys
 from hf_lowprec.rounding.nearest import nearest_pattern
 from hf_lowprec.rounding.random_bits import lane, lane_bits
@@ -24,7 +24,7 @@ EXPANSIONS: Expansions = {round_nearest: nearest_pattern, lane: lane_bits}
 """Functions that would be recorded as one operation, and others whose operations are recorded in their place."""
 
 
-def trace(spec: StepSpec, expansions: Expansions = EXPANSIONS) -> fx.Graph:
+def trace(spec: KernelSpec, expansions: Expansions = EXPANSIONS) -> fx.Graph:
     """Trace `fused_step` for one element.
 
     Inputs: `spec.tensors`, `scalar_<name>` for `spec.all_scalars`, `index` and `spec.key_names`. Outputs: the new
@@ -42,12 +42,12 @@ def trace(spec: StepSpec, expansions: Expansions = EXPANSIONS) -> fx.Graph:
     return recorder.graph([new_weight, *(new_state[stored.name] for stored in spec.states)])
 
 
-def integer_inputs(spec: StepSpec) -> set[str]:
+def integer_inputs(spec: KernelSpec) -> set[str]:
     """Names of the inputs of `trace` that are integers; the others are floats."""
     return {"index", *spec.key_names, *spec.integer_tensors}
 
 
-def trace_keys(spec: StepSpec) -> fx.Graph:
+def trace_keys(spec: KernelSpec) -> fx.Graph:
     """Trace `step_keys` for one segment.
 
     Inputs: `step`, `index_high` and `spec.stream_names`. Outputs: the values of `spec.key_names`.
@@ -58,7 +58,7 @@ def trace_keys(spec: StepSpec) -> fx.Graph:
     return recorder.graph([key for stream in streams for key in step_keys(*stream, step, index_high)])
 
 
-def trace_tensor_mean(spec: StepSpec) -> fx.Graph:
+def trace_tensor_mean(spec: KernelSpec) -> fx.Graph:
     """Trace the algorithm's `tensor_mean` formula for one element; `spec.tensor_mean` must not be None.
 
     Inputs: `spec.tensors` and `scalar_<name>` for `spec.host_scalars`. Output: the value of the formula.

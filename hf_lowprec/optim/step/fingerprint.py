@@ -44,7 +44,7 @@ class Fingerprint:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        only: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
+        param_ids: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
         stepped: the parameters that the plan steps.
         states: their states.
     """
@@ -53,16 +53,16 @@ class Fingerprint:
         self,
         optimizer: Algorithm,
         clipped: bool,
-        only: Set[int] | None,
+        param_ids: Set[int] | None,
         stepped: Sequence[Tensor],
         states: Sequence[Tensor],
     ) -> None:
-        self._only = only
+        self._param_ids = param_ids
         self._settings = _settings(optimizer, clipped)
         self._groups = list(optimizer.param_groups)
         self._params = params_of(optimizer)
         self._stepped = list(stepped)
-        self._without_grad = [param for param in params_of(optimizer, only) if param.grad is None]
+        self._without_grad = [param for param in params_of(optimizer, param_ids) if param.grad is None]
         self._optimizer_states = self._current_states(optimizer)
         self._dictionaries = [state for state in self._optimizer_states if isinstance(state, dict)]
         self._state_values = list(chain.from_iterable(map(dict.values, self._dictionaries)))
@@ -79,7 +79,7 @@ class Fingerprint:
         self._addresses = self._current_addresses()
 
     def gradients(
-        self, optimizer: Algorithm, clipped: bool, only: Set[int] | None, norm_only: bool = False
+        self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None, norm_only: bool = False
     ) -> GradientParts | None:
         """The gradients of the stepped parameters, in their order, if nothing has changed, else None.
 
@@ -90,10 +90,10 @@ class Fingerprint:
         Args:
             optimizer: as the constructor's, like the next two.
             clipped: see there.
-            only: see there.
+            param_ids: see there.
             norm_only: whether only the norm of the gradients is computed, for which weights and states do not matter.
         """
-        if self._only != only or self._settings != _settings(optimizer, clipped):
+        if self._param_ids != param_ids or self._settings != _settings(optimizer, clipped):
             return None
         if not (
             _are_same(optimizer.param_groups, self._groups)
@@ -151,16 +151,16 @@ class Fingerprint:
         return local_tensors(tensors) if self._sharded else tensors
 
     def _current_states(self, optimizer: Algorithm) -> list[Any]:
-        """The dictionaries in `optimizer.state`; with `only`, those of the stepped parameters."""
-        if self._only is None:
+        """The dictionaries in `optimizer.state`; with `param_ids`, those of the stepped parameters."""
+        if self._param_ids is None:
             return list(optimizer.state.values())
         return list(map(optimizer.state.get, self._stepped))
 
 
-def params_of(optimizer: Algorithm, only: Set[int] | None = None) -> list[Tensor]:
-    """The parameters of the optimizer, in its order; with `only`, those with these identities."""
+def params_of(optimizer: Algorithm, param_ids: Set[int] | None = None) -> list[Tensor]:
+    """The parameters of the optimizer, in its order; with `param_ids`, those with these identities."""
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    return params if only is None else [param for param in params if id(param) in only]
+    return params if param_ids is None else [param for param in params if id(param) in param_ids]
 
 
 def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.sharding import Sharding
-from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec
+from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.optim.step.scalars import DeviceScalars, HostScalars, ScalarFormula, StepScalars
 from hf_lowprec.optim.step.segments import Segments
@@ -74,7 +74,7 @@ class FusedGroup:
 
     def __init__(
         self,
-        spec: StepSpec,
+        spec: KernelSpec,
         device: torch.device,
         sharding: Sharding | None,
         entries: list[ParamEntry],

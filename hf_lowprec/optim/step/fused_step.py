@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lowprec.optim.step.kernel_spec import CLIP, StepSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import CLIP, KernelSpec, StoredState
 from hf_lowprec.rounding import MODES, random_word, round_nearest, round_stochastic
 from hf_lowprec.rounding.block_floats import decode, encode
 from hf_lowprec.rounding.modes import RandomBits
@@ -21,7 +21,7 @@ from hf_lowprec.rounding.random_bits import lane, word_of
 
 
 def fused_step(
-    spec: StepSpec,
+    spec: KernelSpec,
     weight: Tensor,
     grad: Tensor,
     state: Mapping[str, Tensor],
@@ -75,7 +75,7 @@ def _draws(index: Tensor, keys: Mapping[int, tuple[Any, Any]]) -> RandomBits:
     return draw
 
 
-def _store(spec: StepSpec, stored: StoredState, value: Tensor, draw: RandomBits) -> dict[str, Tensor]:
+def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: RandomBits) -> dict[str, Tensor]:
     """The new value of a state as it is stored, by name: rounded, or as codes and scales."""
     if stored.name in spec.scales:
         code, scale = encode(value, draw(stored.role), stored.nonnegative)
@@ -87,7 +87,7 @@ def _store(spec: StepSpec, stored: StoredState, value: Tensor, draw: RandomBits)
 
 
 def algorithm_update(
-    spec: StepSpec, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    spec: KernelSpec, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The algorithm's change of the weight and its new states, in FP32, before any rounding.
 
@@ -98,7 +98,7 @@ def algorithm_update(
 
 def evaluate(
     formula: Callable[..., Any],
-    spec: StepSpec,
+    spec: KernelSpec,
     weight: Tensor,
     grad: Tensor,
     state: Mapping[str, Tensor],
@@ -114,7 +114,7 @@ def evaluate(
 
 def momentum_matrix(
     formula: Callable[..., Tensor],
-    spec: StepSpec,
+    spec: KernelSpec,
     grad: Tensor,
     state: Mapping[str, Tensor],
     scalars: Mapping[str, Any],
@@ -124,19 +124,19 @@ def momentum_matrix(
     return formula(grad, SimpleNamespace(**state), SimpleNamespace(**scalars), **dict(spec.options))
 
 
-def _load_gradient(spec: StepSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
+def _load_gradient(spec: KernelSpec, grad: Tensor, scalars: Mapping[str, Any]) -> Tensor:
     """The gradient that the formulas see: after clipping and, with `maximize`, after its change of sign."""
     if spec.clipped:
         grad = grad * scalars[CLIP]
     return -grad if spec.maximize else grad
 
 
-def _load_weight(spec: StepSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+def _load_weight(spec: KernelSpec, weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     """The FP32 weight that the formulas see, see `Mode.load`."""
     return weight if spec.param_dtype == torch.float32 else MODES[spec.rounding].load(weight, state)
 
 
-def load_states(spec: StepSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def load_states(spec: KernelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The states that the formulas see: those in 8 bits decoded, all others as they are."""
     decoded = dict(state)
     for stored in spec.states:
@@ -147,7 +147,7 @@ def load_states(spec: StepSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 def _evaluate_loaded(
     formula: Callable[..., Any],
-    spec: StepSpec,
+    spec: KernelSpec,
     weight: Tensor,
     grad: Tensor,
     state: Mapping[str, Tensor],

@@ -1,6 +1,6 @@
 """Everything that determines the arithmetic of a step: the algorithm's formula, rounding mode, dtypes and scalars.
 
-A `StepSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
+A `KernelSpec` is hashable: backends compile one kernel per spec, and parameters of equal specs are stepped together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoredState:
 
 
 @dataclass(frozen=True)
-class StepSpec:
+class KernelSpec:
     """Everything that determines the arithmetic of a step. Parameters with equal specs go through one kernel.
 
     Attributes:

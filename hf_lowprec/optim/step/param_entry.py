@@ -39,7 +39,7 @@ class ParamEntry:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, in the order of `StepSpec.tensors`; `orthogonalized` only once it is computed."""
+        """The tensors by name, in the order of `KernelSpec.tensors`; `orthogonalized` only once it is computed."""
         assert self.grad is not None, "outside of a step there is no gradient"
         inputs = {"grad": self.grad} | ({} if self.orthogonalized is None else {ORTHOGONALIZED: self.orthogonalized})
         return {"param": self.weight, **inputs, **self.states}

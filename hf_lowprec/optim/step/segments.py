@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import ContiguousRun, contiguous_runs
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.rounding import stream_keys
 
@@ -22,7 +22,7 @@ _HIGH_WORD = 1 << 32
 _FIXED_COLUMNS = ("entry_index", "end", "shift", "index_high")
 
 
-def segment_columns(spec: StepSpec) -> tuple[str, ...]:
+def segment_columns(spec: KernelSpec) -> tuple[str, ...]:
     """Names of the columns of `Segments.table`, which kernels read by position."""
     return (*_FIXED_COLUMNS, *spec.stream_names)
 
@@ -40,7 +40,7 @@ class Segments:
         streams: the stream keys of the segments' random words, of shape (segments, 2 × words).
     """
 
-    def __init__(self, spec: StepSpec, entries: Sequence[ParamEntry]) -> None:
+    def __init__(self, spec: KernelSpec, entries: Sequence[ParamEntry]) -> None:
         rows, firsts = [], []
         for entry_index, entry in enumerate(entries):
             keys = [key for word in spec.random_words for key in stream_keys(entry.group["seed"], entry.number, word)]

@@ -28,7 +28,7 @@ from hf_lowprec.optim.step import interrupts
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fingerprint import Fingerprint, params_of
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import StepSpec, StoredState
+from hf_lowprec.optim.step.kernel_spec import KernelSpec, StoredState
 from hf_lowprec.optim.step.param_entry import ParamEntry
 from hf_lowprec.rounding import State
 from hf_lowprec.rounding.low_bits import drop_low_bits
@@ -40,7 +40,7 @@ _LOW = 1 << 36
 class _GroupKey(NamedTuple):
     """Properties that parameters must share to be in one fused group."""
 
-    spec: StepSpec
+    spec: KernelSpec
     device: torch.device
     sharding: Sharding | None
 
@@ -69,7 +69,7 @@ class StepPlan:
     Args:
         optimizer: whose parameters have gradients.
         clipped: whether gradients are clipped.
-        only: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
+        param_ids: identities of the parameters to step, if not all that have gradients; see `gradient_release/`.
 
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
@@ -79,8 +79,8 @@ class StepPlan:
     `mode_change.py`.
     """
 
-    def __init__(self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None) -> None:
-        _check_params(optimizer, set(map(id, params_of(optimizer, only))))
+    def __init__(self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None) -> None:
+        _check_params(optimizer, set(map(id, params_of(optimizer, param_ids))))
         warn_about_unused_low_bits(optimizer)
         self.backend_steps: list[BackendStep] = []
         self.contiguous_copies: list[ContiguousCopy] = []
@@ -88,7 +88,7 @@ class StepPlan:
         entries_by_key: dict[_GroupKey, list[ParamEntry]] = defaultdict(list)
         first = 0
         for group in optimizer.param_groups:
-            self._add_param_group(optimizer, group, first, clipped, only, entries_by_key)
+            self._add_param_group(optimizer, group, first, clipped, param_ids, entries_by_key)
             first += len(group["params"])
         for entry in self._in_new_mode:  # all entries have been checked
             with interrupts.deferred():
@@ -102,7 +102,7 @@ class StepPlan:
         self._fingerprint = Fingerprint(
             optimizer,
             clipped,
-            only,
+            param_ids,
             stepped=[entry.param for entry in entries],
             states=[
                 entry.optimizer_state[key_of(name, part.dtype)]
@@ -117,14 +117,14 @@ class StepPlan:
         group: ParamGroup,
         first: int,
         clipped: bool,
-        only: Set[int] | None,
+        param_ids: Set[int] | None,
         entries_by_key: dict[_GroupKey, list[ParamEntry]],
     ) -> None:
         """Add the entries of one parameter group, whose first parameter has the position `first` in the optimizer."""
-        specs: dict[Any, StepSpec] = {}
+        specs: dict[Any, KernelSpec] = {}
         for index, param in enumerate(group["params"], first):
             grad = param.grad
-            if grad is None or (only is not None and id(param) not in only):
+            if grad is None or (param_ids is not None and id(param) not in param_ids):
                 continue
             validation.check_compensation(index, param, optimizer.state[param])
             validation.check_memory(group, index - first, index, "the parameter itself", local_shard(param))
@@ -167,14 +167,14 @@ class StepPlan:
         return dense
 
     def collect_gradients(
-        self, optimizer: Algorithm, clipped: bool, only: Set[int] | None = None, norm_only: bool = False
+        self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None, norm_only: bool = False
     ) -> bool:
         """Give every entry its gradient for the coming step, or for the norm before it.
 
         Args:
             optimizer: as the constructor's, like the next two.
             clipped: see there.
-            only: see there.
+            param_ids: see there.
             norm_only: whether only the norm of the gradients is computed. Weights and states are not looked at.
 
         Returns:
@@ -183,7 +183,7 @@ class StepPlan:
         Raises:
             RuntimeError: the memory of a gradient was freed.
         """
-        gradients = self._fingerprint.gradients(optimizer, clipped, only, norm_only)
+        gradients = self._fingerprint.gradients(optimizer, clipped, param_ids, norm_only)
         if gradients is None:
             return False
         parts, addresses = gradients
@@ -230,10 +230,10 @@ def _size_of_temporaries(fused_group: FusedGroup) -> tuple[bool, int]:
     return fused_group.spec.orthogonalizes, max(entry.param.numel() for entry in fused_group.entries)
 
 
-def _check_params(optimizer: Algorithm, only: Set[int]) -> None:
+def _check_params(optimizer: Algorithm, param_ids: Set[int]) -> None:
     """Raise RuntimeError or ValueError unless the parameters with these identities can be stepped."""
     for k, group in enumerate(optimizer.param_groups):
-        for param in (param for param in group["params"] if id(param) in only):
+        for param in (param for param in group["params"] if id(param) in param_ids):
             validation.check_param(param, group, f"param group {k}")
             if optimizer.orthogonalizes(group):
                 check_matrix(param)
@@ -291,10 +291,10 @@ def _initialized_state(
 
 def step_spec(
     optimizer: Algorithm, group: ParamGroup, states: tuple[State, ...], dtypes: tuple[torch.dtype, ...], clipped: bool
-) -> StepSpec:
+) -> KernelSpec:
     """The spec of parameters whose tensors (themselves, gradient, states) have `dtypes`."""
     param_dtype, grad_dtype, *state_dtypes = dtypes
-    return StepSpec(
+    return KernelSpec(
         update=type(optimizer).update,
         options=tuple(sorted(optimizer.options(group).items())),
         scalars=tuple(optimizer.scalars(group, 0.0, 1)),

@@ -115,7 +115,7 @@ class Run:
         """The worst tensors by name, per measure, of the last record that has them."""
         found: Any = next((record["worst"] for record in reversed(self.records.steps) if record.get("worst")), {})
         pairs = {measure: [p for p in rows if _is_pair(p)] for measure, rows in _mapping(found).items() if rows}
-        return {measure: [(str(name), _number(value)) for name, value in rows] for measure, rows in pairs.items()}
+        return {measure: [(str(name), _as_float(value)) for name, value in rows] for measure, rows in pairs.items()}
 
     def findings(self) -> list[LoggedFinding]:
         """The findings in the log. Sentences that differ in numbers only are one: the last of them."""
@@ -195,11 +195,11 @@ def _in_order(kinds: set[str]) -> list[str]:
 
 def _append(series: Series, step: int, value: Any, error: Any) -> None:
     series.steps.append(step)
-    series.values.append(_number(value))
-    series.errors.append(_number(error))
+    series.values.append(_as_float(value))
+    series.errors.append(_as_float(error))
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     """A value of a log; NaN for what is no finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return math.nan

@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_lowprec.optim.backends.c.compiler import FLAGS
 from hf_lowprec.optim.backends.c.kernel_source import render
 from hf_lowprec.optim.backends.c.square_sum import render_square_sum
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
@@ -32,7 +32,7 @@ class EmulatedLibrary:
         calls: how often each function has been called, by name.
     """
 
-    def __init__(self, spec: StepSpec, folder: Path, processor: Sequence[str], flags: Sequence[str] = FLAGS) -> None:
+    def __init__(self, spec: KernelSpec, folder: Path, processor: Sequence[str], flags: Sequence[str] = FLAGS) -> None:
         self._spec = spec
         self.calls = dict.fromkeys(_FUNCTIONS, 0)
         source, self._program = folder / "step.c", folder / "step"

@@ -173,7 +173,7 @@ def load_best(call: TrainerCall) -> None:
     """
     best, optimizer = Path(call.trainer.state.best_model_checkpoint), unwrap_optimizer(call.trainer.optimizer)
     check_best(best)
-    call.attachment.callback.has_own_weights = False
+    call.attachment.callback.weights_match_optimizer = False
     if isinstance(optimizer, LowPrecisionOptimizer):
         keep_low_bits(optimizer)  # for the weights that do not change, because the best ones are the last ones
     with load_in_place(call.trainer.model), explain_unreadable(best, (CheckpointException,)):

@@ -28,7 +28,7 @@ from hf_lowprec.optim.backends.c.renderer import (
 )
 from hf_lowprec.optim.backends.renderer import indent, operations, output_nodes
 from hf_lowprec.optim.backends.trace import integer_inputs, trace
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding.block_floats import BLOCK, block_max
 from hf_lowprec.rounding.random_bits import weyl
 
@@ -147,7 +147,7 @@ _LOAD_BYTES = ("(uint32_t)((int32_t)({0} << 24) >> 24)", "(uint32_t)((int32_t)({
 _STORE_BYTES = "({0} & 0xffu) | {1} << 8"
 
 
-def render_block_loops(spec: StepSpec) -> str:
+def render_block_loops(spec: KernelSpec) -> str:
     """The loops over a chunk's blocks and their elements, for specs with states in 8 bits. They call no function."""
     return _BlockRenderer(spec).render()
 
@@ -155,7 +155,7 @@ def render_block_loops(spec: StepSpec) -> str:
 class _BlockRenderer:
     """Renders the loops of a spec. Every loop has the operations of both elements of a pair, in scopes of their own."""
 
-    def __init__(self, spec: StepSpec) -> None:
+    def __init__(self, spec: KernelSpec) -> None:
         graph = trace(spec)
         self._spec, self._c = spec, CRenderer()
         self._rendered = operations(graph, self._c, integer_inputs(spec))

@@ -23,7 +23,7 @@ from hf_lowprec.optim.backends.c.renderer import (
 )
 from hf_lowprec.optim.backends.renderer import arguments, description, indent, statements
 from hf_lowprec.optim.backends.trace import integer_inputs, trace, trace_keys, trace_tensor_mean, used_inputs
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
@@ -37,7 +37,7 @@ _PARTIAL_SUMS = 16
 """Accumulators of a sum: an addition has to wait for the previous one into the same accumulator."""
 
 
-def render(spec: StepSpec) -> str:
+def render(spec: KernelSpec) -> str:
     """The C source of `step` for `spec` and, if its algorithm has a `tensor_mean` formula, of `tensor_sum`.
 
     The `native` backend compiles it to a shared library and calls both functions through ctypes.
@@ -76,7 +76,7 @@ static inline void segment_keys(
 """
 
 
-def _render_segment_keys(spec: StepSpec) -> str:
+def _render_segment_keys(spec: KernelSpec) -> str:
     """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
     inputs = ("step", "index_high", *spec.stream_names)
     lines, results = statements(trace_keys(spec), CRenderer(), inputs)
@@ -138,7 +138,7 @@ _PAIRS = """\
 """
 
 
-def _render_step(spec: StepSpec) -> str:
+def _render_step(spec: KernelSpec) -> str:
     """Render `step`, and before it what it calls."""
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
@@ -162,7 +162,7 @@ def _render_step(spec: StepSpec) -> str:
     )
 
 
-def _element_loops(spec: StepSpec, scalars: Sequence[str]) -> tuple[str, str]:
+def _element_loops(spec: KernelSpec, scalars: Sequence[str]) -> tuple[str, str]:
     """The function `fused_step`, and the loops over a chunk's elements, for specs whose elements are independent.
 
     Where all tensors have 16 bits, two elements are loaded, and stored, at a time.
@@ -244,7 +244,7 @@ void tensor_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
 """
 
 
-def _render_tensor_sum(spec: StepSpec) -> str:
+def _render_tensor_sum(spec: KernelSpec) -> str:
     graph = trace_tensor_mean(spec)
     lines, (result,) = statements(graph, CRenderer(), spec.integer_tensors)
     scalars = [f"scalar_{name}" for name in spec.host_scalars]
@@ -270,7 +270,7 @@ def _render_tensor_sum(spec: StepSpec) -> str:
     )
 
 
-def _place(spec: StepSpec, name: str, index: str) -> str:
+def _place(spec: KernelSpec, name: str, index: str) -> str:
     """The place in the tensor `name` that belongs to the element `index` of the parameter."""
     return f"({index}) / {BLOCK}" if name in spec.per_block_tensors else index
 
@@ -284,12 +284,12 @@ def _statements(declarations: Iterable[str]) -> str:
     return indent(12, [f"{declaration};" for declaration in declarations])
 
 
-def _table_widths(spec: StepSpec, scalars: Sequence[str]) -> dict[str, int]:
+def _table_widths(spec: KernelSpec, scalars: Sequence[str]) -> dict[str, int]:
     """The number of entries in each row of the tables."""
     return {"n_columns": len(segment_columns(spec)), "n_pointers": len(spec.tensors), "n_scalars": len(scalars)}
 
 
-def _load_chunk_bounds(spec: StepSpec) -> list[str]:
+def _load_chunk_bounds(spec: KernelSpec) -> list[str]:
     """Statements that look up a chunk's segment, its first element and the number of its elements."""
     names = [f"{name} = segment[{k}]" for k, name in enumerate(segment_columns(spec))]
     return [
@@ -300,7 +300,7 @@ def _load_chunk_bounds(spec: StepSpec) -> list[str]:
     ]
 
 
-def _load_chunk_inputs(spec: StepSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
+def _load_chunk_inputs(spec: KernelSpec, scalars: Iterable[str], output_tensors: Container[str]) -> list[str]:
     """Statements that look up the pointers and scalars of a chunk's parameter; pointers point to the chunk's start."""
     lines = []
     for k, (name, dtype) in enumerate(spec.tensors.items()):

@@ -29,7 +29,7 @@ from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import sum_by_entry
 
 
@@ -95,7 +95,7 @@ class NativeStep(BackendStep):
         return self.fused_group.segments.chunks_per_entry(self._chunks, len(self.fused_group.entries))
 
 
-def kernel(spec: StepSpec) -> ctypes.CDLL:
+def kernel(spec: KernelSpec) -> ctypes.CDLL:
     """The library with the compiled functions `step`, `square_sum` and, if `spec` has a `tensor_mean`, `tensor_sum`.
 
     A spec that failed to compile is not compiled again.
@@ -110,7 +110,7 @@ def kernel(spec: StepSpec) -> ctypes.CDLL:
 
 
 @functools.cache
-def _load(spec: StepSpec) -> ctypes.CDLL | CompilerError:
+def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     functions = ["step", "square_sum", *([] if spec.tensor_mean is None else ["tensor_sum"])]
     try:
         library = _compiled(render(spec) + render_square_sum(spec), functions)

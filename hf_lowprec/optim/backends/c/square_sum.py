@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_lowprec.optim.backends.c.kernel_source import CHUNK
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 
 _PARTIAL_SUMS = 32
@@ -47,7 +47,7 @@ void square_sum(int64_t n_chunks, const int64_t (*chunks)[2], const int64_t (*se
 """
 
 
-def render_square_sum(spec: StepSpec) -> str:
+def render_square_sum(spec: KernelSpec) -> str:
     """The C source of `square_sum`, which needs the header of `c_source.render`."""
     value = _VALUES[spec.grad_dtype]
     return _SQUARE_SUM.format(

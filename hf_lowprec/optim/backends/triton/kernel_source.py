@@ -34,12 +34,12 @@ from hf_lowprec.optim.backends.triton.renderer import (
     render_formula,
 )
 from hf_lowprec.optim.backends.triton.tensor_sum import render_tensor_sum
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
 
-def render(spec: StepSpec) -> str:
+def render(spec: KernelSpec) -> str:
     """The Python source of the kernels `step` and `step_ragged` for `spec` and, if its algorithm has a `tensor_mean`
     formula, of `tensor_sum`.
 
@@ -70,7 +70,7 @@ def segment_keys({inputs}):
 """
 
 
-def _render_segment_keys(spec: StepSpec) -> str:
+def _render_segment_keys(spec: KernelSpec) -> str:
     """Render the function that computes this step's `spec.key_names` from a segment's `spec.stream_names`."""
     inputs = ["step", "index_high", *spec.stream_names]
     lines, results = statements(trace_keys(spec), TritonRenderer(), inputs)
@@ -172,7 +172,7 @@ def step_ragged(
 """
 
 
-def _render_step(spec: StepSpec, ptx: PtxRenderer) -> str:
+def _render_step(spec: KernelSpec, ptx: PtxRenderer) -> str:
     tensors, output_tensors = spec.tensors, spec.output_tensors
     scalars = [f"scalar_{name}" for name in spec.all_scalars]
     keys = spec.key_names
@@ -224,7 +224,7 @@ def _load_ragged_chunk(columns: Sequence[str]) -> list[str]:
     return load_row("chunks", "chunk", RAGGED_COLUMNS) + load_row("segments", "segment", columns, known)
 
 
-def _load_ragged(spec: StepSpec, inline: bool) -> list[str]:
+def _load_ragged(spec: KernelSpec, inline: bool) -> list[str]:
     """Statements that load the elements of a ragged chunk, FP32 or int32; with inline PTX, BF16 as it is stored."""
     lines = []
     for name, dtype in spec.tensors.items():
@@ -241,7 +241,7 @@ def _load_ragged(spec: StepSpec, inline: bool) -> list[str]:
     return lines
 
 
-def _store_ragged(spec: StepSpec, stored: Mapping[str, str]) -> list[str]:
+def _store_ragged(spec: KernelSpec, stored: Mapping[str, str]) -> list[str]:
     """Statements that store the new values of a ragged chunk: expressions by tensor."""
     lines = []
     for name, value in stored.items():

@@ -22,7 +22,7 @@ from hf_lowprec.optim.backends.triton.kernel_source import render
 from hf_lowprec.optim.backends.triton.tables import ChunkTables, DeviceTables
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns, sum_by_entry
 from hf_lowprec.rounding import dtype_name
 
@@ -183,7 +183,7 @@ class _KernelOptions(NamedTuple):
     square_sum: dict[str, Any]
 
 
-def _kernel_options(spec: StepSpec, device: torch.device) -> _KernelOptions:
+def _kernel_options(spec: KernelSpec, device: torch.device) -> _KernelOptions:
     import triton.language as tl
 
     ptx = _ptx(device)
@@ -212,7 +212,7 @@ def inlined_ptx(capability: int) -> int:
     return max(least for least in (0, *INLINED_PTX) if least <= capability)
 
 
-def max_registers(spec: StepSpec) -> int | None:
+def max_registers(spec: KernelSpec) -> int | None:
     """Registers of a thread that steps whole chunks on an NVIDIA GPU; None where the compiler is free to choose."""
     dtypes = spec.tensors.values()
     if spec.per_block_tensors or torch.float16 in dtypes:  # without inlined PTX; FP16 is FP32 from the beginning
@@ -223,12 +223,12 @@ def max_registers(spec: StepSpec) -> int | None:
     return next((registers for most, registers in MAX_REGISTERS.items() if read <= most), None)
 
 
-def max_sum_registers(spec: StepSpec) -> int | None:
+def max_sum_registers(spec: KernelSpec) -> int | None:
     """Registers of a thread of `tensor_sum` on an NVIDIA GPU; None where the compiler is free to choose."""
     return None if spec.per_block_tensors or torch.float32 in spec.tensors.values() else SUM_REGISTERS
 
 
-def waves_per_simd(spec: StepSpec) -> int:
+def waves_per_simd(spec: KernelSpec) -> int:
     """Wavefronts that step whole chunks on one SIMD unit of AMD's data-center GPUs, as far as registers limit them; 0
     where the compiler is free to choose.
     """
@@ -236,7 +236,7 @@ def waves_per_simd(spec: StepSpec) -> int:
     return WAVES_PER_SIMD if spec.per_block_tensors and read > 8 else 0
 
 
-def _register_options(spec: StepSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
+def _register_options(spec: KernelSpec, ptx: int, device: torch.device) -> dict[str, int | None]:
     """The options that limit the registers of a thread that steps whole chunks, with the constant `PTX`."""
     if ptx:
         return {"maxnreg": max_registers(spec)}
@@ -277,7 +277,7 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def kernels(spec: StepSpec) -> Kernels:
+def kernels(spec: KernelSpec) -> Kernels:
     """The Triton functions of `spec`, rendered once."""
     source = render(spec)
     description = " ".join([spec.update.__qualname__, spec.rounding, *map(dtype_name, spec.tensors.values())])

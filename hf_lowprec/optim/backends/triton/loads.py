@@ -8,7 +8,7 @@ import torch
 
 from hf_lowprec.optim.backends.renderer import indent
 from hf_lowprec.optim.backends.triton.renderer import LOAD, STORAGE
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding.block_floats import BLOCK
 
 WHOLE_COLUMNS = ("segment", "start")
@@ -16,7 +16,7 @@ RAGGED_COLUMNS = ("entry_index", "segment", "start", "end")
 """The columns of the tables of whole chunks and of ragged ones; `end` is the element after the last."""
 
 
-def number_elements(spec: StepSpec) -> list[str]:
+def number_elements(spec: KernelSpec) -> list[str]:
     """Statements that number the elements that a program handles at once.
 
     With scales they are a matrix whose rows are blocks, and scales are a column of it: a scale is computed, loaded and
@@ -39,7 +39,7 @@ def load_row(table: str, row: str, columns: Sequence[str], names: Collection[str
     ]
 
 
-def load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
+def load_chunk_inputs(spec: KernelSpec, scalars: Sequence[str]) -> list[str]:
     """Statements that look up the addresses and scalars of a chunk's parameter; addresses are the chunk's start."""
     lines = load_row("pointers", "entry_index", [f"{name}_address" for name in spec.tensors])
     lines += [
@@ -49,7 +49,7 @@ def load_chunk_inputs(spec: StepSpec, scalars: Sequence[str]) -> list[str]:
     return lines + load_row("scalars", "entry_index", scalars)
 
 
-def load_elements(spec: StepSpec, names: Iterable[str], masked: bool) -> str:
+def load_elements(spec: KernelSpec, names: Iterable[str], masked: bool) -> str:
     """Statements that load elements of these tensors, FP32 or int32, under a mask or with alignment promised."""
     pointers, values, converted = [], [], []
     for name in names:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_lowprec.optim.backends.trace import trace
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.rounding import quiet_nan, round_nearest, sqrt_rn
 from hf_lowprec.rounding.nearest import nearest_pattern
 from hf_lowprec.rounding.random_bits import lane, lane_bits
@@ -78,13 +78,13 @@ _PASSES_NAN: set[Callable] = {
 """Operations whose result is NaN if an operand is."""
 
 
-def trace_for_ptx(spec: StepSpec) -> fx.Graph:
+def trace_for_ptx(spec: KernelSpec) -> fx.Graph:
     """The graph of `trace`, except that tensors in BF16 are inputs as bit patterns."""
     graph = trace(spec, {round_nearest: _nearest_by_conversion})
     return convert_on_use(_add_lanes(_bound_denominators(_join_nan_tests(graph))), spec)
 
 
-def convert_on_use(graph: fx.Graph, spec: StepSpec) -> fx.Graph:
+def convert_on_use(graph: fx.Graph, spec: KernelSpec) -> fx.Graph:
     """Make the tensors that `spec` stores in BF16 inputs as bit patterns; modifies and returns `graph`."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and spec.tensors.get(node.name) == torch.bfloat16 and node.users:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.fused_group import FusedGroup
 from hf_lowprec.optim.step.graph_capture import is_capturing
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments, parts_of_runs
 
 BOUNDARY = 16
@@ -44,7 +44,7 @@ def alignment(pointers: Tensor) -> Tensor:
     return pointers & (BOUNDARY - 1)
 
 
-def divide(spec: StepSpec, segments: Segments, pointers: Tensor, chunk: int, block: int) -> Chunks:
+def divide(spec: KernelSpec, segments: Segments, pointers: Tensor, chunk: int, block: int) -> Chunks:
     """Divide a fused group into chunks.
 
     Args:
@@ -68,7 +68,7 @@ def divide(spec: StepSpec, segments: Segments, pointers: Tensor, chunk: int, blo
     return Chunks(torch.stack(whole, dim=1), torch.stack(ragged, dim=1))
 
 
-def _heads(spec: StepSpec, segments: Segments, pointers: Tensor) -> tuple[Tensor, Tensor]:
+def _heads(spec: KernelSpec, segments: Segments, pointers: Tensor) -> tuple[Tensor, Tensor]:
     """For each segment, its elements before the first one that is on a boundary in all tensors, and if there is one.
 
     Where there is none, the head has no elements. Scales of states in 8 bits are read one by one, wherever they are.

@@ -15,7 +15,7 @@ from hf_lowprec.optim.backends.triton.loads import (
 )
 from hf_lowprec.optim.backends.triton.ptx_graph import convert_on_use
 from hf_lowprec.optim.backends.triton.renderer import PtxRenderer, TritonRenderer, render_formula
-from hf_lowprec.optim.step.kernel_spec import StepSpec
+from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import segment_columns
 from hf_lowprec.rounding.block_floats import BLOCK
 
@@ -82,7 +82,7 @@ def tensor_sum(
 """
 
 
-def render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
+def render_tensor_sum(spec: KernelSpec, ptx: PtxRenderer) -> str:
     """The Python source of the kernel `tensor_sum`, which needs the header of `triton_source.render`.
 
     Args:
@@ -111,12 +111,12 @@ def render_tensor_sum(spec: StepSpec, ptx: PtxRenderer) -> str:
     )
 
 
-def _masks(spec: StepSpec) -> list[str]:
+def _masks(spec: KernelSpec) -> list[str]:
     """Statements that say which elements, and which scales, of an iteration are there."""
     masks = ["mask = offset + lanes < count"]
     return [*masks, f"block_mask = offset + blocks * {BLOCK} < count"] if spec.per_block_tensors else masks
 
 
-def _aligned(spec: StepSpec, names: Iterable[str]) -> str:
+def _aligned(spec: KernelSpec, names: Iterable[str]) -> str:
     """The addresses that must be multiples of 16 for wide accesses, combined."""
     return " | ".join(f"{name}_address" for name in names if name not in spec.per_block_tensors)
