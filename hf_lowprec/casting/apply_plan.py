@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
+from hf_lowprec.casting.hooks.hook_placement import HookKind
 from hf_lowprec.casting.hooks.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.hooks.loss_hooks import install_fp32_loss, remove_fp32_loss
 from hf_lowprec.casting.hooks.module_hooks import (
@@ -18,7 +19,6 @@ from hf_lowprec.casting.hooks.module_hooks import (
     remove_conversion_hooks,
     remove_model_output_upcast,
 )
-from hf_lowprec.casting.hooks.module_hooks.hook_placement import HookKind
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning

@@ -27,7 +27,7 @@ from hf_lowprec.casting.fp32_rules.norms import norms
 from hf_lowprec.casting.fp32_rules.quantized_weights import quantized_as_fp32
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
 from hf_lowprec.casting.fp32_rules.tied_weights import keep_tied_weights
-from hf_lowprec.casting.hooks.module_hooks.hook_placement import (
+from hf_lowprec.casting.hooks.hook_placement import (
     HookKind,
     HookPlan,
     OutputHeads,
