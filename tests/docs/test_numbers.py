@@ -106,7 +106,6 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
         lambda: [f"| {name} | {size} |" for name, size in bytes_of_others().items()],
     ),
     ("docs/guides/distributed.md", micro_batches),
-    ("docs/concepts/reduction.md", micro_batches),
     ("docs/performance/training.md", table("gradient_release", "gradient-release")),
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),
