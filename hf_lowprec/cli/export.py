@@ -19,7 +19,7 @@ def export(
         typer.Option(help="A folder with config.json and tokenizer, for a checkpoint that has none."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Size of a weight file. It bounds the memory that exporting takes.")
+        str, typer.Option(help="Size of a weight file. It limits the memory of the export.")
     ] = "5GB",
 ) -> None:
     """Write a checkpoint as a standard model folder, for from_pretrained and everything else.

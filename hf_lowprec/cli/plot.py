@@ -54,7 +54,7 @@ def plot(
     for path in out or ():
         if path.suffix not in SUFFIXES:
             raise typer.BadParameter(
-                f"{path} ends with none of {', '.join(SUFFIXES)}, by which the format is chosen", param_hint="--out"
+                f"{path} must end in one of {', '.join(SUFFIXES)}, which selects the format", param_hint="--out"
             )
     from hf_lowprec.plotting.plot_files import write_plot
     from hf_lowprec.plotting.runs import load_runs

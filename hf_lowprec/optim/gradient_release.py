@@ -348,9 +348,9 @@ class GradientRelease:
             "parameters with their first one. Call step() after every backward pass: gradients of micro-batches cannot "
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
             "gradient checkpointing, or build the optimizer without gradient_release. If a backward pass was "
-            "interrupted or ran out of memory, it has stepped some parameters: to go on, call zero_grad() and step(), "
-            "which end its step, or Trainer.train(). If another optimizer trains this model now, remove this one's "
-            "hooks: call its zero_grad(), step() and stop_gradient_release(), or delete it"
+            "interrupted or ran out of memory, finish its step before you continue: call zero_grad() and step(), or "
+            "Trainer.train(). If another optimizer trains this model now, remove this one's hooks: call its "
+            "zero_grad(), step() and stop_gradient_release(), or delete it"
         )
 
 

@@ -84,9 +84,9 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
         settings = _settings(optimizer, unused[0][0])
         modes = "'kahan'" if any(param.dtype == torch.float16 for _, param in unused) else "'split' or 'kahan'"
         warnings.warn(
-            f"the low bits that cast_model(keep_low_bits=True) or an earlier Trainer has kept of {len(unused)} "
-            f"parameters are dropped: rounding={settings['rounding']!r} with "
-            f"initial_compensation={settings['initial_compensation']!r} has no use for them. Use rounding={modes} with "
+            f"the low bits of {len(unused)} parameters, kept by cast_model(keep_low_bits=True) or an earlier Trainer, "
+            f"are dropped: rounding={settings['rounding']!r} with "
+            f"initial_compensation={settings['initial_compensation']!r} does not use them. Use rounding={modes} with "
             "initial_compensation='low_bits', or call hf_lowprec.drop_low_bits(model) first",
             RuntimeWarning,
             stacklevel=2,

@@ -449,7 +449,7 @@ def test_a_loop_goes_on_after_an_interrupted_backward_pass():
     stepped = [param in optimizer.state for param in released.parameters()]
     assert any(stepped) and not all(stepped)
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"to go on, call zero_grad\(\) and step\(\)"):
+    with pytest.raises(RuntimeError, match=r"finish its step before you continue: call zero_grad\(\) and step\(\)"):
         loss_of(released, 1).backward()
     optimizer.zero_grad()
     optimizer.step()

@@ -170,8 +170,8 @@ def _refining(optimizers: list[SavedOptimizer], layout: WeightLayout | None = No
             names = None if layout is None else names_by_order(optimizer.groups, layout)
             if names is None:
                 raise ValueError(
-                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which says whose they are; this "
-                    f"version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
+                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; "
+                    f"this version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
                 )
             optimizer = optimizer._replace(names=names)
         refining |= optimizer.by_name()
