@@ -69,10 +69,10 @@ def doctor(
     training script: accelerate launch -m hf_lowprec doctor
 
     The prediction reads the model's weights and builds the learning rates of
-    the run. For each part of the model it tells from which step on rounding to
-    nearest loses updates, how much noise stochastic rounding and Kahan summation
-    add, and what split weights lose, which are FP32 weights; then it recommends
-    an optimizer. It exits with 1 if --optim will lose updates or blur weights.
+    the run. For each part of the model, it shows in which steps rounding to
+    nearest loses updates, how much noise stochastic rounding and Kahan
+    summation add, and what split weights lose. Then it recommends an
+    optimizer. It exits with 1 if --optim will lose updates or blur weights.
     """
     if model is None:
         given = {"--lr": lr, "--steps": steps, "--optim-args": optim_args, "--json": as_json or None, "--plot": plot}

@@ -26,7 +26,7 @@ def export(
 
     With Kahan summation, each weight is weight + compensation, which has about
     16 significant bits. The checkpoint may be from one process, DDP or FSDP2,
-    full or sharded; from PEFT, the adapters are written. Tokenizer and
+    full or sharded. For a PEFT model, it writes the adapters. Tokenizer and
     generation config are copied. The training script is not needed.
 
     float32 writes these weights, and config.json says float32. bfloat16 rounds

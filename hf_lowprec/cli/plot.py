@@ -38,7 +38,7 @@ def plot(
         typer.Option(help="Name of a run; once per run, in order. By default, the part in which the paths differ."),
     ] = None,
 ) -> None:
-    """Draw loss, gradient norm, lost updates and more, of one or several runs.
+    """Draw loss, gradient norm, lost updates and more for one or several runs.
 
     Reads hf_lowprec_metrics.jsonl in a run's folder. For runs that have none,
     such as FP32 runs with the stock Trainer, it reads trainer_state.json of the

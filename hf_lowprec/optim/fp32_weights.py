@@ -28,8 +28,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     For a split weight, it is the master weight, with all its bits. For a weight trained with Kahan summation, it is
     `weight + compensation`: about twice as many significant bits as the weight has. The dither that either may have
-    started with is subtracted (see `optim/initial_compensation.py`). Before the first step, it is the weight with the
-    low bits that its cast has kept. Every other floating-point tensor is simply converted. A warning names trainable
+    started with is subtracted (see `optim/initial_compensation.py`). Before the first step, it is the weight plus the
+    low bits that the cast kept. Every other floating-point tensor is simply converted. A warning names trainable
     16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
@@ -38,11 +38,11 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
-        not floating point are returned unchanged. Of a model that FSDP2 has sharded, DTensors, which cannot be saved as
-        they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
+        not floating point are returned unchanged. For a model sharded by FSDP2, they are DTensors: before you save them,
+        call `full_tensor()` on every rank, or use `hf_lowprec.save_pretrained` instead.
 
     Raises:
-        TypeError: `optimizer` is no optimizer.
+        TypeError: `optimizer` is not an optimizer.
         ValueError: it has none of the model's parameters.
     """
     estimate = fp32_estimates(model, optimizer)
@@ -57,7 +57,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
 
     Raises:
-        TypeError: `optimizer` is no optimizer.
+        TypeError: `optimizer` is not an optimizer.
         ValueError: it holds none of the model's parameters.
     """
     optimizer = unwrap_given_optimizer(optimizer)

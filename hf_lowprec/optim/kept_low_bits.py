@@ -22,10 +22,10 @@ def keep_low_bits(optimizer: Any) -> None:
 
     An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
     with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
-    and in a single process also when an exception ends it. Nothing is kept of a parameter whose 16-bit values change
-    before the next optimizer's first step.
+    and in a single process also when an exception ends it. If the 16-bit values of a parameter change
+    before the next optimizer's first step, nothing is kept for it.
 
-    The tensors are shared: they take memory of their own, 1 or 2 bytes per parameter, only once `optimizer` is deleted.
+    The tensors are shared with `optimizer`. They take extra memory, 1 or 2 bytes per parameter, once it is deleted.
 
     Args:
         optimizer: the optimizer, or accelerate's wrapper around it.
