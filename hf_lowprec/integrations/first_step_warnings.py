@@ -100,7 +100,7 @@ def _converted_after_cast(params: list[Tensor]) -> str | None:
         return None
     return (
         f"{len(converted)} modules that cast_model has kept in FP32 ({converted[0]}, …) are in 16 bits: the model was "
-        "converted after the cast, as by model.to(torch.bfloat16). Remove that line, since cast_model has converted "
+        "converted after the cast, as with model.to(torch.bfloat16). Remove that line, since cast_model has converted "
         "everything else"
     )
 

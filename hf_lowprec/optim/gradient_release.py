@@ -294,7 +294,7 @@ class GradientRelease:
             version = self._running.versions.get(id(param))
             if version is not None and version != _version(param.grad):
                 raise RuntimeError(
-                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as by "
+                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as with "
                     "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but gradient_release=True has stepped "
                     f"other parameters without that. To clip, {ALTERNATIVES}; to change gradients one by one, use "
                     "param.register_hook"
