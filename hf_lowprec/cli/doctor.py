@@ -157,7 +157,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         legend = (
             f"Sizes of updates: {sizes}. lost: the share of updates that rounding discards; vanishing: half or more. "
             "noise: random changes by rounding, relative to how far updates move the weights; blurred: the rest of the "
-            "run adds more noise than progress. split: BF16 weights and the 16 missing bits of FP32."
+            "run adds more noise than progress. split: FP32 weights, as BF16 and the 16 missing bits."
         )
         typer.echo(textwrap.fill(legend, width))
         setting = f"optim={run.optim!r}" + (f", optim_args={given!r}" if (given := settings["optim_args"]) else "")
