@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 
 WARMUP = 3
 BUCKETS = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)

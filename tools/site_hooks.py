@@ -1,4 +1,4 @@
-"""Hooks of `mkdocs.yml`: pages made from files outside docs/, links to such files, and the command-line reference."""
+"""Hooks of `mkdocs.yml`: pages from outside docs/, links to such files, side bars, and the command-line reference."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ DOCS = ROOT / "docs"
 
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing/index.md": "CONTRIBUTING.md"}
 """Pages of the site whose one copy lies in the repository's root."""
+
+SECTIONS_ONLY = {"troubleshooting.md"}
+"""Pages whose side bar lists their sections without what is in them."""
 
 COMMAND_LINE = "<!-- hf-lowprec --help -->"
 """A line of this text in a page becomes the help of every command."""
@@ -39,6 +42,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if COMMAND_LINE in markdown:
         markdown = markdown.replace(COMMAND_LINE, command_line())
     return markdown
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Shorten the side bar of long pages."""
+    if page.file.src_uri in SECTIONS_ONLY:
+        for section in page.toc.items[0].children:
+            section.children.clear()
+    return html
 
 
 def relink(markdown: str, uri: str, repo_url: str | None) -> str:

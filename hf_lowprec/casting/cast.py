@@ -56,10 +56,9 @@ def cast_model(
             one of the dots in it: `"lm_head"`, `"layers.0.*"`, `"*.mlp.down_proj"`. A module is kept with all its
             submodules. A tensor is kept with the module that owns it if that has no children; otherwise only the tensor
             is kept, without hooks. A class keeps its instances.
-        keep_low_bits: keep what the cast rounds off from trainable FP32 parameters, and from FP16 ones that become
-            BF16, 2 bytes per parameter, until an hf_lowprec optimizer with Kahan summation or split weights takes it as
-            first compensation or remainder. On several ranks, the ranks' weights must be equal. An optimizer in another
-            rounding mode drops it.
+        keep_low_bits: keep what the cast rounds off trainable FP32 parameters, and FP16 ones that become BF16, at 2
+            bytes per parameter. An hf_lowprec optimizer with Kahan summation or split weights uses it as the first
+            compensation or remainder; one in another rounding mode drops it. All ranks must have the same weights.
 
     Returns:
         A report of the dtypes, the parts kept in FP32 with reasons, and the hooks; `print` it.

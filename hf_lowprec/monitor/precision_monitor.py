@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionMonitor:
-    """Measures how much of an optimizer's steps 16-bit weights and states take in, on a sample of each tensor.
+    """Measures how much of an optimizer's steps 16-bit weights and states lose, on a sample of each tensor.
 
     ```python
     monitor = hf_lowprec.PrecisionMonitor(optimizer, model, every=100)
@@ -49,10 +49,10 @@ class PrecisionMonitor:
     print(monitor.last.by_kind["all"]["lost_updates"], *monitor.findings(), sep="\\n")
     ```
 
-    Any `torch.optim.Optimizer` can be watched. For those of this package, the exact update is computed by their
-    formula; for others, by repeating their step on the sample in FP64. Updates that cannot be computed element by
-    element (Adafactor, Muon, 8-bit states of other libraries) are not: then only the share of weights that changed is
-    known. A step with a closure, and one that `skip_nonfinite` skips, is not measured.
+    Works with any `torch.optim.Optimizer`. The exact updates of this package's optimizers are computed by their
+    formula, those of others by repeating the step on the sample in FP64. If updates cannot be computed element by
+    element (Adafactor, Muon, 8-bit states of other libraries), only the share of weights that changed is known. Steps
+    with a closure, and steps that `skip_nonfinite` skips, are not measured.
 
     With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
     `measure_next_step` before it.
@@ -63,12 +63,12 @@ class PrecisionMonitor:
         optimizer: the optimizer, or Accelerate's wrapper of it.
         model: the model, for the names and kinds of its parameters. Build the monitor where training begins: "moved"
             means moved since then.
-        every: measure the first step and then every `every`-th. 0, the default, measures nothing by itself, but only
-            steps before which `measure_next_step` was called.
+        every: measure the first step and then every `every`-th. With 0, the default, only steps after a call of
+            `measure_next_step` are measured.
         dtypes: the dtypes of the weights whose updates are measured.
         across_ranks: add up the numbers of sharded parameters over ranks; else they are those of this rank's shards.
-        on_error: is called with an error in the hooks, after which nothing more is measured. Without it, the error ends
-            the step.
+        on_error: called with an error in a measurement, after which nothing more is measured. Without it, the step
+            raises the error.
 
     Raises:
         ValueError: `every` is negative.
@@ -155,8 +155,8 @@ class PrecisionMonitor:
 
     @property
     def unused(self) -> list[str]:
-        """The names of parameters that the task does not seem to use: none of at least 3 measured steps gave them a
-        gradient. Where something tells that this is a mistake, they are among the findings instead."""
+        """The names of parameters without a gradient in any of at least 3 measured steps, which the task does not seem
+        to use. If something suggests a mistake, they are among the findings instead."""
         return self._gradients.unused() if self._gradients.steps >= ENOUGH_MEASUREMENTS else []
 
     @cached_property

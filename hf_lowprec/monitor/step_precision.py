@@ -31,7 +31,7 @@ class StepPrecision:
     | --- | --- |
     | `lost_updates` | share of the weight changes that rounding lost: 0 none, 1 all |
     | `lost_second_moment` | share of the decay of second moments that rounding lost |
-    | `lost_weight_decay` | share of the weight decay that does not arrive in the weights, over the last measurements |
+    | `lost_weight_decay` | share of the weight decay that rounding lost, over the last measurements |
     | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
     | `compensation_ulps` | root mean square of the compensation, in spacings of the weight |
     | `update_to_weight` | root mean square of the update over that of the weight |

@@ -23,7 +23,7 @@ def optimizer_factory(name: str, **overrides: Any) -> tuple[type[LowPrecisionOpt
     """Return the optimizer class and keyword arguments that an `optim=` string stands for.
 
     Pass the result as `Trainer(optimizer_cls_and_kwargs=…)`. Trainer then adds no keyword arguments of its own, so pass
-    `lr` here. But it gives every param group the `weight_decay` of `TrainingArguments`, so set that one there.
+    `lr` here. Set `weight_decay` in `TrainingArguments`: Trainer writes it into every param group.
 
     Args:
         name: one of `OPTIMIZER_NAMES`.

@@ -270,7 +270,7 @@ def check_memory(group: ParamGroup, position: int, index: int, what: str, tensor
         name = f" ({group['param_names'][position]})" if "param_names" in group else ""
         raise RuntimeError(
             f"parameter {index}{name} cannot be stepped: the memory of {what} was freed (its storage has {available} "
-            f"bytes and {needed} are needed), as by untyped_storage().resize_(0); step while it is there"
+            f"bytes and {needed} are needed), as with untyped_storage().resize_(0); call step() before it is freed"
         )
 
 

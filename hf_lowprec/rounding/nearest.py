@@ -64,7 +64,7 @@ def nearest_pattern(value: Tensor, dtype: torch.dtype) -> Tensor:
         rounded = torch.where(magnitude < 0x38800000, subnormal, normal)
         rounded = torch.where(magnitude > _INFINITY, magnitude, rounded)
         return (rounded | (pattern & _SIGN)).view(torch.float32)
-    raise ValueError(f"dtype={dtype} cannot be rounded to; use torch.bfloat16, torch.float16 or torch.float32")
+    raise ValueError(f"dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
 
 
 EXPONENTS = 256

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gradient_release.py"
 

@@ -91,7 +91,7 @@ def test_numbers_without_values_are_named_before_they_get_them() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(Scaled("freqs", torch.empty(4)) for _ in range(2)))
     (warning,) = cast_model(model).warnings
-    assert warning.startswith("2 tensors of numbers on the meta device have no values yet")
+    assert warning.startswith("2 tensors of numbers on the meta device will be rounded to bfloat16")
     assert "cast_model(model, keep_fp32=['*.freqs'])" in warning
 
     with torch.device("meta"):

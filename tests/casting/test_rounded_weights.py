@@ -17,7 +17,9 @@ from tests.support.models import tiny_models
 from tests.support.models.inspection import BF16, FP16, FP32, NORM_PATH
 from tests.support.models.quantized_models import quantize_linears
 
-SAID = r"tensors that are kept in FP32 \(.*Norm.*\) arrived in bfloat16\. .*from_pretrained\(…, dtype=torch\.float32\)"
+SAID = (
+    r"tensors that are kept in FP32 \(.*Norm.*\) were loaded in bfloat16\..*from_pretrained\(…, dtype=torch\.float32\)"
+)
 
 
 def norms(tensors: Any) -> dict[str, torch.Tensor]:
@@ -90,10 +92,10 @@ def test_a_checkpoint_of_16_bits_loses_nothing(trained, tmp_path, monkeypatch, p
 def test_an_fp32_checkpoint_that_is_loaded_in_16_bits(trained, tmp_path):
     copy.deepcopy(trained).float().save_pretrained(tmp_path)
     (warning,) = cast_model(type(trained).from_pretrained(tmp_path, dtype=BF16)).warnings
-    assert "arrived in bfloat16" in warning
+    assert "were loaded in bfloat16" in warning
     model = type(trained).from_pretrained(tmp_path, dtype=FP16)
     (warning,) = cast_model(model, FP16).warnings
-    assert "arrived in float16" in warning
+    assert "were loaded in float16" in warning
 
 
 class WithoutNorms(PreTrainedModel):
@@ -108,8 +110,8 @@ class WithoutNorms(PreTrainedModel):
 
 
 GAIN = (
-    r"keeps the low digits of (\d+) trainable tensors for split weights and Kahan summation, "
-    r"which then start from the FP32 weights"
+    r"split weights and Kahan summation start from the FP32 values of (\d+) trainable tensors, which Trainer or "
+    r"cast_model\(keep_low_bits=True\) keeps"
 )
 
 
@@ -122,7 +124,7 @@ def test_trainable_weights_of_an_fp32_checkpoint_that_is_loaded_in_16_bits(tmp_p
     report = cast_model(loaded)
     (warning,) = report.warnings
     weights = [name for name, _ in loaded.named_parameters()]
-    assert f"{len(weights)} trainable tensors ({weights[0]}, …) arrived in bfloat16, but their checkpoint" in warning
+    assert f"{len(weights)} trainable tensors ({weights[0]}, …) were loaded in bfloat16, but their" in warning
     assert "from_pretrained(…, dtype=torch.float32)" in warning
     assert re.search(GAIN, warning).group(1) == str(len(weights))
     assert f"warning: {warning}" in str(report)

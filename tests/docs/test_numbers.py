@@ -229,7 +229,6 @@ TEXTS: list[tuple[str, Callable[[], list[str]]]] = [
     ("docs/performance/cpu-step.md", steps_of_modes),
     ("docs/performance/gpu-step.md", predicted_steps),
     ("docs/guides/distributed.md", micro_batches),
-    ("docs/concepts/reduction.md", micro_batches),
     ("docs/performance/training.md", table("gradient_release", "gradient-release")),
     ("docs/performance/training.md", table("checkpoint_checksums", "checkpoint-checksums")),
     ("docs/performance/training.md", table("import_time", "import-time")),

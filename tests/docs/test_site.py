@@ -108,6 +108,13 @@ def test_every_public_name_has_its_place_in_the_reference(site: Path, built: dic
     assert [name for name in hf_lowprec.__all__ if f"hf_lowprec.{name}" not in described] == []
 
 
+def test_the_side_bar_of_troubleshooting_lists_sections_only(site: Path) -> None:
+    page = (site / "troubleshooting" / "index.html").read_text(encoding="utf-8")
+    assert 'id="replicas-differ"' in page
+    assert 'href="#checkpoints" class="md-nav' in page
+    assert 'href="#replicas-differ" class="md-nav' not in page
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 class TestPage:
     def test_python_compiles(self, page: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.algorithms import ALGORITHMS
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.optim.every_optimizer import build, every_configuration
 from tests.support.optim.optimizer_contents import assert_equal, everything
 
@@ -450,7 +450,7 @@ def test_a_loop_goes_on_after_an_interrupted_backward_pass():
     stepped = [param in optimizer.state for param in released.parameters()]
     assert any(stepped) and not all(stepped)
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"to go on, call zero_grad\(\) and step\(\)"):
+    with pytest.raises(RuntimeError, match=r"finish its step before you continue: call zero_grad\(\) and step\(\)"):
         loss_of(released, 1).backward()
     optimizer.zero_grad()
     optimizer.step()

@@ -370,7 +370,7 @@ def test_modes_without_a_compensation_drop_low_bits_with_a_note(options):
     _, params = model()
     optimizer = AdamW(params, **options)
     with pytest.warns(
-        RuntimeWarning, match=r"low bits .* of 3 parameters are dropped.*rounding='split' or 'kahan'"
+        RuntimeWarning, match=r"low bits of 3 parameters, .* are dropped.*rounding='split' or 'kahan'"
     ) as notes:
         train(optimizer, range(2))
     assert len(notes) == 1

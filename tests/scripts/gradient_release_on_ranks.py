@@ -12,7 +12,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.scripts.same_batches import build
 from tests.scripts.trainer_ranks import digest, text

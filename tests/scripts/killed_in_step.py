@@ -10,7 +10,7 @@ import sys
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.training.tiny_trainer import trained
 
 

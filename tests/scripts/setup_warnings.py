@@ -60,7 +60,7 @@ def prepared(by_us: bool):
 
 SAID = {
     "sums 16-bit gradients over ranks in 16 bits. For FP32 sums, call hf_lowprec.prep": "FSDP2 sums",
-    "in no module any more": "parameters were replaced",
+    "no longer in any module": "parameters were replaced",
     "it was never cast": "never cast",
 }
 

@@ -16,7 +16,7 @@ import hf_lowprec
 from hf_lowprec import fp32_state_dict
 from hf_lowprec.monitor.step_statistics import SUMS
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits

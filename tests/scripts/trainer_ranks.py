@@ -29,7 +29,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 
 import hf_lowprec
 from hf_lowprec.optim import optimizer
-from hf_lowprec.optim.gradient_release.release import buckets as gradient_buckets
+from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
 from tests.support.optim.optimizer_contents import as_early_versions_saved
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu

@@ -86,9 +86,9 @@ def _conversion_advice(model: nn.Module) -> str | None:
     now, before = min(map(dtype_name, dtypes)), min(map(dtype_name, cast_to))
     return (
         f"hf_lowprec: the model was converted to {now} after cast_model had converted it to {before}. Remove that line "
-        "(`model.half()`, `model.float()`, `model.to(…)`); for another dtype after training, load the folder that "
-        "`hf_lowprec.save_pretrained` writes. Accelerate converts as well, under FSDP2 with mixed precision: call "
-        "`prepare_accelerator(accelerator)` before `accelerator.prepare`."
+        "(`model.half()`, `model.float()`, `model.to(…)`). For another dtype after training, load the folder that "
+        "`hf_lowprec.save_pretrained` writes. If you use FSDP2 with mixed precision, accelerate converted the model: "
+        "call `prepare_accelerator(accelerator)` before `accelerator.prepare`."
     )
 
 
@@ -109,13 +109,13 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
         text += ". Convert in its code (`a.to(b.dtype)`)"
         if tensors := _tensors_in_failed_line(trace, failed, names[id(failed)]):
             entries = repr(tensors[0] if len(tensors) == 1 else tensors)
-            text += f", or keep what it computes with there in FP32: `cast_model(model, keep_fp32={entries})`, "
+            text += f", or keep the tensors that it uses there in FP32: `cast_model(model, keep_fp32={entries})`, "
             text += f'or `optim_args="keep_fp32={"|".join(tensors)}"`'
         text += "."
     numbers = next(filter(None, (numbers_of(module) for module, _ in reversed(calls))), ())
     if numbers:
         arguments = ", ".join(f"`{name}`" if name else "an argument" for name in numbers)
-        text += f" {arguments} came in as FP32 numbers, which are not rounded: pass in 16 bits what is an activation."
+        text += f" FP32 numbers were passed as {arguments} and not rounded. Pass activations in 16 bits."
     return text
 
 

@@ -32,8 +32,8 @@ def rounded_number_warnings(tensors: Mapping[str, Tensor], dtype: torch.dtype) -
     unknown = [name for name, tensor in numbers.items() if tensor.is_meta and _becomes_narrower(tensor, dtype)]
     if unknown:
         yield (
-            f"{len(unknown)} tensors of numbers on the meta device have no values yet, and are rounded to "
-            f"{dtype_name(dtype)} when they get them: {_names_and_remedy(unknown)}"
+            f"{len(unknown)} tensors of numbers on the meta device will be rounded to {dtype_name(dtype)} when they "
+            f"are initialized: {_names_and_remedy(unknown)}"
         )
 
 

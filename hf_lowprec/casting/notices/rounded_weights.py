@@ -53,17 +53,16 @@ def rounded_weight_warnings(
     with_low_bits = [weight for weight in trained if _stored_dtype_of(weight.name, stored) in _STORED_FP32]
     if rounded:
         text = (
-            f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) arrived in "
-            f"{dtype_name(rounded[0].loaded_dtype)}. If their checkpoint has them in FP32, as one that is saved after "
-            "training here does, from_pretrained(…, dtype=torch.float32) loads them without rounding; hf_lowprec casts "
-            "the rest"
+            f"{len(rounded)} tensors that are kept in FP32 ({rounded[0].name}, …) were loaded in "
+            f"{dtype_name(rounded[0].loaded_dtype)}. If their checkpoint has them in FP32, as those of hf_lowprec do, "
+            "load it with from_pretrained(…, dtype=torch.float32); hf_lowprec casts the rest"
         )
         if with_low_bits:
             text += f", and {_gain(len(with_low_bits))}"
         yield text
     elif with_low_bits:
         yield (
-            f"{len(with_low_bits)} trainable tensors ({with_low_bits[0].name}, …) arrived in "
+            f"{len(with_low_bits)} trainable tensors ({with_low_bits[0].name}, …) were loaded in "
             f"{dtype_name(with_low_bits[0].loaded_dtype)}, but their checkpoint has them in FP32. With "
             f"from_pretrained(…, dtype=torch.float32), {_gain(len(with_low_bits))}"
         )
@@ -72,8 +71,8 @@ def rounded_weight_warnings(
 def _gain(count: int) -> str:
     """The gain of loading in FP32 for a number of trainable tensors, as a clause."""
     return (
-        f"the cast (with keep_low_bits=True, as under Trainer) keeps the low digits of {count} trainable tensors for "
-        "split weights and Kahan summation, which then start from the FP32 weights instead of rounded ones"
+        f"split weights and Kahan summation start from the FP32 values of {count} trainable tensors, which Trainer or "
+        "cast_model(keep_low_bits=True) keeps"
     )
 
 

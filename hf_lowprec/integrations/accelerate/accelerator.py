@@ -61,8 +61,8 @@ def prepare_accelerator(accelerator: Accelerator, grad_accumulation: GradAccumul
     - Ranks are compared when a model is prepared and before an optimizer's first step. If settings, parameters or
       replicated weights differ, every rank raises a `RuntimeError` that names the differences. Weights that differ
       before FSDP2 shards them cause a warning.
-    - `accelerator.save_state` also saves the names of the optimizer's parameters and the model's configuration, with
-      which `hf-lowprec export` makes a model folder of the state.
+    - `accelerator.save_state` also saves the names of the optimizer's parameters and the model's configuration, which
+      `hf-lowprec export` needs.
 
     With one process, only outputs, clipping, mixed precision and `grad_accumulation` are affected. Calling it again has
     no effect.

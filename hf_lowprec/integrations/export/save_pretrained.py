@@ -42,12 +42,12 @@ def save_pretrained(
     """Write a model folder with the best FP32 estimate of every weight, `weight + compensation`.
 
     `from_pretrained(save_directory)`, without further arguments, loads exactly these weights: config.json has their
-    dtype. Of a PEFT model, the adapters are written. The model is not changed.
+    dtype. For a PEFT model, this function writes the adapters. The model is not changed.
 
     Under FSDP2 and HSDP every rank must call this function. Rank 0 gathers one tensor at a time and writes the
     folder, which is complete when the function returns on any rank. Under DDP, ranks other than 0 return at once.
 
-    Besides the model, memory holds the tensors of one file and one more tensor. A warning names trainable 16-bit
+    It needs memory for the tensors of one file and one more tensor. A warning names trainable 16-bit
     parameters that `optimizer` does not train, as in `fp32_state_dict`.
 
     Args:
@@ -63,7 +63,7 @@ def save_pretrained(
     Raises:
         ValueError: `optimizer` has none of the model's parameters, `dtype` is not supported, or the model's weights
             are quantized.
-        TypeError: `model` is neither a transformers nor a PEFT model, or `optimizer` is no optimizer.
+        TypeError: `model` is neither a transformers nor a PEFT model, or `optimizer` is not an optimizer.
         RuntimeError: rank 0 could not write the folder.
     """
     model = extract_model_from_parallel(model, keep_torch_compile=False)

@@ -59,7 +59,7 @@ class LowPrecisionCallback(TrainerCallback):
 
     If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
     was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets `lost_second_moment` and
-    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
+    `lost_weight_decay`, the lost shares of the second moment's decay and of the weight decay, and
     `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these numbers,
     or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the
     log gets `skipped_steps`, the number of steps skipped so far.

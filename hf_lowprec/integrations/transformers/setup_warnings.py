@@ -82,9 +82,9 @@ def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:
         return None
     return (
         f"{len(replaced)} of the optimizer's {count} parameters (shape {tuple(replaced[0].shape)}, …) have no "
-        "gradient and are in no module any more: after the optimizer was built, something replaced them, as "
-        "model.resize_token_embeddings or fully_shard does. The new parameters are not trained; build the optimizer "
-        "after that line"
+        "gradient and are no longer in any module: they were replaced after the optimizer was built, for example by "
+        "model.resize_token_embeddings or fully_shard. The new parameters are not trained; build the optimizer after "
+        "that line"
     )
 
 
@@ -100,7 +100,7 @@ def _converted_after_cast(params: list[Tensor]) -> str | None:
         return None
     return (
         f"{len(converted)} modules that cast_model has kept in FP32 ({converted[0]}, …) are in 16 bits: the model was "
-        "converted after the cast, as by model.to(torch.bfloat16). Remove that line, since cast_model has converted "
+        "converted after the cast, as with model.to(torch.bfloat16). Remove that line, since cast_model has converted "
         "everything else"
     )
 

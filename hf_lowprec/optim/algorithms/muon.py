@@ -48,7 +48,7 @@ class Muon(TwoMoments):
     (int8) with `"split24"`; `step`, an int64 scalar.
 
     Bytes per element of a matrix, gradient included: 8 with `kahan` and `split`, 7 with `split24`, 6 with the other
-    modes. A step orthogonalizes one matrix at a time, or several small ones. For a moment it takes 2 bytes per element
+    modes. A step orthogonalizes one matrix at a time, or several small ones. It temporarily takes 2 bytes per element
     of the largest matrix and up to 151 MB of FP32 values (5 MB on a CPU), or 8 bytes per element if that is more
     (`hf-lowprec estimate` prints it); matrix products may take scratch memory of their own.
 

@@ -294,7 +294,7 @@ class GradientRelease:
             version = self._running.versions.get(id(param))
             if version is not None and version != _version(param.grad):
                 raise RuntimeError(
-                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as by "
+                    f"the gradient of {self._name(param)} was written to after autograd had computed it, as with "
                     "torch.nn.utils.clip_grad_norm_ or GradScaler.unscale_, but gradient_release=True has stepped "
                     f"other parameters without that. To clip, {ALTERNATIVES}; to change gradients one by one, use "
                     "param.register_hook"
@@ -348,9 +348,9 @@ class GradientRelease:
             "parameters with their first one. Call step() after every backward pass: gradients of micro-batches cannot "
             "be accumulated (the second moment of a sum is not the sum of second moments). For larger batches, use "
             "gradient checkpointing, or build the optimizer without gradient_release. If a backward pass was "
-            "interrupted or ran out of memory, it has stepped some parameters: to go on, call zero_grad() and step(), "
-            "which end its step, or Trainer.train(). If another optimizer trains this model now, remove this one's "
-            "hooks: call its zero_grad(), step() and stop_gradient_release(), or delete it"
+            "interrupted or ran out of memory, finish its step before you continue: call zero_grad() and step(), or "
+            "Trainer.train(). If another optimizer trains this model now, remove this one's hooks: call its "
+            "zero_grad(), step() and stop_gradient_release(), or delete it"
         )
 
 

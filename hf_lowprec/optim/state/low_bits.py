@@ -95,9 +95,9 @@ def warn_about_unused_low_bits(optimizer: Algorithm) -> None:
         settings = _settings(optimizer, unused[0][0])
         modes = "'kahan'" if any(param.dtype == torch.float16 for _, param in unused) else "'split' or 'kahan'"
         warnings.warn(
-            f"the low bits that cast_model(keep_low_bits=True) or an earlier Trainer has kept of {len(unused)} "
-            f"parameters are dropped: rounding={settings['rounding']!r} with "
-            f"initial_compensation={settings['initial_compensation']!r} has no use for them. Use rounding={modes} with "
+            f"the low bits of {len(unused)} parameters, kept by cast_model(keep_low_bits=True) or an earlier Trainer, "
+            f"are dropped: rounding={settings['rounding']!r} with "
+            f"initial_compensation={settings['initial_compensation']!r} does not use them. Use rounding={modes} with "
             "initial_compensation='low_bits', or call hf_lowprec.drop_low_bits(model) first",
             RuntimeWarning,
             stacklevel=2,
@@ -245,8 +245,8 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     For a split weight, it is the master weight, with all its bits. For a weight trained with Kahan summation, it is
     `weight + compensation`: about twice as many significant bits as the weight has. The dither that either may have
-    started with is subtracted (see above). Before the first step, it is the weight with the
-    low bits that its cast has kept. Every other floating-point tensor is simply converted. A warning names trainable
+    started with is subtracted (see above). Before the first step, it is the weight plus the
+    low bits that the cast kept. Every other floating-point tensor is simply converted. A warning names trainable
     16-bit parameters that are not in `optimizer`, or whose optimizer is from another library.
 
     Args:
@@ -255,11 +255,11 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
     Returns:
         FP32 copies under the names of `model.state_dict()`, tied tensors under each of their names. Tensors that are
-        not floating point are returned unchanged. Of a model that FSDP2 has sharded, DTensors, which cannot be saved as
-        they are: call their `full_tensor()` on every rank, or save the model with `hf_lowprec.save_pretrained`.
+        not floating point are returned unchanged. Under FSDP2, they are DTensors: before you save them, call
+        `full_tensor()` on every rank, or use `hf_lowprec.save_pretrained` instead.
 
     Raises:
-        TypeError: `optimizer` is no optimizer.
+        TypeError: `optimizer` is not an optimizer.
         ValueError: it has none of the model's parameters.
     """
     estimate = fp32_estimates(model, optimizer)
@@ -274,7 +274,7 @@ def fp32_estimates(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tenso
     `fp32_state_dict` applies it to all tensors at once; weight averaging, to one at a time to save memory.
 
     Raises:
-        TypeError: `optimizer` is no optimizer.
+        TypeError: `optimizer` is not an optimizer.
         ValueError: it holds none of the model's parameters.
     """
     optimizer = unwrap_given_optimizer(optimizer)
@@ -342,10 +342,10 @@ def keep_low_bits(optimizer: Any) -> None:
 
     An hf_lowprec optimizer with Kahan summation or split weights that is built later for the same parameters begins
     with the FP32 weights of this one, as after `cast_model(keep_low_bits=True)`. Trainer calls this when training ends,
-    and in a single process also when an exception ends it. Nothing is kept of a parameter whose 16-bit values change
-    before the next optimizer's first step.
+    and in a single process also when an exception ends it. If the 16-bit values of a parameter change before
+    the next optimizer's first step, nothing is kept for it.
 
-    The tensors are shared: they take memory of their own, 1 or 2 bytes per parameter, only once `optimizer` is deleted.
+    The tensors are shared with `optimizer`. They take extra memory, 1 or 2 bytes per parameter, once it is deleted.
 
     Args:
         optimizer: the optimizer, or accelerate's wrapper around it.

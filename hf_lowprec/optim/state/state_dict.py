@@ -276,9 +276,7 @@ def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> li
         "to train with other values, set them in optimizer.param_groups after loading"
     )
     if any(option.startswith("state_dtype=") for option in changed):
-        note += (
-            ". Saved states keep their dtypes even then; a state_dtype that groups have before loading converts them"
-        )
+        note += ". Saved states keep their dtypes even then; to convert them, set state_dtype before loading"
     return [note]
 
 
@@ -308,7 +306,7 @@ def _check_state(
     if missing := sorted(expected - state.keys()):
         raise ValueError(
             f"{where} of the state dict has no {', '.join(map(repr, missing))}; {required}. Load a complete state "
-            "dict, with the dtypes of the model, so the keep_fp32, of that run (distributed checkpoints: with an "
+            "dict into a model of the same dtypes, cast with the same keep_fp32 (distributed checkpoints: into an "
             f"optimizer built with rounding={saved_group['rounding']!r}; then change the groups' 'rounding'), or "
             f"{START_AGAIN}"
         )

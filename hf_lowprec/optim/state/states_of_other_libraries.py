@@ -70,8 +70,8 @@ class ForeignFormat:
         """
         if algorithm not in self.algorithms:
             raise ValueError(
-                f"{where} of the state dict was saved by {self.library}, of which {algorithm} cannot use the state; "
-                f"load it into {' or '.join(self.algorithms)}, or {START_AGAIN}"
+                f"{where} of the state dict was saved by {self.library}, whose state {algorithm} cannot use; load "
+                f"it into {' or '.join(self.algorithms)}, or {START_AGAIN}"
             )
         try:
             replaced = self.hyperparameters(saved, algorithm)

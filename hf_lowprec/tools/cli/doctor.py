@@ -26,7 +26,7 @@ def doctor(
         str | None,
         typer.Argument(
             help="A model or checkpoint to train: a folder, or a name on the Hub that is in the cache. Without it, "
-            "this machine is checked."
+            "check this machine."
         ),
     ] = None,
     lr: Annotated[float | None, typer.Option(help="The peak learning rate.", rich_help_panel=_RUN)] = None,
@@ -36,7 +36,7 @@ def doctor(
         str | None, typer.Option(help="lr_scheduler_kwargs as JSON.", rich_help_panel=_RUN)
     ] = None,
     warmup_steps: Annotated[
-        float, typer.Option(min=0, help="Steps, or below 1 a share of them.", rich_help_panel=_RUN)
+        float, typer.Option(min=0, help="Number of steps; below 1, a share of all steps.", rich_help_panel=_RUN)
     ] = 0.0,
     weight_decay: Annotated[float, typer.Option(min=0, help="As in TrainingArguments.", rich_help_panel=_RUN)] = 0.0,
     beta1: Annotated[float | None, typer.Option(help="adam_beta1.", rich_help_panel=_RUN)] = None,
@@ -44,8 +44,8 @@ def doctor(
     optim: Annotated[
         str | None,
         typer.Option(
-            help="As in TrainingArguments; by default that of the checkpoint, with its rounding, state dtypes and "
-            "betas, or without one adamw_torch: stock BF16, norms included.",
+            help="As in TrainingArguments. Default: the checkpoint's, with its rounding, state dtypes and betas; "
+            "without a checkpoint adamw_torch, with norms in BF16 too.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -69,10 +69,10 @@ def doctor(
     training script: accelerate launch -m hf_lowprec doctor
 
     The prediction reads the model's weights and builds the learning rates of
-    the run. For each part of the model it tells from which step on rounding to
-    nearest loses updates, how much noise stochastic rounding and Kahan summation
-    add, and what split weights lose, which are FP32 weights; then it recommends
-    an optimizer. It exits with 1 if --optim will lose updates or blur weights.
+    the run. For each part of the model, it shows in which steps rounding to
+    nearest loses updates, how much noise stochastic rounding and Kahan
+    summation add, and what split weights lose. Then it recommends an
+    optimizer. It exits with 1 if --optim will lose updates or blur weights.
     """
     if model is None:
         given = {"--lr": lr, "--steps": steps, "--optim-args": optim_args, "--json": as_json or None, "--plot": plot}
@@ -155,9 +155,9 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         console.print(prediction_report.prediction_table(prediction))
         sizes = "as in the checkpoint's moments" if prediction.measured else "as if gradients were noise"
         legend = (
-            f"Sizes of updates: {sizes}. lost: the share of all updates that rounding discards; vanishing: half of "
-            "them or more. noise: relative to what updates move; blurred: more noise than updates are still to come. "
-            "split: FP32 weights, stored as BF16 weights and 16 bits more."
+            f"Sizes of updates: {sizes}. lost: the share of updates that rounding discards; vanishing: half or more. "
+            "noise: random changes by rounding, relative to how far updates move the weights; blurred: the rest of the "
+            "run adds more noise than progress. split: FP32 weights, as BF16 and the 16 missing bits."
         )
         typer.echo(textwrap.fill(legend, width))
         setting = f"optim={run.optim!r}" + (f", optim_args={given!r}" if (given := settings["optim_args"]) else "")

@@ -19,14 +19,14 @@ def export(
         typer.Option(help="A folder with config.json and tokenizer, for a checkpoint that has none."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Size of a weight file. It bounds the memory that exporting takes.")
+        str, typer.Option(help="Size of a weight file. It limits the memory of the export.")
     ] = "5GB",
 ) -> None:
     """Write a checkpoint as a standard model folder, for from_pretrained and everything else.
 
     With Kahan summation, each weight is weight + compensation, which has about
     16 significant bits. The checkpoint may be from one process, DDP or FSDP2,
-    full or sharded; from PEFT, the adapters are written. Tokenizer and
+    full or sharded. For a PEFT model, it writes the adapters. Tokenizer and
     generation config are copied. The training script is not needed.
 
     float32 writes these weights, and config.json says float32. bfloat16 rounds

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 def inspect(
     model: Annotated[str, typer.Argument(help="A model folder, a checkpoint, or a name on the Hub.")],
     other: Annotated[
-        str | None, typer.Argument(help="A later one of the same model, to show what moved.", show_default=False)
+        str | None, typer.Argument(help="A later checkpoint of the model, to show what moved.", show_default=False)
     ] = None,
     update: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="Size of an update; shows how many weights rounding to nearest would keep from following it. "
+            help="Size of an update, to show for how many weights rounding to nearest would lose it. "
             "Default: the learning rate in the checkpoint, else 2e-5.",
         ),
     ] = None,
-    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate, if the checkpoint does not have it.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(min=0, help="Weight decay, if it does not have that.")] = None,
-    steps: Annotated[int | None, typer.Option(min=0, help="Steps between the two, if they do not tell.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate, if the checkpoint has none.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(min=0, help="Weight decay, if the checkpoint has none.")] = None,
+    steps: Annotated[int | None, typer.Option(min=0, help="Steps between the two, if they do not say.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
         Path | None,

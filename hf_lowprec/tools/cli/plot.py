@@ -38,7 +38,7 @@ def plot(
         typer.Option(help="Name of a run; once per run, in order. By default, the part in which the paths differ."),
     ] = None,
 ) -> None:
-    """Draw loss, gradient norm, lost updates and more, of one or several runs.
+    """Draw loss, gradient norm, lost updates and more for one or several runs.
 
     Reads hf_lowprec_metrics.jsonl in a run's folder. For runs that have none,
     such as FP32 runs with the stock Trainer, it reads trainer_state.json of the
@@ -54,7 +54,7 @@ def plot(
     for path in out or ():
         if path.suffix not in SUFFIXES:
             raise typer.BadParameter(
-                f"{path} ends with none of {', '.join(SUFFIXES)}, by which the format is chosen", param_hint="--out"
+                f"{path} must end in one of {', '.join(SUFFIXES)}, which selects the format", param_hint="--out"
             )
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
     from hf_lowprec.tools.plotting.plot_files import write_plot

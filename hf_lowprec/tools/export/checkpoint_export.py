@@ -95,9 +95,9 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write the folder that `hf_lowprec.save_pretrained` would have written when a checkpoint was saved.
 
-    Reads checkpoints of Trainer and folders of `Accelerator.save_state`: of one process, DDP and FSDP2, sharded or
-    full, of whole models and of PEFT adapters. It needs neither the training script nor several processes. Besides the
-    tensors of one file, memory holds those from which one of them is computed.
+    Reads checkpoints of Trainer and folders of `Accelerator.save_state`, from one process, DDP or FSDP2, sharded or
+    full, of whole models or PEFT adapters. It needs neither the training script nor several processes, but memory for
+    the tensors of one file and for those from which one of them is computed.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -170,8 +170,8 @@ def _refining(optimizers: list[SavedOptimizer], layout: WeightLayout | None = No
             names = None if layout is None else names_by_order(optimizer.groups, layout)
             if names is None:
                 raise ValueError(
-                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which says whose they are; this "
-                    f"version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
+                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; "
+                    f"this version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
                 )
             optimizer = optimizer._replace(names=names)
         refining |= optimizer.by_name()

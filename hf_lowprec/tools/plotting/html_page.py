@@ -188,7 +188,7 @@ def _add_final_numbers(main: Element, runs: Sequence[Run]) -> None:
         "learning rate": "learning_rate",
     }
     columns = {title: key for title, key in columns.items() if any(run.logged(key) for run in runs)}
-    section = _section(main, "Final numbers", "The last that each run has logged.")
+    section = _section(main, "Final numbers", "The last values that each run logged.")
     about = {title: key for title, key in (("model", "model"), ("optimizer", "optim"))
              if any(run.records.run.get(key) for run in runs)}  # fmt: skip
     rows: list[_Row] = []

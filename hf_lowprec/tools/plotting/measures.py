@@ -57,7 +57,7 @@ MEASURES = (
     Measure(
         "lost_weight_decay",
         "Lost weight decay",
-        "Share of the weight decay that did not arrive in the stored weights.",
+        "Share of the weight decay that rounding did not store.",
         "share",
     ),
     Measure(

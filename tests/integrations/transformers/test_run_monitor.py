@@ -56,7 +56,7 @@ def test_training_goes_on_after_one_warning(tmp_path, monkeypatch, caplog, undis
     trainer = run(tmp_path, own)
     (message,) = warnings(caplog)
     assert message == (
-        "hf_lowprec: training goes on, but its precision is not measured any more, because of an error: "
+        "hf_lowprec: training continues, but its precision is no longer measured, because of an error: "
         "RuntimeError('planted')"
     )
     assert trainer.state.global_step == STEPS

@@ -110,10 +110,10 @@ def test_a_tracker_that_fails_with_our_numbers_gets_the_others(tmp_path, caplog)
         assert plain == {name: value for name, value in full.items() if "/" not in name}
         assert full["precision/all/lost_updates"] == full["lost_updates"]
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("hf_lowprec")]
-    gone = "hf_lowprec: tensorboard gets no more precision by kind, it failed: OSError('the server is away')"
+    gone = "hf_lowprec: tensorboard gets no more precision numbers, since they failed: OSError('the server is away')"
     assert messages.count(gone) == 1
     # It has no writer, so the report fails as well.
-    assert len([message for message in messages if "tensorboard did not take the precision report" in message]) == 2
+    assert len([message for message in messages if "tensorboard rejected the precision report" in message]) == 2
 
 
 def test_an_error_that_a_tracker_raises_without_us_is_raised(tmp_path):

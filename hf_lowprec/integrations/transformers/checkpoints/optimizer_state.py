@@ -144,8 +144,7 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
     for one in converted:
         one.load_weights()
         logger.warning(
-            "hf_lowprec: the state of %s was converted for %s; %d weights have taken in their compensation or "
-            "remainder",
+            "hf_lowprec: the state of %s was converted for %s; the compensation or remainder was added to %d weights",
             checkpoint,
             type(optimizer).__name__,
             len(one.weights),

@@ -96,7 +96,7 @@ class RunMonitor:
             raise error
         if self._warns and not self._ended:
             logger.warning(
-                "hf_lowprec: training goes on, but its precision is not measured any more, because of an error: %r",
+                "hf_lowprec: training continues, but its precision is no longer measured, because of an error: %r",
                 error,
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )

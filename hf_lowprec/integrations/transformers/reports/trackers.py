@@ -88,7 +88,9 @@ class _PrecisionInLogs:
                 return original(args, state, control, logs={**logs, **tracker_values(precision.by_kind)}, **kwargs)
             except Exception as error:
                 self._failed = True
-                logger.warning("hf_lowprec: %s gets no more precision by kind, it failed: %r", self._name, error)
+                logger.warning(
+                    "hf_lowprec: %s gets no more precision numbers, since they failed: %r", self._name, error
+                )
         return original(args, state, control, logs=logs, **kwargs)
 
 
@@ -108,7 +110,7 @@ def _send_report(name: str, tracker: Any, text: str) -> None:
         if name in _REPORTS:
             _REPORTS[name](tracker, text)
     except Exception as error:  # trackers raise many types
-        logger.warning("hf_lowprec: %s did not take the precision report: %r", name, error)
+        logger.warning("hf_lowprec: %s rejected the precision report: %r", name, error)
 
 
 def _report_to_mlflow(tracker: Any, text: str) -> None:

@@ -60,7 +60,7 @@ def pretrained() -> LlamaForCausalLM:
 def test_the_report_says_when_norms_arrive_rounded_and_what_it_advises_keeps_all_bits(tmp_path, capsys):
     settings = {"optim": "adamw_bf16_kahan", "learning_rate": 2e-5, "max_steps": 3}
     first = trained(tmp_path / "first", model=pretrained(), **settings)
-    assert "arrived in" not in capsys.readouterr().out
+    assert "were loaded in" not in capsys.readouterr().out
     first.save_model(str(tmp_path / "saved"))
     learnt = norms(first.model.named_parameters())
     for dtype, said in ((None, 1), (torch.float32, 0)):
@@ -71,7 +71,7 @@ def test_the_report_says_when_norms_arrive_rounded_and_what_it_advises_keeps_all
         assert all(torch.equal(kept[name], learnt[name]) for name in learnt) == (not said)
         trainer.train()
         out = capsys.readouterr().out
-        assert out.count("arrived in bfloat16") == said
+        assert out.count("were loaded in bfloat16") == said
         assert out.count("from_pretrained(…, dtype=torch.float32)") == said
 
 
