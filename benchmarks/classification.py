@@ -36,7 +36,7 @@ from encoder.pretraining import Pretraining, pretrained
 from encoder.text import Task, glue, packages
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.pretrained import quiet_libraries
 from hf_lowprec.tools.demo.report import json_text, variant_descriptions
 from hf_lowprec.tools.demo.training import Settings
 from hf_lowprec.tools.demo.variants import VARIANTS, Variant

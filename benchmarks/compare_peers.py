@@ -32,7 +32,7 @@ from peers.memory import bytes_per_parameter
 from peers.sharding import sharding_verdicts, summary
 from peers.short_training import final_losses
 
-from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.pretrained import quiet_libraries
 
 MEAN = 0.3
 """Standard deviation of the elements' means, of the second measurement of `state_rounding.py`."""

@@ -36,7 +36,7 @@ from first_steps.stored_displacement import shares
 from first_steps.tasks import Task, tasks
 from first_steps.training import distances, train
 
-from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.pretrained import quiet_libraries
 from hf_lowprec.tools.demo.report import json_text
 
 RESULTS = Path(__file__).parent / "results"

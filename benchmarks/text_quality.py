@@ -31,7 +31,7 @@ import torch
 from all_variants import ALL_VARIANTS
 from torch import nn
 
-from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+from hf_lowprec.tools.demo.pretrained import quiet_libraries
 from hf_lowprec.tools.demo.report import json_text, numbers, variant_descriptions
 from hf_lowprec.tools.demo.stages import Progress, Stage, pretrain_and_fine_tune, pretraining_blocks, small_llama
 from hf_lowprec.tools.demo.training import train_variant

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION, Storage, round_updates
+from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION, Storage, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import Directions, noise_directions
-from hf_lowprec.tools.doctor.weight_spacings import count_spacings
 
 NEAREST, STOCHASTIC = Storage(((1.0, 1.0),), False), Storage(((1.0, 1.0),), True)
 SPLIT = Storage(((2.0**-16, 1.0),), False)

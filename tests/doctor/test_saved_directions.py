@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import hf_lowprec
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
-from hf_lowprec.tools.doctor.saved_directions import saved_directions
+from hf_lowprec.tools.doctor.update_sizes import saved_directions
 from tests.support.training.tiny_trainer import trained
 
 NAMES = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight"]

@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 
 from hf_lowprec.integrations.checkpoint_files.stored_weights import open_weights
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states, dtype_in
-from hf_lowprec.tools.doctor.saved_directions import saved_directions
+from hf_lowprec.tools.doctor.update_sizes import saved_directions
 from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.inspect_checkpoints import inspect_checkpoints
 from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states

@@ -64,7 +64,7 @@ def demo(
 
     from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
     from hf_lowprec.tools.demo import pretrained, report, stages
-    from hf_lowprec.tools.demo.quiet_libraries import quiet_libraries
+    from hf_lowprec.tools.demo.pretrained import quiet_libraries
     from hf_lowprec.tools.demo.text import standard_library_documentation, token_blocks
     from hf_lowprec.tools.demo.training import Settings
 

@@ -126,7 +126,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
     from hf_lowprec.tools.doctor.advice import find_problems, recommend
     from hf_lowprec.tools.doctor.planned_run import optimizer_of_checkpoint, plan_run
     from hf_lowprec.tools.doctor.prediction import count_weights, predict_rounding
-    from hf_lowprec.tools.doctor.saved_directions import saved_directions
+    from hf_lowprec.tools.doctor.update_sizes import saved_directions
     from hf_lowprec.tools.user_inputs.model_files import find_model_folder
 
     try:

@@ -1,4 +1,4 @@
-"""Load the user's own model and dataset, from the Hub or from local files."""
+"""Load the user's own model and dataset, from the Hub or from local files, without output of other libraries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hf_lowprec.tools.demo.text import Encode, Text
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
 
 READERS = {
     ".txt": "text",
@@ -126,3 +127,13 @@ def _local_files(path: Path) -> tuple[str, list[str]]:
         )
     reader = readers.most_common(1)[0][0]
     return reader, [str(file) for file in files if READERS[file.suffix] == reader]
+
+
+def quiet_libraries() -> None:
+    """Turn off the progress bars and the advice of transformers and datasets, for this process."""
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -12,9 +12,8 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensor
 from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.rounding import MODES
 from hf_lowprec.tools.doctor.planned_run import PlannedRun
-from hf_lowprec.tools.doctor.predicted_rounding import RoundedUpdates, round_updates
+from hf_lowprec.tools.doctor.predicted_rounding import RoundedUpdates, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import ALL, LION, measured_directions, noise_directions
-from hf_lowprec.tools.doctor.weight_spacings import count_spacings
 
 VANISHING = 0.5
 """Updates vanish in a step that loses this share of them."""
