@@ -1,8 +1,8 @@
 r"""Sizes of an optimizer's updates, in units of its learning rate.
 
-The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`. A
-checkpoint's moments give them. Without a run, directions are predicted for gradients that are noise: independent from step to step, Gaussian, of constant
-variance.
+The update of a weight is `u = -lr·(r + wd·w)`, with the *direction* `r` and a decoupled weight decay `wd`. Directions
+come from the moments in a checkpoint. Without one, they are predicted for gradients that are noise: independent from
+step to step, Gaussian, of constant variance.
 
 **Adam, AdamW, StableAdamW**: `r = m̂/√v̂`. With step weights `a_k = (1-β1)·β1^(t-k)/(1-β1^t)`, which add up to 1,
 `m̂ = Σ a_k·g_k`. For β2 near 1, `v̂` is the mean of all `g_k²`. A vector of Gaussian numbers has a uniform direction, so
