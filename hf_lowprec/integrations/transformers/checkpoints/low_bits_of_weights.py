@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.export.saved_optimizer import read_optimizer_file
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.initial_compensation import fp32_values, low_bits_state, store_values
 from hf_lowprec.optim.kept_low_bits import keep_low_bits as keep_low_bits_of_optimizer
@@ -62,18 +62,18 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         path: the file of its state dict.
     """
     try:
-        saved = read_optimizer_file(path, None)
+        saved = read_optimizer(path)
     except Exception as error:  # training is over, and the weights are loaded
         logger.info("hf_lowprec: no compensations or remainders can be read from %s: %r", path, error)
         return
     groups = [group["params"] for group in optimizer.param_groups]
-    if [*map(len, groups)] != [*map(len, saved.groups)]:
+    if [*map(len, groups)] != [*map(len, saved.parameters)]:
         return
-    for param, other in zip(chain(*groups), chain(*saved.groups), strict=True):
+    for param, other in zip(chain(*groups), chain(*saved.parameters), strict=True):
         own = low_bits_state(optimizer.state.get(param, {}))
         if own is None:
             continue
-        value = torch.zeros_like(own) if other.compensation is None else other.compensation().to(own.device)
+        value = other.read(other.compensation).to(own.device) if other.compensation else torch.zeros_like(own)
         fits = (value.dtype, value.shape) == (own.dtype, own.shape)
         if fits:
             own.copy_(value)
