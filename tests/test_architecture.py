@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding, metrics_file | itself |
+| L0 | rounding, metrics_file, once | itself |
 | L1 | optim, casting, reduction, diagnostics, monitor | itself and L0; diagnostics also optim and casting; monitor also
 optim and diagnostics |
 | L1 | user_inputs | itself |
@@ -37,14 +37,15 @@ SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 BELOW_INTEGRATIONS = {"rounding", "optim", "casting", "reduction", "diagnostics", "monitor"}
 MAY_IMPORT = {
+    "once": {"once"},
     "rounding": {"rounding"},
     "metrics_file": {"metrics_file"},
-    "optim": {"optim", "rounding"},
-    "casting": {"casting", "rounding"},
+    "optim": {"optim", "rounding", "once"},
+    "casting": {"casting", "rounding", "once"},
     "reduction": {"reduction", "rounding"},
     "diagnostics": {"diagnostics", "optim", "casting", "rounding"},
     "monitor": {"monitor", "diagnostics", "optim", "rounding"},
-    "integrations": {"integrations", "metrics_file", "user_inputs", *BELOW_INTEGRATIONS},
+    "integrations": {"integrations", "metrics_file", "user_inputs", "once", *BELOW_INTEGRATIONS},
     "user_inputs": {"user_inputs"},
     "demo": {"demo", "user_inputs", "integrations", *BELOW_INTEGRATIONS},
     "doctor": {"doctor", "inspection", "integrations", *BELOW_INTEGRATIONS},

@@ -8,13 +8,12 @@ from typing import get_args
 
 import torch
 
+from hf_lowprec.once import first_time
 from hf_lowprec.optim.backends import eager, native, triton_availability, triton_launch
 from hf_lowprec.optim.backends.c_compiler import CompilerError, require_compiler
 from hf_lowprec.optim.shared_keywords import Backend
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-
-_warned: set[str] = set()
 
 
 def check_backend(backend: str) -> None:
@@ -88,8 +87,7 @@ def expected_backend(backend: str, device: torch.device) -> str:
 
 
 def _warn_once(where: str, reason: Exception) -> None:
-    if where not in _warned:
-        _warned.add(where)
+    if first_time(f"eager on {where}"):
         warnings.warn(
             f"hf_lowprec uses the slower 'eager' backend on {where}, with the same results: {reason}",
             RuntimeWarning,
