@@ -153,7 +153,6 @@ class ParameterState(NamedTuple):
 
     Attributes:
         name: the parameter's name among the stored weights; "parameter k" if it is not known.
-        named: whether it is known.
         group: its param group.
         step: how often it was stepped; None if the optimizer does not count.
         infos: shape and dtype of each state that is a tensor of the parameter's shape.
@@ -161,7 +160,6 @@ class ParameterState(NamedTuple):
     """
 
     name: str
-    named: bool
     group: ParamGroupSettings
     step: int | None
     infos: dict[str, TensorInfo]
@@ -194,9 +192,7 @@ def read_parameter_states(folder: Path) -> list[ParameterState]:
                 for position, stored in enumerate(group):
                     name = group_names[k][position] if group_names else None
                     shown = f"parameter {stored.key}" if name is None else stored_names.get(name, name)
-                    found.append(
-                        ParameterState(shown, name is not None, settings, stored.step, stored.infos, stored.read)
-                    )
+                    found.append(ParameterState(shown, settings, stored.step, stored.infos, stored.read))
     return found
 
 

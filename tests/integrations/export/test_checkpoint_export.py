@@ -349,15 +349,6 @@ def test_checkpoints_without_names_are_in_the_order_of_trainer(saved, checkpoint
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_states_without_names_are_in_the_order_of_the_model(tmp_path):
-    model, optimizer = accelerate_state(tmp_path / "state", llama(), rounding="kahan")
-    (tmp_path / "state" / PARAMETERS_NAME).unlink()
-    expected = hf_lowprec.fp32_state_dict(model, optimizer)
-    hf_lowprec.export_checkpoint(tmp_path / "state", tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
 def test_a_model_folder_replaces_what_the_checkpoint_lacks(checkpoint, tmp_path, saved):
     for name in ("config.json", "generation_config.json"):
         (checkpoint / name).unlink()
