@@ -23,9 +23,8 @@ import torch
 from recorded_run import recorded_run
 from safetensors.torch import save_file
 
-from hf_lowprec.integrations.transformers.checkpoints.checksums import CHUNK_BYTES
 from hf_lowprec.integrations.transformers.checkpoints.damage import changed_files
-from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, read_manifest
+from hf_lowprec.integrations.transformers.checkpoints.manifest import CHUNK_BYTES, ManifestWriter, read_manifest
 
 HASHES = {
     "SHA-256 instead of CRC-32, two threads": lambda chunk: hashlib.sha256(chunk).digest(),

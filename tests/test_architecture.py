@@ -2,7 +2,7 @@
 
 | layer | units | may import |
 | --- | --- | --- |
-| L0 | rounding | itself |
+| L0 | rounding, once | itself |
 | L1 | optim, casting, reduction, monitor | itself and L0; monitor also optim and casting |
 | L2 | integrations | L0 and L1; alone in importing accelerate and peft, or private names of transformers |
 | L3 | tools, one unit per folder | itself, L0 to L2, and the tools of `TOOLS` |
@@ -34,13 +34,14 @@ FILES = sorted(p for p in (ROOT / PACKAGE).rglob("*") if p.suffix in {".py", ".c
 MODULES = [p for p in FILES if p.suffix == ".py"]
 SHAPELESS_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
-CORE = {"rounding", "optim", "casting", "reduction", "monitor", "integrations"}
+CORE = {"rounding", "once", "optim", "casting", "reduction", "monitor", "integrations"}
 MAY_IMPORT = {
+    "once": {"once"},
     "rounding": {"rounding"},
-    "optim": {"optim", "rounding"},
-    "casting": {"casting", "rounding"},
+    "optim": {"optim", "rounding", "once"},
+    "casting": {"casting", "rounding", "once"},
     "reduction": {"reduction", "rounding"},
-    "monitor": {"monitor", "optim", "casting", "rounding"},
+    "monitor": {"monitor", "optim", "casting", "rounding", "once"},
     "integrations": CORE,
     "__main__": {"tools.cli"},
 }

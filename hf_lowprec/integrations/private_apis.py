@@ -6,9 +6,8 @@ Each has a test in `tests/integrations/test_private_apis.py` that fails when a n
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import OptimizerNames
 
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 SAVE_RANDOM_STATE = "_save_rng_state"
@@ -97,16 +97,15 @@ def _suggest_close_names() -> None:
     """Let the error about an unknown name end with the closest known one: it lists some 80 of them."""
     if "_missing_" in vars(OptimizerNames):
         return
-    original = OptimizerNames._missing_
 
-    def missing(cls: type[OptimizerNames], value: Any) -> Any:
+    def missing(original: Callable, cls: type[OptimizerNames], value: Any) -> Any:
         try:
-            return original(value)
+            return original(cls, value)
         except ValueError as error:
             near = difflib.get_close_matches(str(value), cls._value2member_map_, n=1)
             raise ValueError(f"{error}" + (f". Did you mean {near[0]!r}?" if near else "")) from None
 
-    type.__setattr__(OptimizerNames, "_missing_", classmethod(missing))
+    wrap_method(OptimizerNames, "_missing_", missing)
 
 
 def optimizer_member(name: str) -> OptimizerNames:
@@ -128,10 +127,9 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
     Raises:
         RuntimeError: no `fully_shard` ran inside.
     """
-    original = torch.distributed.fsdp.fully_shard
     sharded: Collection[nn.Module] | None = None
 
-    def fully_shard(module: Any, **options: Any) -> Any:
+    def fully_shard(original: Callable, module: Any, **options: Any) -> Any:
         nonlocal sharded
         if sharded is None:
             sharded = first(options)
@@ -142,11 +140,8 @@ def before_fully_shard(first: Callable[[dict[str, Any]], Collection[nn.Module]])
             original(unsharded, **options)
         return module
 
-    torch.distributed.fsdp.fully_shard = fully_shard
-    try:
+    with temporarily_wrapped(torch.distributed.fsdp, "fully_shard", fully_shard):
         yield
-    finally:
-        torch.distributed.fsdp.fully_shard = original
     if sharded is None:
         raise RuntimeError("this version of accelerate shards a model without torch.distributed.fsdp.fully_shard")
 
@@ -247,36 +242,29 @@ def saving_whole_models(trainer: Trainer) -> Iterator[None]:
         plugin.state_dict_type = configured
 
 
-@contextmanager
-def after_trainer_state(written: Callable[[], None]) -> Iterator[None]:
+def after_trainer_state(written: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `written` each time a `trainer_state.json` has been written inside.
 
     It is the last file of a checkpoint. Trainer then pushes the checkpoint to the Hub and deletes older ones.
     """
-    original = vars(TrainerState)["save_to_json"]
 
-    @functools.wraps(original)
-    def save_to_json(self: TrainerState, json_path: str) -> None:
-        original(self, json_path)
+    def save_to_json(original: Callable, state: TrainerState, json_path: str) -> None:
+        original(state, json_path)
         written()
 
-    with _replaced(TrainerState, "save_to_json", save_to_json):
-        yield
+    return temporarily_wrapped(TrainerState, "save_to_json", save_to_json)
 
 
-@contextmanager
-def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
     """Make `PreTrainedModel.save_pretrained` write `compute(tensors)` in place of the tensors of each file.
 
     It takes a whole state dict and writes it file by file, so tensors can be computed when their file is written.
     """
-    original = transformers.modeling_utils.safe_save_file
 
-    def save_file(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_file(original: Callable, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         original(compute(tensors), *args, **kwargs)
 
-    with _replaced(transformers.modeling_utils, "safe_save_file", save_file):
-        yield
+    return temporarily_wrapped(transformers.modeling_utils, "safe_save_file", save_file)
 
 
 def in_saved_layout(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -284,25 +272,15 @@ def in_saved_layout(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[
     return revert_weight_conversion(model, state_dict)
 
 
-@contextmanager
-def trainer_states_read_by(read: Callable[[Path, type[TrainerState]], TrainerState]) -> Iterator[None]:
+def trainer_states_read_by(
+    read: Callable[[Path, type[TrainerState]], TrainerState],
+) -> AbstractContextManager[None]:
     """Make Trainer read `trainer_state.json` with `read(path, cls)`, where `cls` is the class that it expects."""
 
-    def load_from_json(cls: type[TrainerState], json_path: str) -> TrainerState:
+    def load_from_json(original: Callable, cls: type[TrainerState], json_path: str) -> TrainerState:
         return read(Path(json_path), cls)
 
-    with _replaced(TrainerState, "load_from_json", classmethod(load_from_json)):
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return temporarily_wrapped(TrainerState, "load_from_json", load_from_json)
 
 
 def read_checkpoints_in_float32(trainer: Trainer) -> None:
@@ -311,16 +289,15 @@ def read_checkpoints_in_float32(trainer: Trainer) -> None:
     By default, `from_pretrained` gives every weight the one dtype of the saved config, which would round FP32 norms.
     """
     if getattr(type(trainer), LOAD_CHECKPOINT) is not getattr(Trainer, LOAD_CHECKPOINT):
-        setattr(trainer, LOAD_CHECKPOINT, functools.partial(_in_float32, getattr(trainer, LOAD_CHECKPOINT)))
+        wrap_method(trainer, LOAD_CHECKPOINT, _in_float32)
 
 
 def _in_float32(load: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call `load` while `from_pretrained` without a `dtype` loads FP32."""
-    original = vars(PreTrainedModel)["from_pretrained"]
 
-    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
         default = {} if {"dtype", "torch_dtype"} & kwargs.keys() else {"dtype": torch.float32}
-        return original.__func__(cls, *args, **default, **kwargs)
+        return original(cls, *args, **default, **kwargs)
 
-    with _replaced(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+    with temporarily_wrapped(PreTrainedModel, "from_pretrained", from_pretrained):
         return load(*args, **kwargs)

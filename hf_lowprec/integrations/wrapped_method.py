@@ -1,31 +1,46 @@
-"""Wraps a method of one instance so that the wrapper pickles along with the instance."""
+"""Replaces a method of one instance or of a class, or a function of a module, by a wrapper around it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 
-def wrap_method(instance: object, name: str, wrapper: Callable) -> None:
-    """Replace the method `name` of this one instance by `wrapper(original, *args, **kwargs)`."""
-    setattr(instance, name, WrappedMethod(instance, name, wrapper))
+def wrap_method(owner: object, name: str, wrapper: Callable) -> None:
+    """Replace `owner.name` by `wrapper(original, *args, **kwargs)`; for a class, `args` begin with the instance.
+
+    What replaces the method of an instance pickles along with the instance, if `wrapper` does.
+    """
+    if not isinstance(owner, type | ModuleType):
+        setattr(owner, name, WrappedMethod(owner, name, wrapper))
+        return
+    replaced = inspect.getattr_static(owner, name)
+    is_classmethod = isinstance(replaced, classmethod)
+    original: Callable = replaced.__func__ if is_classmethod else replaced
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, classmethod(call) if is_classmethod else call)
 
 
 @contextlib.contextmanager
-def temporarily_wrapped(instance: object, name: str, wrapper: Callable) -> Iterator[None]:
-    """Replace the method `name` of this one instance inside, as `wrap_method` does."""
-    wrapped_before = vars(instance).get(name)
-    wrap_method(instance, name, wrapper)
+def temporarily_wrapped(owner: object, name: str, wrapper: Callable) -> Iterator[None]:
+    """Replace `owner.name` inside, as `wrap_method` does."""
+    replaced = vars(owner).get(name)
+    wrap_method(owner, name, wrapper)
     try:
         yield
     finally:
-        if wrapped_before is None:
-            vars(instance).pop(name, None)
+        if replaced is None:
+            delattr(owner, name)
         else:
-            setattr(instance, name, wrapped_before)
+            setattr(owner, name, replaced)
 
 
 class WrappedMethod:

@@ -34,6 +34,11 @@ class MemoryUse:
     gradients: Counter[torch.dtype]
     state: Counter[torch.dtype]
 
+    @classmethod
+    def of(cls, parameters: list[Tensor], gradients: Iterable[Tensor], state: Counter[torch.dtype]) -> MemoryUse:
+        """That of these parameters, of gradients as large as the tensors `gradients`, and of `state`."""
+        return cls(sum(local_shard(p).numel() for p in parameters), _bytes(parameters), _bytes(gradients), state)
+
     @property
     def total(self) -> int:
         """Total bytes."""
@@ -47,15 +52,10 @@ class MemoryUse:
 
 def memory_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryUse:
     """Count the tensors that exist now: gradients exist from backward until `zero_grad`, state after the first step."""
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     dicts = (state for state in optimizer.state.values() if isinstance(state, dict))
     states = (value for state in dicts for value in state.values() if isinstance(value, Tensor))
-    return MemoryUse(
-        sum(local_shard(p).numel() for p in parameters),
-        _bytes(parameters),
-        _bytes(p.grad for p in parameters if p.grad is not None),
-        _bytes(states),
-    )
+    return MemoryUse.of(parameters, (p.grad for p in parameters if p.grad is not None), _bytes(states))
 
 
 def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> MemoryUse:
@@ -64,16 +64,11 @@ def expected_memory(model: nn.Module, optimizer: LowPrecisionOptimizer) -> Memor
     With gradient release, the gradients that will exist at once, if those of the last parameters are final first.
     Parameters may be on the meta device.
     """
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     state: Counter[torch.dtype] = Counter()
     for elements in expected_states(optimizer).values():
         state.update({dtype: count * dtype.itemsize for dtype, count in elements.items()})
-    return MemoryUse(
-        sum(local_shard(p).numel() for p in parameters),
-        _bytes(parameters),
-        _bytes(expected_gradients(parameters, optimizer)),
-        state,
-    )
+    return MemoryUse.of(parameters, expected_gradients(parameters, optimizer), state)
 
 
 def expected_gradients(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,6 +2,7 @@
 over ranks. And when it says nothing."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
+from hf_lowprec import once
 from hf_lowprec.integrations.transformers import setup_warnings
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
@@ -18,11 +20,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(
-        setup_warnings,
-        "_searches_left",
-        dict.fromkeys(setup_warnings._searches_left, setup_warnings._SEARCHES),
-    )
+    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr(setup_warnings, "_searches", Counter())
 
 
 def said(caplog) -> list[str]:
@@ -54,7 +53,7 @@ def test_the_callback_that_was_forgotten(tmp_path, caplog):
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
     assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
     caplog.clear()
-    setup_warnings._searches_left.update(dict.fromkeys(setup_warnings._searches_left, 1))
+    once._said.clear()
     callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
     assert not [text for text in said(caplog) if "FP32" in text]
@@ -179,7 +178,7 @@ def test_nothing_is_looked_for_after_the_first_step(monkeypatch):
     optimizer.step()
 
 
-def test_an_optimizer_per_parameter_searches_left_a_few_times_only(monkeypatch):
+def test_an_optimizer_per_parameter_searches_a_few_times_only(monkeypatch):
     model, looked = adapters(llama().to(BF16)), []
     monkeypatch.setattr(setup_warnings, "_in_fp32_model", lambda params: bool(looked.append(params)))
     for param in model.low_rank.parameters():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_lowprec import once
 from hf_lowprec.optim import AdamW
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.backends.eager import EagerStep
@@ -51,7 +52,7 @@ def test_auto_on_a_gpu_without_a_working_triton_warns_and_is_eager(monkeypatch):
     monkeypatch.setattr(triton_availability, "supports_bfloat16", lambda device: True)
     monkeypatch.setattr(triton_availability, "check_available", lambda device=None: None)
     monkeypatch.setattr(triton_launch, "TritonStep", cannot)
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(once, "_said", set())
     gpu = torch.device("cuda", 0)
     with pytest.warns(RuntimeWarning, match="'eager' backend on cuda:0, with the same results: no compiler"):
         assert type(selection.build_backend_step("auto", SimpleNamespace(device=gpu))) is EagerStep

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_lowprec import once
 from hf_lowprec.optim.backends.c import library_cache
 from hf_lowprec.optim.backends.c.compiler import compile_library, require_compiler
 
@@ -47,7 +48,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(temporary)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("HF_LOWPREC_CACHE", str(tmp_path / "cache"))
-    library_cache._warn_not_cached.cache_clear()
+    monkeypatch.setattr(once, "_said", set())
     return tmp_path / "cache"
 
 

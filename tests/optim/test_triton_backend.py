@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_lowprec import once
 from hf_lowprec.optim import SGD, AdamW, Adan, Muon, RAdam, StableAdamW
 from hf_lowprec.optim.backends import selection
 from hf_lowprec.optim.backends.triton import launch as triton_backend
@@ -117,7 +118,7 @@ def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monke
             raise ValueError("out of resources: registers")
 
     real = triton_backend.kernels
-    monkeypatch.setattr(selection, "_warned", set())
+    monkeypatch.setattr(once, "_said", set())
     monkeypatch.setattr(selection, "expected_backend", lambda backend, device: "triton")
     if fails == "square_sum":
         monkeypatch.setattr(triton_square_sum, "square_sum", DoesNotCompile())

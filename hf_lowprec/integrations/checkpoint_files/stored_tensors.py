@@ -177,6 +177,7 @@ class ShardedFolder:
 
     Attributes:
         metadata: what `read_metadata` returns; its errors are raised when this object is built.
+        infos: the shape and dtype of each tensor, and None for each other object, by their paths.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -192,21 +193,9 @@ class ShardedFolder:
         self._folder = folder
         self._reader = Reader(folder)
         with explain_unreadable(folder / ".metadata"):
-            self._infos = {
-                key: TensorInfo(stored.size, stored.properties.dtype)
-                if isinstance(stored, TensorStorageMetadata)
-                else None
-                for key, stored in metadata.state_dict_metadata.items()
-            }
-            self._keys = {path: key for key, path in metadata.planner_data.items() if key in self._infos}
-
-    def paths(self) -> Iterable[tuple[Any, ...]]:
-        """The paths of all tensors and objects."""
-        return self._keys
-
-    def info(self, path: tuple[Any, ...]) -> TensorInfo | None:
-        """The shape and dtype of a tensor; None for another object."""
-        return self._infos[self._keys[path]]
+            stored = metadata.state_dict_metadata
+            self._keys = {path: key for key, path in metadata.planner_data.items() if key in stored}
+            self.infos = {path: _info(stored[key]) for path, key in self._keys.items()}
 
     def read(self, path: tuple[Any, ...]) -> Any:
         """Read one tensor or object.
@@ -214,15 +203,36 @@ class ShardedFolder:
         Raises:
             UnreadableError: it is damaged, or an object holds anything but data.
         """
-        key, info = self._keys[path], self.info(path)
-        return self._load({key: None if info is None else torch.empty(info.shape, dtype=info.dtype)})[key]
+        key = self._keys[path]
+        return self._load({key: _empty(self.infos[path], "cpu")})[key]
+
+    def outline(self, root: str) -> dict[Any, Any]:
+        """The nested dict `root` of the state dict, lists as dicts; only tensors of several elements lack their values.
+
+        Raises:
+            UnreadableError: an object is damaged, or holds anything but data.
+        """
+        keys = {path: key for path, key in self._keys.items() if path[0] == root}
+        values = {
+            key: _empty(info := self.infos[path], "meta" if info is not None and info.shape.numel() > 1 else "cpu")
+            for path, key in keys.items()
+        }
+        values |= self._load({key: value for key, value in values.items() if value is None or not value.is_meta})
+        found: dict[Any, Any] = {}
+        for path, key in keys.items():
+            inner = found
+            for part in path[1:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = values[key]
+        return found
 
     def check_objects(self) -> None:
         """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
 
         torch's own reader, which resuming uses, runs what it names.
         """
-        self._load({key: None for key, info in self._infos.items() if info is None})
+        stored = self.metadata.state_dict_metadata.items()
+        self._load({key: None for key, one in stored if _info(one) is None})
 
     def _load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Fill in the values of `state_dict`."""
@@ -241,13 +251,24 @@ class ShardedFolder:
         return state_dict
 
 
+def _info(stored: Any) -> TensorInfo | None:
+    return TensorInfo(stored.size, stored.properties.dtype) if isinstance(stored, TensorStorageMetadata) else None
+
+
+def _empty(info: TensorInfo | None, device: str) -> Tensor | None:
+    return None if info is None else torch.empty(info.shape, dtype=info.dtype, device=device)
+
+
 class ShardedTensors:
     """The tensors of a `ShardedFolder` whose paths are `(root, name)`."""
 
     def __init__(self, folder: ShardedFolder, root: str) -> None:
         self._folder, self._root = folder, root
-        infos = {path[1]: folder.info(path) for path in folder.paths() if path[0] == root and len(path) == 2}
-        self.infos = {name: info for name, info in infos.items() if info is not None}
+        self.infos = {
+            path[1]: info
+            for path, info in folder.infos.items()
+            if path[0] == root and len(path) == 2 and info is not None
+        }
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._folder.read((self._root, name))

@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
 from hf_lowprec.integrations.transformers.checkpoints.manifest import replace_file
+from hf_lowprec.integrations.wrapped_method import temporarily_wrapped
 from hf_lowprec.rounding import dtype_name
 
 ExportDtype = Literal["float32", "bfloat16"]
@@ -124,10 +125,11 @@ def _write_model(
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         return _computed(file, tensors, recorded)
 
-    config.to_json_file = lambda path, **_: None
-    with private_apis.computing_saved_tensors(compute):
+    with (
+        temporarily_wrapped(config, "to_json_file", lambda *_, **__: None),
+        private_apis.computing_saved_tensors(compute),
+    ):
         model.save_pretrained(folder, state_dict=state_dict, max_shard_size=max_shard_size)
-    del config.to_json_file
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.dtype = dtype_name(dtype)

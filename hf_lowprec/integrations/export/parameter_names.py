@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.export.model_folder import is_peft
 from hf_lowprec.integrations.export.recorded_operations import RecordedOperations
-from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside
+from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside, read_json
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 from hf_lowprec.rounding import dtype_name
@@ -133,8 +133,8 @@ def read_parameter_names(folder: Path) -> ParameterNames | None:
     path = folder / PARAMETERS_NAME
     if not path.is_file():
         return None
+    content = read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise ValueError(
                 f"{path} has format {content['format']}, but this version of hf_lowprec reads format {FORMAT}; upgrade "
@@ -143,5 +143,5 @@ def read_parameter_names(folder: Path) -> ParameterNames | None:
         for adapter in content["adapters"]:
             path_inside(folder, adapter, path.name)
         return ParameterNames(content["optimizers"], content["adapters"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a list of parameters: {error}") from error

@@ -14,7 +14,6 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_lowprec.integrations.export.gathered_tensors import write_on_first_rank
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
     ExportDtype,
@@ -27,6 +26,10 @@ from hf_lowprec.integrations.export.model_folder import (
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import fp32_estimates, warn_of_weights_as_stored
+from hf_lowprec.reduction.collective_errors import explain_lost_rank
+
+_DONE, _FAILED = -1, -2
+"""The numbers that rank 0 announces in place of a tensor's."""
 
 
 @without_grad
@@ -85,7 +88,7 @@ def save_pretrained(
 
     sharded = next((tensor for tensor in stored.values() if is_sharded(tensor)), None)
     if sharded is not None:
-        write_on_first_rank(tensors, torch.device(sharded.device_mesh.device_type), write)  # type: ignore[attr-defined]
+        _write_on_first_rank(tensors, torch.device(sharded.device_mesh.device_type), write)  # type: ignore[attr-defined]
     elif not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         write(tensors)
 
@@ -94,6 +97,55 @@ def _computed(estimate: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """The FP32 estimate of a parameter or buffer; of a sharded one the whole, gathered on every rank."""
     value = estimate(tensor)
     return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined, no-any-return]
+
+
+def _write_on_first_rank(
+    tensors: Mapping[str, PendingTensor], device: torch.device, write: Callable[[Mapping[str, PendingTensor]], None]
+) -> None:
+    """Call `write(tensors)` on rank 0, and let the other ranks compute each tensor with it until it has finished.
+
+    Only rank 0 knows which tensor it needs next, so it announces the tensor's number to the others before it computes
+    it. Every rank must call this function, with the same names.
+
+    Args:
+        tensors: tensors that all ranks compute together.
+        device: the device on which ranks communicate.
+        write: writes the tensors, computing each one any number of times, in any order.
+
+    Raises:
+        RuntimeError: `write` failed on rank 0, where its own exception is raised, or a rank was lost.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    computations = [pending.compute for pending in tensors.values()]
+
+    def announce(number: int) -> int:
+        message = torch.tensor(number, device=device)
+        with explain_lost_rank(group, "saving a model"):
+            dist.broadcast(message, src=0)
+        return int(message)
+
+    if dist.get_rank() == 0:
+
+        def compute_together(number: int) -> Tensor:
+            announce(number)
+            return computations[number]()
+
+        pending = {
+            name: tensor._replace(compute=lambda number=number: compute_together(number))  # type: ignore[misc]
+            for number, (name, tensor) in enumerate(tensors.items())
+        }
+        try:
+            write(pending)
+        except BaseException:
+            announce(_FAILED)
+            raise
+        announce(_DONE)
+        return
+    while (number := announce(0)) >= 0:
+        computations[number]()
+    if number == _FAILED:
+        raise RuntimeError("rank 0 could not save the model; its error says why")
 
 
 def _check_model(model: nn.Module) -> None:

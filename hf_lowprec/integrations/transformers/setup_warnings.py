@@ -7,6 +7,7 @@ only parameters, so their model is searched for among all live modules.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks.module_hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations.live_modules import live_modules
+from hf_lowprec.once import first_time
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.private_torch_apis import comm_hook_states, reduce_scatters_in_16_bits
@@ -29,6 +31,7 @@ _MATRIX = 1024
 """Matrices with fewer elements train in FP32 without a warning."""
 _SEARCHES = 8
 """Limit of searches of each kind (0.1 s each) per process, since there may be one optimizer per parameter."""
+_searches: Counter[Callable[..., str | None]] = Counter()
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,9 @@ def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
 
 def _search(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
     """Log the warning that `find` returns for `params`, once. Stops searching after a number of searches."""
-    if _searches_left[find] > 0:
-        text = find(params, *further)
-        _searches_left[find] = 0 if text else _searches_left[find] - 1
-        if text:
-            logger.warning("hf_lowprec: %s", text)
+    _searches[find] += 1
+    if _searches[find] <= _SEARCHES and (text := find(params, *further)) and first_time(find):
+        logger.warning("hf_lowprec: %s", text)
 
 
 def _replaced_parameters(without_grad: list[Tensor], count: int) -> str | None:
@@ -169,9 +170,3 @@ def _models_of(params: list[Tensor]) -> Iterator[nn.Module]:
     for module in modules:
         if id(module) not in inner and any(id(param) in ids for param in module.parameters()):
             yield module
-
-
-_searches_left: dict[Callable[..., str | None], int] = dict.fromkeys(
-    (_replaced_parameters, _converted_after_cast, _uncast_model, _ddp_sums, _fsdp2_sums), _SEARCHES
-)
-"""Search -> how often it may still be made."""

@@ -5,7 +5,6 @@ A Trainer without one of our names or callbacks runs its original methods.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from hf_lowprec.integrations.transformers.checkpoints import optimizer_state, tr
 from hf_lowprec.integrations.transformers.gradient_release_under_ddp import release_after_reduction
 from hf_lowprec.integrations.transformers.setup_warnings import warn_before_first_step
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
+from hf_lowprec.integrations.wrapped_method import wrap_method
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 
@@ -52,6 +52,8 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     private_apis.LOAD_BEST: trainer_methods.load_best,
 }
 """Method -> its replacement, for Trainers with our callback."""
+_WRAPPED = "_hf_lowprec"
+"""The attribute of a wrapped method."""
 
 
 def register(unpickle: Callable[[str], Any]) -> None:
@@ -75,15 +77,13 @@ def register(unpickle: Callable[[str], Any]) -> None:
 
 
 def _wrap_once(name: str, wrapper: Wrapper, ours_only: bool) -> None:
-    original = getattr(Trainer, name, None)
-    if original is None or getattr(original, "_hf_lowprec", False):
+    if not hasattr(Trainer, name) or hasattr(getattr(Trainer, name), _WRAPPED):
         return
 
-    @functools.wraps(original)
-    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        if ours_only and attachment_of(self) is None:
-            return original(self, *args, **kwargs)
-        return wrapper(TrainerCall(original, self, args, kwargs))
+    def method(original: Callable, trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if ours_only and attachment_of(trainer) is None:
+            return original(trainer, *args, **kwargs)
+        return wrapper(TrainerCall(original, trainer, args, kwargs))
 
-    method._hf_lowprec = True  # type: ignore[attr-defined]
-    setattr(Trainer, name, method)
+    wrap_method(Trainer, name, method)
+    setattr(getattr(Trainer, name), _WRAPPED, True)

@@ -8,6 +8,7 @@ from typing import get_args
 
 import torch
 
+from hf_lowprec.once import first_time
 from hf_lowprec.optim.arguments import Backend
 from hf_lowprec.optim.backends import eager
 from hf_lowprec.optim.backends.c import native
@@ -16,8 +17,6 @@ from hf_lowprec.optim.backends.triton import availability as triton_availability
 from hf_lowprec.optim.backends.triton import launch as triton_launch
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
-
-_warned: set[str] = set()
 
 
 def check_backend(backend: str) -> None:
@@ -91,8 +90,7 @@ def expected_backend(backend: str, device: torch.device) -> str:
 
 
 def _warn_once(where: str, reason: Exception) -> None:
-    if where not in _warned:
-        _warned.add(where)
+    if first_time(f"eager on {where}"):
         warnings.warn(
             f"hf_lowprec uses the slower 'eager' backend on {where}, with the same results: {reason}",
             RuntimeWarning,

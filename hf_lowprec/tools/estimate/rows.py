@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -155,10 +155,9 @@ def lora_row(model: PreTrainedModel, rank: int, gpus: int, steps: int) -> Row:
 
 def _stock_row(name: str, model: nn.Module, gpus: int, steps: int, state_bytes: Callable[[Tensor], int]) -> Row:
     """`model` in its dtypes with an optimizer whose state takes `state_bytes` of a parameter."""
-    params = list(model.parameters())
+    params: list[Tensor] = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
-    state = Counter({FP32: sum(map(state_bytes, trained))})
-    memory = MemoryUse(sum(map(Tensor.numel, params)), _bytes(params), _bytes(trained), state)
+    memory = MemoryUse.of(params, trained, Counter({FP32: sum(map(state_bytes, trained))}))
     return Row(name, memory, _whole_gradients(memory, gpus, steps))
 
 
@@ -187,21 +186,12 @@ def _adafactor_row(model: nn.Module, gpus: int, steps: int) -> Row:
         param.grad = torch.empty_like(param)
     with LiveMemory() as memory:
         optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    state = sum(value.nbytes for value in states if value.ndim)
-    row = _stock_row("FP32, Adafactor", model, gpus, steps, lambda param: 0)
-    return row._replace(memory=_with_state(row.memory, state), step=(memory.peak - state) // gpus)
 
+    def state_bytes(param: Tensor) -> int:
+        return sum(v.nbytes for v in optimizer.state[param].values() if isinstance(v, Tensor) and v.ndim)
 
-def _with_state(memory: MemoryUse, nbytes: int) -> MemoryUse:
-    return MemoryUse(memory.parameters, memory.weights, memory.gradients, Counter({FP32: nbytes}))
-
-
-def _bytes(params: Iterable[Tensor]) -> Counter[torch.dtype]:
-    count: Counter[torch.dtype] = Counter()
-    for param in params:
-        count[param.dtype] += param.nbytes
-    return count
+    row = _stock_row("FP32, Adafactor", model, gpus, steps, state_bytes)
+    return row._replace(step=(memory.peak - row.memory.state.total()) // gpus)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,12 @@ from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo, explain_unreadable
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
+    StoredOptimizer,
+    StoredParameter,
+    read_optimizers,
+)
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensors, TensorInfo
 from hf_lowprec.integrations.checkpoint_files.stored_weights import ADAPTER_WEIGHTS, open_weights
 from hf_lowprec.integrations.export.model_folder import (
     MAX_SHARD_SIZE,
@@ -30,18 +36,12 @@ from hf_lowprec.integrations.export.model_folder import (
     write_model_folder,
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames, read_parameter_names
-from hf_lowprec.integrations.export.saved_optimizer import (
-    SavedOptimizer,
-    SavedParameter,
-    read_optimizer_file,
-    read_optimizer_folder,
-)
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.monitor.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.export.older_checkpoints import names_by_order
+from hf_lowprec.tools.export.older_checkpoints import compensation_belongs, names_by_order
 from hf_lowprec.tools.export.weight_layout import WeightLayout
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
@@ -57,7 +57,6 @@ or that are written anew."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT = "default"
 """The adapter that PEFT saves in the folder itself; others have a folder of their own."""
-_SHARDED_OPTIMIZER = "optimizer_0"
 _SCRIPT = "call hf_lowprec.save_pretrained(model, optimizer, …) in the training script"
 
 
@@ -115,7 +114,7 @@ def export_checkpoint(
     source, folder, parsed = Path(checkpoint), Path(save_directory), parse_dtype(dtype)
     _check_folders(source, folder)
     names = read_parameter_names(source)
-    optimizers = _read_optimizers(source, names)
+    optimizers = read_optimizers(source, names)
     description = Path(model_folder) if model_folder else source
     with _removed_if_it_fails(folder):
         if (names and names.adapters) or (description / _ADAPTER_CONFIG).is_file():
@@ -144,48 +143,28 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"{str(checkpoint)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
 
 
-def _read_optimizers(checkpoint: Path, names: ParameterNames | None) -> list[SavedOptimizer]:
-    """The optimizers in a checkpoint."""
-    found = []
-    for k, file_names in enumerate(optimizer_files(names)):
-        of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
-        for name in file_names:
-            with explain_unreadable(checkpoint / name):
-                if (checkpoint / name).is_file():
-                    found.append(read_optimizer_file(checkpoint / name, of_optimizer))
-                elif (checkpoint / name).is_dir():
-                    found.append(read_optimizer_folder(checkpoint / name))
-    return found
-
-
-def _refining(optimizers: list[SavedOptimizer], layout: WeightLayout | None = None) -> dict[str, SavedParameter]:
+def _refining(optimizers: list[StoredOptimizer], layout: WeightLayout | None = None) -> dict[str, StoredParameter]:
     """The parameters of which the optimizers know more than the stored weight, by name.
 
     Raises:
         ValueError: their names are not known.
     """
-    refining: dict[str, SavedParameter] = {}
-    for optimizer in optimizers:
-        if optimizer.names is None and optimizer.refines:
-            names = None if layout is None else names_by_order(optimizer.groups, layout)
-            if names is None:
-                raise ValueError(
-                    f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; "
-                    f"this version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
-                )
-            optimizer = optimizer._replace(names=names)
-        refining |= optimizer.by_name()
+    refining: dict[str, StoredParameter] = {}
+    for optimizer in filter(lambda one: one.refines, optimizers):
+        names = optimizer.names
+        if names is None and layout is not None:
+            names = names_by_order(optimizer, layout.model, partial(compensation_belongs, layout))
+        if names is None:
+            raise ValueError(
+                f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; "
+                f"this version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
+            )
+        parameters = zip(chain(*names), chain(*optimizer.parameters), strict=True)
+        refining |= {name: parameter for name, parameter in parameters if name is not None and parameter.refines}
     return refining
 
 
-def optimizer_files(names: ParameterNames | None) -> Iterator[tuple[str, ...]]:
-    """The names that the file of each optimizer of the model may have."""
-    yield "optimizer.pt", "optimizer.bin", _SHARDED_OPTIMIZER
-    for k in range(1, 1 if names is None else len(names.optimizers)):
-        yield f"optimizer_{k}.bin", f"optimizer_{k}"
-
-
-def _notes(checkpoint: Path, optimizers: list[SavedOptimizer]) -> list[str]:
+def _notes(checkpoint: Path, optimizers: list[StoredOptimizer]) -> list[str]:
     if any(optimizer.refines for optimizer in optimizers):
         return []
     if not damage.holds_optimizer(checkpoint):
@@ -197,7 +176,7 @@ def _notes(checkpoint: Path, optimizers: list[SavedOptimizer]) -> list[str]:
 
 def _export_model(
     weights: StoredTensors,
-    optimizers: list[SavedOptimizer],
+    optimizers: list[StoredOptimizer],
     description: Path,
     folder: Path,
     dtype: torch.dtype,
@@ -225,8 +204,8 @@ def _export_model(
 
 
 def _by_first_name(
-    refining: Mapping[str, SavedParameter], aliases: Mapping[str, list[str]]
-) -> dict[str, SavedParameter]:
+    refining: Mapping[str, StoredParameter], aliases: Mapping[str, list[str]]
+) -> dict[str, StoredParameter]:
     """The parameters by the first of their names in the model.
 
     Raises:
@@ -242,18 +221,20 @@ def _by_first_name(
 
 
 def _pending(
-    info: TensorInfo, parameter: SavedParameter | None, read: partial[Tensor], dtype: torch.dtype, name: str
+    info: TensorInfo, parameter: StoredParameter | None, read: partial[Tensor], dtype: torch.dtype, name: str
 ) -> PendingTensor:
     """The tensor `name` of the exported folder.
 
     Raises:
         ValueError: its compensation has another shape.
     """
-    if parameter is not None and parameter.shape not in (None, info.shape):
-        raise ValueError(
-            f"{name} has the shape {tuple(info.shape)}, but its compensation has {tuple(parameter.shape or ())}: the "
-            "weights and the optimizer are from different checkpoints"
-        )
+    if parameter is not None and parameter.compensation is not None:
+        shape = parameter.infos[parameter.compensation].shape
+        if shape != info.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(info.shape)}, but its compensation has {tuple(shape)}: the weights and "
+                "the optimizer are from different checkpoints"
+            )
 
     def compute() -> Tensor:
         return read() if parameter is None else parameter.estimate(read())
@@ -293,7 +274,7 @@ def _write_config(description: Path, folder: Path, dtype: torch.dtype) -> None:
 
 def _export_adapters(
     checkpoint: Path,
-    optimizers: list[SavedOptimizer],
+    optimizers: list[StoredOptimizer],
     names: ParameterNames | None,
     description: Path,
     folder: Path,

@@ -29,7 +29,6 @@ class StateFacts:
 
     Attributes:
         name: the parameter's name among the weights, or "parameter k".
-        named: whether its name is known.
         group: its param group.
         step: how often it was stepped; None if it is not known.
         dtypes: the dtype of each state.
@@ -39,7 +38,6 @@ class StateFacts:
     """
 
     name: str
-    named: bool
     group: ParamGroupSettings
     step: int | None
     dtypes: dict[str, torch.dtype]
@@ -94,7 +92,7 @@ class CheckpointFacts:
 
     def state_of(self) -> dict[str, StateFacts]:
         """The states of the weights whose names are known."""
-        return {state.name: state for state in self.states if state.named and state.name in self.tensors}
+        return {state.name: state for state in self.states if state.name in self.tensors}
 
 
 def at_initial_value(tensor: TensorFacts) -> bool:
@@ -147,7 +145,6 @@ def _state_facts(state: ParameterState) -> StateFacts:
     moment = SECOND_MOMENT if SECOND_MOMENT in state.infos else next((n for n in state.infos if n != compensation), "")
     return StateFacts(
         state.name,
-        state.named,
         state.group,
         state.step,
         {name: info.dtype for name, info in state.infos.items()},

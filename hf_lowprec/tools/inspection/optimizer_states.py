@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,31 +10,23 @@ import torch
 from torch import Tensor
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
-    ShardedFolder,
-    TensorInfo,
-    explain_unreadable,
-    load_mapped,
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
+    StoredOptimizer,
+    StoredParameter,
+    read_optimizers,
 )
-from hf_lowprec.integrations.export.parameter_names import ParameterNames, read_parameter_names
-from hf_lowprec.integrations.export.saved_optimizer import (
-    info_in_own_dtype,
-    saved_param_groups,
-    sharded_param_groups,
-)
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import TensorInfo
+from hf_lowprec.integrations.export.parameter_names import read_parameter_names
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import SUFFIXES
-from hf_lowprec.optim.state.state_dict_format import HEADER, in_own_dtype
-from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
+from hf_lowprec.optim.state.state_dict_format import HEADER
 from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS, format_of
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.export.checkpoint_export import optimizer_files
-from hf_lowprec.tools.export.older_checkpoints import usual_orders
+from hf_lowprec.tools.export.older_checkpoints import names_by_order
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
 SECOND_MOMENT = "exp_avg_sq"
-_STEP = "step"
 
 
 class ParamGroupSettings:
@@ -162,7 +153,6 @@ class ParameterState(NamedTuple):
 
     Attributes:
         name: the parameter's name among the stored weights; "parameter k" if it is not known.
-        named: whether it is known.
         group: its param group.
         step: how often it was stepped; None if the optimizer does not count.
         infos: shape and dtype of each state that is a tensor of the parameter's shape.
@@ -170,7 +160,6 @@ class ParameterState(NamedTuple):
     """
 
     name: str
-    named: bool
     group: ParamGroupSettings
     step: int | None
     infos: dict[str, TensorInfo]
@@ -194,118 +183,33 @@ def read_parameter_states(folder: Path) -> list[ParameterState]:
     found: list[ParameterState] = []
     with explain_input_errors(f"the optimizer state in {str(folder)!r} cannot be read"):
         names = read_parameter_names(folder)
-        stored_names = _stored_names(names)
-        for k, file_names in enumerate(optimizer_files(names)):
-            of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
-            for name in file_names:
-                with explain_unreadable(folder / name):
-                    if (folder / name).is_file():
-                        found += _states_in_file(folder / name, of_optimizer, stored_names)
-                    elif (folder / name).is_dir():
-                        found += _states_in_folder(folder / name, stored_names)
+        adapters: Iterable[Mapping[str, str]] = names.adapters.values() if names else ()
+        stored_names = {parameter: stored for adapter in adapters for stored, parameter in adapter.items()}
+        for optimizer in read_optimizers(folder, names):
+            group_names = optimizer.names or _names_by_order(folder, optimizer)
+            for k, group in enumerate(optimizer.parameters):
+                settings = ParamGroupSettings(optimizer.param_groups[k])
+                for position, stored in enumerate(group):
+                    name = group_names[k][position] if group_names else None
+                    shown = f"parameter {stored.key}" if name is None else stored_names.get(name, name)
+                    found.append(ParameterState(shown, settings, stored.step, stored.infos, stored.read))
     return found
-
-
-def _states_in_file(
-    path: Path, names: list[list[str | None]] | None, stored_names: Mapping[str, str]
-) -> Iterator[ParameterState]:
-    """The states in a file that `torch.save` wrote."""
-    saved = load_mapped(path)
-    groups, states = saved_param_groups(saved), saved["state"]
-    keys = [[*group["params"]] for group in groups]
-    if all(isinstance(key, str) for of_group in keys for key in of_group):
-        names = [[*of_group] for of_group in keys]
-    if names is None:
-        names = _names_by_order(path.parent, [[_shape(states.get(key, {})) for key in group] for group in keys])
-    for k, group in enumerate(groups):
-        settings = ParamGroupSettings(group)
-        for position, key in enumerate(keys[k]):
-            state = states.get(key, {})
-            tensors = {
-                name: in_own_dtype(name, value)
-                for name, value in state.items()
-                if isinstance(value, Tensor) and value.dim()
-            }
-            infos = {name: TensorInfo(value.shape, value.dtype) for name, value in tensors.items()}
-            name = names[k][position] if names else None
-            shown = stored_names.get(name, name) if name is not None else f"parameter {key}"
-            yield _parameter_state(
-                shown, name is not None, settings, _step(state, group), infos, partial(tensors.__getitem__)
-            )
-
-
-def _states_in_folder(folder: Path, stored_names: Mapping[str, str]) -> Iterator[ParameterState]:
-    """The states in a folder that `torch.distributed.checkpoint` wrote."""
-    stored = ShardedFolder(folder)
-    paths: dict[str, list[str]] = {}
-    for path in stored.paths():
-        if path[:2] == ("optimizer", "state") and len(path) == 4:
-            paths.setdefault(path[2], []).append(path[3])
-
-    def read(name: str, state: str) -> Any:
-        return in_own_dtype(state, stored.read(("optimizer", "state", name, state)))
-
-    for group in saved_param_groups({"param_groups": sharded_param_groups(stored)}):
-        settings = ParamGroupSettings(group)
-        for name in group["params"]:
-            states = paths.get(name, [])
-            found = ((state, stored.info(("optimizer", "state", name, state))) for state in states)
-            infos = {state: info_in_own_dtype(state, info) for state, info in found if info is not None and info.shape}
-            step = _step({_STEP: read(name, _STEP)} if _STEP in states else {}, group)
-            yield _parameter_state(stored_names.get(name, name), True, settings, step, infos, partial(read, name))
-
-
-def _parameter_state(
-    name: str,
-    named: bool,
-    group: ParamGroupSettings,
-    step: int | None,
-    infos: dict[str, TensorInfo],
-    read: Callable[[str], Tensor],
-) -> ParameterState:
-    """The saved state of a parameter whose stored tensors are `infos`, those of scales included."""
-    codes = codes_in({key: info.dtype for key, info in infos.items()})
-
-    def read_values(state: str) -> Tensor:
-        return decoded(read(codes[state]), read(state + SCALE_SUFFIX), state) if state in codes else read(state)
-
-    names = {key: name for name, key in codes.items()}
-    scales = {state + SCALE_SUFFIX for state in codes}
-    of_its_shape = {names.get(key, key): info for key, info in infos.items() if key not in scales}
-    return ParameterState(name, named, group, step, of_its_shape, read_values)
-
-
-def _step(state: Mapping[str, Any], group: Mapping[str, Any]) -> int | None:
-    value = state.get(_STEP, group.get(_STEP) if state else None)
-    return None if value is None else int(value)
-
-
-def _shape(state: Mapping[str, Any]) -> torch.Size | None:
-    return next((value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()), None)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _stored_names(names: ParameterNames | None) -> dict[str, str]:
-    """The name in an adapter file of each parameter of an adapter."""
-    adapters: Iterable[Mapping[str, str]] = names.adapters.values() if names else ()
-    return {parameter: stored for adapter in adapters for stored, parameter in adapter.items()}
-
-
-def _names_by_order(folder: Path, shapes: list[list[torch.Size | None]]) -> list[list[str | None]] | None:
+def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[list[str | None]] | None:
     """The names of the parameters of each group, if their shapes are those of the model in one of the usual orders."""
     try:
         model = build_empty_model(*load_config(str(folder)))
     except InputError:
         return None
     of_model = {name: param.shape for name, param in model.named_parameters()}
-    for names in usual_orders(model):  # type: ignore[arg-type]
-        if [*map(len, names)] == [*map(len, shapes)] and all(
-            shape in (None, of_model[name])
-            for group, group_shapes in zip(names, shapes, strict=True)
-            for name, shape in zip(group, group_shapes, strict=True)
-        ):
-            return [[*group] for group in names]
-    return None
+
+    def belongs(parameter: StoredParameter, name: str) -> bool:
+        shapes = [info.shape for info in parameter.infos.values()]
+        return not shapes or shapes[0] == of_model[name]
+
+    return names_by_order(optimizer, model, belongs)  # type: ignore[arg-type]

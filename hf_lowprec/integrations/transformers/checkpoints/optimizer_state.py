@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
-    ShardedFolder,
-    explain_unreadable,
-    load_mapped,
-)
-from hf_lowprec.integrations.export.saved_optimizer import saved_param_groups, sharded_param_groups
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import StoredOptimizer, read_optimizer
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
@@ -59,13 +55,14 @@ def _load_into_ours(call: TrainerCall, optimizer: LowPrecisionOptimizer, checkpo
     if not call.trainer.is_fsdp_enabled and not scheduled:
         call.proceed()
         return
-    if call.trainer.is_fsdp_enabled and _has_our_state_of_fsdp(checkpoint) is False:
+    saved_by_fsdp = _saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else None
+    if saved_by_fsdp is not None and not saved_by_fsdp.is_ours:
         raise ValueError(
             f"{str(checkpoint)!r} was saved under FSDP by another optimizer, and distributed checkpoints are not "
             f"converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
         )
     own = [group["rounding"] for group in optimizer.param_groups]
-    with _as_saved(optimizer, _groups_saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else []):
+    with _as_saved(optimizer, saved_by_fsdp.param_groups if saved_by_fsdp else []):
         call.proceed()
     if scheduled:
         return  # the schedule sets the mode at the beginning of the next step
@@ -123,7 +120,8 @@ def _with_early_keys(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
 
 
 def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    if call.trainer.is_fsdp_enabled and _has_our_state_of_fsdp(checkpoint):
+    saved_by_fsdp = _saved_by_fsdp(checkpoint) if call.trainer.is_fsdp_enabled else None
+    if saved_by_fsdp is not None and saved_by_fsdp.is_ours:
         raise ValueError(
             f"{str(checkpoint)!r} was saved under FSDP by an optimizer of hf_lowprec, and distributed checkpoints are "
             f"not converted for {type(optimizer).__name__}: resume with the optim= that saved it, or {START_AGAIN}"
@@ -151,21 +149,7 @@ def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, check
         )
 
 
-def _has_our_state_of_fsdp(checkpoint: Path) -> bool | None:
-    """Return whether an optimizer of this library has saved the state that FSDP will load; None if there is none."""
-    whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
-    if whole.is_file():
-        return is_ours(load_mapped(whole))
-    if not sharded.is_dir():
-        return None
-    return any(path[-1] == "state_rounding" for path in ShardedFolder(sharded).paths())
-
-
-def _groups_saved_by_fsdp(checkpoint: Path) -> list[ParamGroup]:
-    """The param groups in the state that FSDP will load; empty if there is none."""
-    whole, sharded = checkpoint / "optimizer.bin", checkpoint / "optimizer_0"
-    if whole.is_file():
-        return saved_param_groups(load_mapped(whole))
-    return (
-        saved_param_groups({"param_groups": sharded_param_groups(ShardedFolder(sharded))}) if sharded.is_dir() else []
-    )
+def _saved_by_fsdp(checkpoint: Path) -> StoredOptimizer | None:
+    """The state that FSDP will load; None if there is none."""
+    paths = (checkpoint / "optimizer.bin", checkpoint / "optimizer_0")
+    return next((read_optimizer(path) for path in paths if path.exists()), None)

@@ -16,9 +16,9 @@ from transformers.trainer import OPTIMIZER_NAME
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unreadable
 from hf_lowprec.integrations.export.parameter_names import write_model_description, write_parameter_names
-from hf_lowprec.integrations.transformers.checkpoints.load_in_place import load_in_place
-from hf_lowprec.integrations.transformers.checkpoints.low_bits_of_weights import (
+from hf_lowprec.integrations.transformers.checkpoints.loaded_weights import (
     keep_low_bits_of_checkpoint,
+    load_in_place,
     load_low_bits_of_optimizer,
 )
 from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWriter, records_of_rank

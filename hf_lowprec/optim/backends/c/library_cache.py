@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from hf_lowprec.once import first_time
+
 Result = TypeVar("Result")
 
 SCRATCH_PREFIX = "hf_lowprec-build-"
@@ -102,14 +104,14 @@ def _usable_cache() -> Path | None:
         return None
 
 
-@functools.cache
 def _warn_not_cached(reason: str) -> None:
-    warnings.warn(
-        f"compiled steps cannot be cached: {reason}; each process compiles them again (about a third of a second per "
-        "step); set HF_LOWPREC_CACHE to a folder that only this user can write to",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    if first_time(f"not cached: {reason}"):
+        warnings.warn(
+            f"compiled steps cannot be cached: {reason}; each process compiles them again (about a third of a second "
+            "per step); set HF_LOWPREC_CACHE to a folder that only this user can write to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:

@@ -21,12 +21,12 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import read_metadata
-from hf_lowprec.integrations.transformers.checkpoints.checksums import checksums
 from hf_lowprec.integrations.transformers.checkpoints.damage import files_that_do_not_open
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     ManifestWriter,
+    checksums,
     read_json,
     read_manifest,
 )

@@ -1,8 +1,10 @@
-"""Reads from a checkpoint what a cast model does not take in of its FP32 weights: their low bits."""
+"""When Trainer loads weights: they go into the parameters that an optimizer holds, and their low bits are kept."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hf_lowprec.integrations.export.saved_optimizer import read_optimizer_file
+from hf_lowprec.integrations.checkpoint_files.stored_optimizer import read_optimizer
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state, store_values
@@ -19,6 +21,29 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def load_in_place(model: nn.Module, keeping_low_bits: bool = False) -> Iterator[None]:
+    """If parameters of `model` are replaced inside, copy their new values to the old parameters and restore those.
+
+    PEFT's `load_adapter` replaces 16-bit adapters by new FP32 parameters. An optimizer that was built earlier would
+    continue with the old ones, which no longer belong to the model. A new parameter of another shape is kept.
+
+    Args:
+        model: the model.
+        keeping_low_bits: keep what copying FP32 values to 16-bit parameters rounds off, for the optimizer.
+    """
+    before = [(owner, name, p) for owner in model.modules() for name, p in owner._parameters.items() if p is not None]
+    yield
+    for owner, name, param in before:
+        loaded = owner._parameters.get(name)
+        if loaded is not None and loaded is not param and loaded.shape == param.shape:
+            with torch.no_grad():
+                param.copy_(loaded)
+            if keeping_low_bits and param.dtype in LOW_PRECISION_DTYPES and loaded.dtype == torch.float32:
+                keep_low_bits(param, loaded.detach())
+            owner._parameters[name] = param
 
 
 @torch.no_grad()
@@ -62,18 +87,18 @@ def load_low_bits_of_optimizer(optimizer: LowPrecisionOptimizer, path: Path) -> 
         path: the file of its state dict.
     """
     try:
-        saved = read_optimizer_file(path, None)
+        saved = read_optimizer(path)
     except Exception as error:  # training is over, and the weights are loaded
         logger.info("hf_lowprec: no compensations or remainders can be read from %s: %r", path, error)
         return
     groups = [group["params"] for group in optimizer.param_groups]
-    if [*map(len, groups)] != [*map(len, saved.groups)]:
+    if [*map(len, groups)] != [*map(len, saved.parameters)]:
         return
-    for param, other in zip(chain(*groups), chain(*saved.groups), strict=True):
+    for param, other in zip(chain(*groups), chain(*saved.parameters), strict=True):
         own = low_bits_state(optimizer.state.get(param, {}))
         if own is None:
             continue
-        value = torch.zeros_like(own) if other.compensation is None else other.compensation().to(own.device)
+        value = other.read(other.compensation).to(own.device) if other.compensation else torch.zeros_like(own)
         fits = (value.dtype, value.shape) == (own.dtype, own.shape)
         if fits:
             own.copy_(value)

@@ -1,0 +1,195 @@
+"""Reads saved optimizers, of any library: the states of each parameter, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
+    ShardedFolder,
+    TensorInfo,
+    explain_unreadable,
+    load_mapped,
+)
+from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
+from hf_lowprec.optim.algorithm_interface import ParamGroup
+from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values, random_streams
+from hf_lowprec.optim.state.state_dict_format import (
+    ADDED_KEYS,
+    HEADER,
+    LOW_BITS,
+    dithered_numbers,
+    from_saved_form,
+    in_own_dtype,
+)
+from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
+from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_saved_low_bits
+from hf_lowprec.rounding.modes import LOW_BITS_STATES
+
+_STATE, _GROUPS, _STEP = "state", "param_groups", "step"
+
+
+class StoredParameter(NamedTuple):
+    """A parameter as a saved optimizer holds it.
+
+    Attributes:
+        key: its number in the state dict, or its name.
+        infos: shape and dtype of each of its states; codes of 8 bits go by the name of the state.
+        read: reads one of them; codes are decoded to FP32.
+        step: how often it was stepped; None if the optimizer does not count.
+        dither: the random stream of the dither that its compensation started with; None if there was none.
+        low_bits: the low bits that its cast has kept, as they were saved; None if there are none.
+    """
+
+    key: Any
+    infos: dict[str, TensorInfo]
+    read: Callable[[str], Tensor]
+    step: int | None
+    dither: RandomStream | None
+    low_bits: dict[str, Any] | None
+
+    @property
+    def compensation(self) -> str | None:
+        """The name of its compensation or remainder; None if it has neither."""
+        return next((name for name in LOW_BITS_STATES if name in self.infos), None)
+
+    @property
+    def refines(self) -> bool:
+        """True if more is known of the weight than the checkpoint's weight files contain."""
+        return self.compensation is not None or self.low_bits is not None
+
+    def estimate(self, weight: Tensor) -> Tensor:
+        """The FP32 estimate of the parameter, whose stored value is `weight`."""
+        if self.low_bits is not None:
+            restore_saved_low_bits(weight, self.low_bits)
+        kept = self.read(self.compensation) if self.compensation else low_bits(weight)
+        dither = self.dither if self.compensation else dither_stream_of(weight)
+        return weight.float() if kept is None else fp32_values(weight, kept, dither)
+
+
+class StoredOptimizer(NamedTuple):
+    """A saved optimizer.
+
+    Attributes:
+        param_groups: the options of each param group, with the keys that ours keep in their header.
+        parameters: the parameters of each.
+        names: their names; None if the state dict only numbers them.
+    """
+
+    param_groups: list[ParamGroup]
+    parameters: list[list[StoredParameter]]
+    names: list[list[str | None]] | None
+
+    @property
+    def is_ours(self) -> bool:
+        """True if one of hf_lowprec's optimizers saved it."""
+        return any("rounding" in group for group in self.param_groups)
+
+    @property
+    def refines(self) -> bool:
+        """True if it has compensations, remainders, or low bits."""
+        return any(parameter.refines for group in self.parameters for parameter in group)
+
+
+def read_optimizers(folder: Path, names: ParameterNames | None) -> list[StoredOptimizer]:
+    """Read the optimizers in a checkpoint whose parameters have these names; their states are read when asked for.
+
+    Raises:
+        ValueError: see `read_optimizer`.
+    """
+    found = []
+    for k in range(max(1, len(names.optimizers) if names else 0)):
+        of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
+        for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else ("optimizer.pt", "optimizer.bin", "optimizer_0"):
+            if (folder / name).exists():
+                found.append(read_optimizer(folder / name, of_optimizer))
+    return found
+
+
+def read_optimizer(path: Path, names: list[list[str | None]] | None = None) -> StoredOptimizer:
+    """Read a state dict that `torch.save` or, to a folder, `torch.distributed.checkpoint` wrote.
+
+    Args:
+        path: the file or folder.
+        names: the names of the parameters of each group; None if they are unknown. They are not needed if the state
+            dict has names instead of numbers, as those of FSDP2 have.
+
+    Raises:
+        ValueError: it cannot be read, is not the state dict of an optimizer, or `names` belong to another one.
+    """
+    with explain_unreadable(path):
+        return _read_folder(ShardedFolder(path)) if path.is_dir() else _read_file(path, names)
+
+
+def _read_file(path: Path, names: list[list[str | None]] | None) -> StoredOptimizer:
+    saved = load_mapped(path)
+    if not isinstance(saved, dict) or not {_STATE, _GROUPS} <= saved.keys():
+        raise ValueError(f"{path} is not the state dict of an optimizer, which has 'state' and 'param_groups'")
+    sizes = [len(group["params"]) for group in saved[_GROUPS]]
+    if names is not None and [*map(len, names)] != sizes:
+        raise ValueError(
+            f"{path.parent / PARAMETERS_NAME} names {[*map(len, names)]} parameters in its groups, but {path.name} has "
+            f"{sizes}: they are from different checkpoints"
+        )
+    return _stored_optimizer(saved, lambda key, state: saved[_STATE][key][state], names)
+
+
+def _read_folder(folder: ShardedFolder) -> StoredOptimizer:
+    saved = folder.outline("optimizer")
+    groups = [group for _, group in sorted(saved.get(_GROUPS, {}).items())]
+    return _stored_optimizer(
+        {_STATE: saved.get(_STATE, {}), _GROUPS: groups},
+        lambda key, state: folder.read(("optimizer", _STATE, key, state)),
+        None,
+    )
+
+
+def _stored_optimizer(
+    saved: Mapping[str, Any], read: Callable[[Any, str], Tensor], names: list[list[str | None]] | None
+) -> StoredOptimizer:
+    """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
+    groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
+    groups = [{**group, **{k: v for k, v in group.get(HEADER, {}).items() if k in ADDED_KEYS}} for group in groups]
+    dithered, streams = dithered_numbers(groups), dict(random_streams(groups))
+
+    def parameter(key: Any, group: ParamGroup) -> StoredParameter:
+        state = saved[_STATE].get(key, {})
+        step = state.get(_STEP, group.get(_STEP) if state else None)
+        return StoredParameter(
+            key,
+            *_states(state, partial(read, key)),
+            None if step is None else int(step),
+            streams[key] if key in dithered else None,
+            None if state else saved.get(LOW_BITS, {}).get(key),
+        )
+
+    parameters = [[parameter(key, group) for key in group["params"]] for group in groups]
+    if all(isinstance(key, str) for group in groups for key in group["params"]):
+        names = [[*group["params"]] for group in groups]
+    return StoredOptimizer(groups, parameters, names)
+
+
+def _states(
+    state: Mapping[str, Any], read: Callable[[str], Tensor]
+) -> tuple[dict[str, TensorInfo], Callable[[str], Tensor]]:
+    """`StoredParameter.infos` and `StoredParameter.read`."""
+    tensors = {key: in_own_dtype(key, value) for key, value in state.items() if isinstance(value, Tensor)}
+    is_number = all(tensor.dim() == 0 for tensor in tensors.values())
+    infos = {
+        key: TensorInfo(tensor.shape, tensor.dtype)
+        for key, tensor in tensors.items()
+        if key != _STEP and (is_number or tensor.dim())  # other numbers count something
+    }
+    codes = codes_in({key: info.dtype for key, info in infos.items()})
+    scales, names = {name + SCALE_SUFFIX for name in codes}, {key: name for name, key in codes.items()}
+
+    def read_values(name: str) -> Tensor:
+        if name in codes:
+            return decoded(read(codes[name]), read(name + SCALE_SUFFIX), name)
+        return in_own_dtype(name, read(name))
+
+    return {names.get(key, key): info for key, info in infos.items() if key not in scales}, read_values
