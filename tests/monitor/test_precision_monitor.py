@@ -209,7 +209,7 @@ def test_findings_of_a_monitor_that_was_never_asked_to_measure():
         monitor.findings()
     monitor.measure_next_step()
     step(optimizer)
-    assert [finding.code for finding in monitor.findings()] == ["updates_vanish"]
+    assert [finding.code for finding in monitor.findings()] == ["updates_lost"]
 
 
 def test_measurements_that_nobody_reads_count_as_well():
@@ -220,7 +220,7 @@ def test_measurements_that_nobody_reads_count_as_well():
         first.grad, second.grad = torch.ones_like(first), torch.zeros_like(second)
         optimizer.step()
     (finding,) = monitor.findings()
-    assert (finding.code, finding.tensors) == ("never_stepped", ("param_groups[0]['params'][1]",))
+    assert (finding.code, finding.tensors) == ("not_trained", ("param_groups[0]['params'][1]",))
 
 
 def test_accelerates_wrapper_is_taken_off():

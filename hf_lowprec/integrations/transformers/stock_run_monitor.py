@@ -68,7 +68,7 @@ class StockRunMonitor(TrainerCallback):
     def _warn(self, monitor: RunMonitor) -> bool:
         """Warn if the updates of the measured step vanished, and return whether they did."""
         monitor.look()
-        found = [finding for finding in monitor.findings if finding.code == "updates_vanish"]
+        found = [finding for finding in monitor.findings if finding.code == "updates_lost"]
         for finding in found:
             logger.warning("hf_lowprec: %s", finding.message)
         return bool(found)
