@@ -8,6 +8,7 @@ are between the two, and they lose at least half of what they were meant to lear
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,11 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
 STANDARD_ERRORS = 3
-FEW = 0.05
-"""The share of changed weights below which updates count as lost if nothing else is known of them. Where updates are a
-spacing or more, nearly all weights change, except embeddings of words that are not in the batch."""
+FEW = 0.2
+"""The share of changed weights below which updates count as lost if they are not known. Where rounding to nearest loses
+half of them, about a quarter of the weights change, with Adam as with SGD."""
+FULL_GRADIENTS = ("attention", "mlp", "other")
+"""Kinds of parameters of which all elements have gradients of about one size, unlike embeddings, heads and adapters."""
 ENOUGH_MEASUREMENTS = 3
 """Measured steps without a gradient after which a tensor is said to have none. The first is not enough: `lora_A` has a
 gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
@@ -41,6 +44,7 @@ class Evidence:
     Attributes:
         optimizer: the optimizer.
         precision: the last measurement.
+        steps: how many steps the optimizer had taken then, since training began.
         dtypes: the dtypes of the optimizer's parameters.
         gradients: which parameters have had gradients in the measured steps.
         uncast_matrices: see `uncast_matrices`.
@@ -48,6 +52,7 @@ class Evidence:
 
     optimizer: torch.optim.Optimizer
     precision: StepPrecision
+    steps: int
     dtypes: Sequence[torch.dtype]
     gradients: GradientRecord
     uncast_matrices: Sequence[str] = ()
@@ -78,32 +83,44 @@ def _not_finite(evidence: Evidence) -> Finding | None:
 
 
 def _updates_lost(evidence: Evidence) -> Finding | None:
-    by_kind = evidence.precision.by_kind
+    by_kind, step = evidence.precision.by_kind, evidence.precision.step
+    changed = [
+        numbers["changed"]
+        for kind, numbers in by_kind.items()
+        if kind in FULL_GRADIENTS and "changed" in numbers and _updates_are_lost(evidence, numbers)
+    ]
+    if changed:
+        shown = f"only {min(changed):.1%} of the 16-bit weights changed in step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
     where = [kind for kind, numbers in by_kind.items() if kind != "norms" and is_lost(numbers, "lost_updates")]
     if not where:
-        return _few_weights_change(evidence)
+        return None
     kinds = [ALL] if ALL in where else where
     share = max(by_kind[kind]["lost_updates"] for kind in kinds)
     subject = "those" if ALL in where else f"those of {_joined(where)} weights"
-    return Finding.of(
-        "updates_lost",
-        f"{share:.0%} of {subject} of step {evidence.precision.step} ({_describe(evidence)})",
-        () if ALL in where else _tensors_of(evidence, where),
-        _remedy(evidence),
-    )
+    shown = f"{share:.0%} of {subject} of step {step} ({_describe(evidence)})"
+    tensors = () if ALL in where else _tensors_of(evidence, where)
+    return Finding.of("updates_lost", shown, tensors, _remedy(evidence))
 
 
-def _few_weights_change(evidence: Evidence) -> Finding | None:
-    """For optimizers whose updates are not known, and that are known to round to nearest."""
-    optimizer, by_kind = evidence.optimizer, evidence.precision.by_kind
-    # The first step of a warm-up, or gradients that were zero in every measured step.
-    if evidence.precision.learning_rate == 0 or not any(evidence.gradients.nonzero):
-        return None
-    changed = [by_kind[kind].get("changed", 1.0) for kind in ("attention", "mlp", "other") if kind in by_kind]
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers") or min(changed, default=1) > FEW:
-        return None
-    shown = f"only {min(changed):.1%} of the 16-bit weights changed in step {evidence.precision.step}"
-    return Finding.of("updates_lost", f"{shown} ({_describe(evidence)})", remedy=_remedy(evidence))
+def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:
+    """Whether some weights lose most of their updates, by their numbers."""
+    if "changed" not in numbers:
+        return is_lost(numbers, "lost_updates")
+    rate_is_zero = evidence.precision.learning_rate == 0  # as in the first step of a warm-up
+    return numbers["changed"] < FEW and not rate_is_zero and _rounds_to_nearest(evidence, numbers)
+
+
+def _rounds_to_nearest(evidence: Evidence, numbers: dict[str, float]) -> bool:
+    """Whether an optimizer of another library rounds to nearest, as those of torch and transformers do.
+
+    If few weights change in a step, rounding to nearest changes the same ones again and again. Stochastic rounding and
+    compensations get to the others in time.
+    """
+    if type(evidence.optimizer).__module__.partition(".")[0] in ("torch", "transformers"):
+        return True
+    by_chance = 1 - math.exp(-evidence.steps * numbers["changed"])
+    return 1 - numbers["never_moved"] < FEW * by_chance
 
 
 def _second_moment_frozen(evidence: Evidence) -> Finding | None:
@@ -136,7 +153,7 @@ def _norms_never_moved(evidence: Evidence) -> Finding | None:
     narrow = [dtype in LOW_PRECISION_DTYPES for dtype in evidence.dtypes]
     rows = [row for row, kind in enumerate(precision.kinds) if kind == "norms" and narrow[row]]
     numbers = precision.values_of(rows) if rows else {}
-    if not is_lost(numbers, "lost_updates") or numbers["never_moved"] <= LOST:
+    if not _updates_are_lost(evidence, numbers) or numbers["never_moved"] <= LOST:
         return None
     names = [precision.names[row] for row in rows]
     shown = f"{numbers['never_moved']:.0%} of the 16-bit norm weights are what they were when training began"
