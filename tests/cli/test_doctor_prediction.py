@@ -189,7 +189,8 @@ def test_a_checkpoint_is_read_with_its_moments(tmp_path, optim):
             {"optim": "adamw_bf16_kahan", "optim_args": "state_rounding=nearest", "adam_beta2": 0.9995},
             [],
             "kahan', optim_args='state_rounding=nearest': - The second moment does not decay, so steps stay too "
-            "short after large gradients: BF16 numbers rounded to nearest stay the same if they lose a share of 1 - beta2 = 0.0005,",
+            "short after large gradients: BF16 numbers rounded to nearest stay the same if they lose a share of "
+            "1 - beta2 = 0.0005,",
         ),
         ({"optim": "adamw_bf16_split"}, ["--optim", "adamw_torch"], "optim='adamw_torch': - Weight updates are"),
     ],

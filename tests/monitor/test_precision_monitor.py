@@ -53,7 +53,7 @@ def test_updates_of_a_spacing_are_stored():
 def test_of_other_optimizers_it_is_known_which_weights_with_a_gradient_changed(lr, changed):
     has_gradient = torch.arange(64) % 4 == 0
     numbers = measured(torch.optim.SGD([weights(), weights(count=64 * 512)], lr=lr), has_gradient).by_kind["all"]
-    assert numbers == {"changed": changed, "never_moved": 1 - changed / 4}
+    assert numbers == {"changed": changed, "never_moved": pytest.approx(1 - changed / 4, rel=1e-3)}  # of a sample
 
 
 def test_kahan_loses_nothing_where_no_weight_moves():
