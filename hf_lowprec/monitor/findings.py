@@ -127,11 +127,8 @@ def _second_moment_frozen(evidence: Evidence) -> Finding | None:
     numbers = evidence.precision.by_kind[ALL]
     if not is_lost(numbers, "lost_second_moment"):
         return None
-    optimizer = evidence.optimizer
     shown = f"{min(numbers['lost_second_moment'], 1):.0%} of its decay is lost in rounding ({_describe(evidence)})"
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        remedy = f"Use {_ours(evidence)}, which rounds states stochastically, or keep its states in FP32"
-    elif any(group["state_rounding"] == "nearest" for group in optimizer.param_groups):
+    if any(group["state_rounding"] == "nearest" for group in evidence.optimizer.param_groups):
         remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
     else:  # rounded stochastically, only codes of 8 bits cannot decay
         shown += ". In 8 bits, it stays too large beside gradients about a million times larger in the same row"

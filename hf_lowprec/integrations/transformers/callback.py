@@ -54,12 +54,12 @@ class LowPrecisionCallback(TrainerCallback):
     `Trainer(callbacks=[…])` to change its arguments, or to train a BF16 model with another optimizer. The model is cast
     in Trainer's constructor, before it is moved to the device.
 
-    If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
-    was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets `lost_second_moment` and
-    `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight decay, and
-    `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these numbers,
-    or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the
-    log gets `skipped_steps`, the number of steps skipped so far.
+    If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
+    weight changes that was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets
+    `lost_second_moment` and `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight
+    decay, and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of
+    these numbers, or anything else, shows that part of the training has no effect, there is one warning, with any
+    optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
