@@ -14,7 +14,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_lowprec.casting import CastReport, cast_model, return_float32
 from hf_lowprec.diagnostics.broken_convolutions import find_broken_convolutions, keep_fp32_patterns, workarounds
 from hf_lowprec.diagnostics.precision_report import precision_report
-from hf_lowprec.diagnostics.tensor_names import listed
 from hf_lowprec.integrations.accelerate.accelerator import AUTOCAST_OFF, is_evaluation, prepare_accelerator
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_quantized_weights_are_frozen, quantization_notes
@@ -128,8 +127,6 @@ class LowPrecisionCallback(TrainerCallback):
         self.has_own_weights = False
         """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
         self._monitor: RunMonitor | None = None
-        self._found: set[str] = set()
-        self._noted_unused = False
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -227,8 +224,6 @@ class LowPrecisionCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.close()
         self._monitor, self.precision, self.findings = None, None, []
-        self._found.clear()
-        self._noted_unused = False
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
             self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
 
@@ -280,13 +275,13 @@ class LowPrecisionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the precision of the step and `skipped_steps` to the logs and the state's history; warn of findings."""
+        """Warn of findings; add the precision of the step and `skipped_steps` to the logs and the state's history."""
         self.precision, self.findings = None, []
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
         if self._monitor is not None:
-            self._look(state, self._monitor)
+            self._look(self._monitor)
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -295,20 +290,10 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _look(self, state: TrainerState, monitor: RunMonitor) -> None:
-        """Evaluate what was measured; warn of what was not found before, and note parameters that are not used."""
+    def _look(self, monitor: RunMonitor) -> None:
+        """Evaluate what was measured."""
         monitor.look()
-        self.precision, self.findings, unused = monitor.precision, monitor.findings, monitor.unused
-        new = [finding for finding in self.findings if finding.code not in self._found]
-        self._found.update(finding.code for finding in new)
-        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
-        if not state.is_world_process_zero:
-            return
-        for finding in new:
-            logger.warning("hf_lowprec: %s", finding.message)
-        if note:
-            reason = "had no gradient in any measured step: the loss does not depend on them"
-            logger.info("hf_lowprec: %s %s", listed(unused), reason)
+        self.precision, self.findings = monitor.precision, monitor.findings
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -319,7 +304,7 @@ class LowPrecisionCallback(TrainerCallback):
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._look(state, self._monitor)
+            self._look(self._monitor)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.has_own_weights = False
