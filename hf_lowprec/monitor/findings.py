@@ -30,8 +30,8 @@ STANDARD_ERRORS = 3
 FEW = 0.2
 """The share of changed weights below which updates count as lost if they are not known. Where rounding to nearest loses
 half of them, about a quarter of the weights change, with Adam as with SGD."""
-FULL_GRADIENTS = ("attention", "mlp", "other")
-"""Kinds of parameters of which all elements have gradients of about one size, unlike embeddings, heads and adapters."""
+FULL_GRADIENTS = ("attention", "mlp", "adapters", "other")
+"""Kinds of parameters whose elements have gradients of about one size, unlike embeddings and heads with rare words."""
 ENOUGH_MEASUREMENTS = 3
 """Measured steps without a gradient after which a tensor is said to have none. The first is not enough: `lora_A` has a
 gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
