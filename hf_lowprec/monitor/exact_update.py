@@ -2,8 +2,6 @@
 
 The formula is evaluated once on the samples of a whole fused group, whose per-parameter scalars are columns. What only
 the values of whole tensors give (clip factors, means, orthogonalized matrices) is computed as in the step itself.
-
-`replayed_update.py` does the same for all other optimizers, whose formulas are not known.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ are between the two, and they lose at least half of what they were meant to lear
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.finding import FAULTS, Finding
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN
@@ -26,9 +27,11 @@ from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
 STANDARD_ERRORS = 3
-FEW = 0.05
-"""The share of changed weights below which updates vanish if nothing else is known of them. Where updates are a spacing
-or more, nearly all weights change, except embeddings of words that are not in the batch."""
+FEW = 0.2
+"""The share of changed weights below which updates count as lost if they are not known. Where rounding to nearest loses
+half of them, about a quarter of the weights change, with Adam as with SGD."""
+FULL_GRADIENTS = ("attention", "mlp", "adapters", "other")
+"""Kinds of parameters whose elements have gradients of about one size, unlike embeddings and heads with rare words."""
 ENOUGH_MEASUREMENTS = 3
 """Measured steps without a gradient after which a tensor is said to have none. The first is not enough: `lora_A` has a
 gradient of zero until `lora_B` has moved, and a router may send nothing to an expert."""
@@ -41,6 +44,7 @@ class Evidence:
     Attributes:
         optimizer: the optimizer.
         precision: the last measurement.
+        steps: how many steps the optimizer had taken then, since training began.
         dtypes: the dtypes of the optimizer's parameters.
         gradients: which parameters have had gradients in the measured steps.
         uncast_matrices: see `uncast_matrices`.
@@ -48,6 +52,7 @@ class Evidence:
 
     optimizer: torch.optim.Optimizer
     precision: StepPrecision
+    steps: int
     dtypes: Sequence[torch.dtype]
     gradients: GradientRecord
     uncast_matrices: Sequence[str] = ()
@@ -67,120 +72,101 @@ def is_lost(numbers: dict[str, float], name: str, more_than: float = LOST) -> bo
 def _not_finite(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     finite = precision.sums[:, [COLUMN["update_square"], COLUMN["weight_square"]]].isfinite().all(1).tolist()
-    names = tuple(name for name, is_finite in zip(precision.names, finite, strict=True) if not is_finite)
+    names = [name for name, is_finite in zip(precision.names, finite, strict=True) if not is_finite]
     if not names:
         return None
-    remedy = "Find the batch or the layer that begins it, and resume from an earlier checkpoint"
+    remedy = FAULTS["not_finite"].remedy
     if getattr(evidence.optimizer, "skip_nonfinite", None) is False and gradient_release_of(evidence.optimizer) is None:
         remedy += "; skip_nonfinite=True skips such steps"
-    return Finding(
-        "not_finite",
-        f"updates or weights of {listed(names)} are NaN or infinite in step {precision.step} ({_describe(evidence)}): "
-        f"a gradient was not finite. They remain so, and Trainer logs such losses as 0. {remedy}",
-        names,
-    )
+    shown = f"{listed(names)} or their updates, in step {precision.step} ({_describe(evidence)})"
+    return Finding.of("not_finite", f"{shown}. They remain so, and Trainer logs such losses as 0", names, remedy)
 
 
-def _updates_vanish(evidence: Evidence) -> Finding | None:
-    by_kind = evidence.precision.by_kind
+def _updates_lost(evidence: Evidence) -> Finding | None:
+    by_kind, step = evidence.precision.by_kind, evidence.precision.step
+    changed = [
+        numbers["changed"]
+        for kind, numbers in by_kind.items()
+        if kind in FULL_GRADIENTS and "changed" in numbers and _updates_are_lost(evidence, numbers)
+    ]
+    if changed:
+        shown = f"only {min(changed):.1%} of the 16-bit weights changed in step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
     where = [kind for kind, numbers in by_kind.items() if kind != "norms" and is_lost(numbers, "lost_updates")]
     if not where:
-        return _few_weights_change(evidence)
+        return None
     kinds = [ALL] if ALL in where else where
     share = max(by_kind[kind]["lost_updates"] for kind in kinds)
-    subject = "the weight updates" if ALL in where else f"the updates of {_joined(where)} weights"
-    tensors = () if ALL in where else tuple(_tensors_of(evidence, where))
-    return Finding(
-        "updates_vanish",
-        f"{share:.0%} of {subject} of step {evidence.precision.step} were lost in rounding "
-        f"({_describe(evidence)}): they are too small for 16-bit weights. {_remedy(evidence)}",
-        tensors,
-    )
+    subject = "those" if ALL in where else f"those of {_joined(where)} weights"
+    shown = f"{share:.0%} of {subject} of step {step} ({_describe(evidence)})"
+    tensors = () if ALL in where else _tensors_of(evidence, where)
+    return Finding.of("updates_lost", shown, tensors, _remedy(evidence))
 
 
-def _few_weights_change(evidence: Evidence) -> Finding | None:
-    """For optimizers whose updates are not known, and that are known to round to nearest."""
-    optimizer, by_kind = evidence.optimizer, evidence.precision.by_kind
-    # The first step of a warm-up, or gradients that were zero in every measured step.
-    if evidence.precision.learning_rate == 0 or not any(evidence.gradients.nonzero):
-        return None
-    changed = [by_kind[kind].get("changed", 1.0) for kind in ("attention", "mlp", "other") if kind in by_kind]
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "transformers") or min(changed, default=1) > FEW:
-        return None
-    return Finding(
-        "updates_vanish",
-        f"only {min(changed):.1%} of the 16-bit weights changed in step {evidence.precision.step} "
-        f"({_describe(evidence)}): the other updates were lost in rounding. {_remedy(evidence)}",
-    )
+def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:
+    """Whether some weights lose most of their updates, by their numbers."""
+    if "changed" not in numbers:
+        return is_lost(numbers, "lost_updates")
+    rate_is_zero = evidence.precision.learning_rate == 0  # as in the first step of a warm-up
+    return numbers["changed"] < FEW and not rate_is_zero and _rounds_to_nearest(evidence, numbers)
+
+
+def _rounds_to_nearest(evidence: Evidence, numbers: dict[str, float]) -> bool:
+    """Whether an optimizer of another library rounds to nearest, as those of torch and transformers do.
+
+    If few weights change in a step, rounding to nearest changes the same ones again and again. Stochastic rounding and
+    compensations get to the others in time.
+    """
+    if type(evidence.optimizer).__module__.partition(".")[0] in ("torch", "transformers"):
+        return True
+    by_chance = 1 - math.exp(-evidence.steps * numbers["changed"])
+    return 1 - numbers["never_moved"] < FEW * by_chance
 
 
 def _second_moment_frozen(evidence: Evidence) -> Finding | None:
     numbers = evidence.precision.by_kind[ALL]
     if not is_lost(numbers, "lost_second_moment"):
         return None
-    optimizer = evidence.optimizer
-    reason = (
-        "16-bit states rounded to nearest cannot decay by a factor so close to 1, so steps stay too short after large "
-        "gradients"
-    )
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        remedy = f"Use {_ours(evidence)}, which rounds states stochastically, or keep its states in FP32"
-    elif any(group["state_rounding"] == "nearest" for group in optimizer.param_groups):
+    shown = f"{min(numbers['lost_second_moment'], 1):.0%} of its decay is lost in rounding ({_describe(evidence)})"
+    if any(group["state_rounding"] == "nearest" for group in evidence.optimizer.param_groups):
         remedy = "Remove state_rounding='nearest', or set state_dtype=torch.float32 for it"
     else:  # rounded stochastically, only codes of 8 bits cannot decay
-        reason = (
-            "gradients that stay about a million times larger than those of their neighbours in a row keep the second "
-            "moments of these, in 8 bits, too large, so their steps are too short"
-        )
+        shown += ". In 8 bits, it stays too large beside gradients about a million times larger in the same row"
         remedy = "Set state_dtype=exp_avg:int8|exp_avg_sq:bfloat16, also to resume"
-    return Finding(
-        "second_moment_frozen",
-        f"{min(numbers['lost_second_moment'], 1):.0%} of the decay of the second moment is lost in rounding "
-        f"({_describe(evidence)}): {reason}. {remedy}",
-    )
+    return Finding.of("second_moment_frozen", shown, remedy=remedy)
 
 
 def _weight_decay_lost(evidence: Evidence) -> Finding | None:
     numbers = evidence.precision.by_kind[ALL]
     if not is_lost(numbers, "lost_weight_decay"):
         return None
-    optimizer = evidence.optimizer
-    decay = max(float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups)
-    return Finding(
-        "weight_decay_lost",
-        f"{numbers['lost_weight_decay']:.0%} of the weight decay does not arrive in the weights "
-        f"({_describe(evidence)}, weight_decay={decay:g}): a step shrinks a weight by less than its 16-bit dtype can "
-        f"represent. {_remedy(evidence)}",
-    )
+    decay = max(float(group.get("weight_decay") or 0.0) for group in evidence.optimizer.param_groups)
+    shown = f"{numbers['lost_weight_decay']:.0%} of it ({_describe(evidence)}, weight_decay={decay:g})"
+    return Finding.of("weight_decay_lost", shown, remedy=_remedy(evidence))
 
 
-def _norms_stand_still(evidence: Evidence) -> Finding | None:
+def _norms_never_moved(evidence: Evidence) -> Finding | None:
     precision = evidence.precision
     narrow = [dtype in LOW_PRECISION_DTYPES for dtype in evidence.dtypes]
     rows = [row for row, kind in enumerate(precision.kinds) if kind == "norms" and narrow[row]]
     numbers = precision.values_of(rows) if rows else {}
-    if not is_lost(numbers, "lost_updates") or numbers["never_moved"] <= LOST:
+    if not _updates_are_lost(evidence, numbers) or numbers["never_moved"] <= LOST:
         return None
-    names = tuple(precision.names[row] for row in rows)
-    return Finding(
-        "norms_stand_still",
-        f"{numbers['never_moved']:.0%} of the 16-bit norm weights are what they were when training began "
-        f"({listed(names)}; {_describe(evidence)}): they are near 1, where a 16-bit weight moves by "
-        "thousandths or not at all. Cast the model with hf_lowprec.cast_model, which keeps norms in FP32",
-        names,
-    )
+    names = [precision.names[row] for row in rows]
+    shown = f"{numbers['never_moved']:.0%} of the 16-bit norm weights are what they were when training began"
+    return Finding.of("norms_never_moved", f"{shown} ({listed(names)}; {_describe(evidence)})", names)
 
 
-def _never_stepped(evidence: Evidence) -> Finding | None:
+def _not_trained(evidence: Evidence) -> Finding | None:
     gradients = evidence.gradients
     if gradients.steps < ENOUGH_MEASUREMENTS:
         return None
     if gradients.zero() and not any(gradients.nonzero):
-        return Finding(
-            "never_stepped",
-            f"all gradients were exactly zero in each of {gradients.steps} measured steps, so nothing is learned: the "
-            "loss is constant. Look for rewards that are all the same, which in GRPO give advantages of zero, or for a "
-            "loss that is multiplied by zero",
+        return Finding.of(
+            "not_trained",
+            f"all gradients were exactly zero in each of {gradients.steps} measured steps, so the loss is constant",
+            remedy="Look for rewards that are all the same, which in GRPO give advantages of zero, or for a loss that "
+            "is multiplied by zero",
         )
     no_gradient = f"had no gradient in any of {gradients.steps} measured steps"
     detached = "Look for detach() or torch.no_grad() around what is computed from them"
@@ -214,27 +200,19 @@ def _never_stepped(evidence: Evidence) -> Finding | None:
     )
     for names, reason, remedy in reasons:
         if names:
-            return Finding(
-                "never_stepped", f"{listed(names)} {reason}, so training does not change them. {remedy}", tuple(names)
-            )
+            return Finding.of("not_trained", f"{listed(names)} {reason}", names, remedy)
     return None
 
 
 def _left_in_fp32(evidence: Evidence) -> Finding | None:
     names = evidence.uncast_matrices
-    if not names:
-        return None
-    return Finding(
-        "left_in_fp32",
-        f"{listed(names)} is FP32 in a 16-bit model, and no rule of hf_lowprec.cast_model keeps it there. It was "
-        "probably added after the cast: cast the model again before the optimizer is built, or name it in keep_fp32",
-        tuple(names),
-    )
+    shown = f"{listed(names)}, probably added after the cast, since none of its rules keeps them there"
+    return Finding.of("left_in_fp32", shown, names) if names else None
 
 
 RULES = (
-    *(_not_finite, _updates_vanish, _second_moment_frozen, _weight_decay_lost),
-    *(_norms_stand_still, _never_stepped, _left_in_fp32),
+    *(_not_finite, _updates_lost, _second_moment_frozen, _weight_decay_lost),
+    *(_norms_never_moved, _not_trained, _left_in_fp32),
 )
 
 

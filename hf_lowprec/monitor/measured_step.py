@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,19 +12,10 @@ from hf_lowprec.monitor.exact_update import FusedGroupUpdates
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.parameter_block import ParameterBlock
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
-from hf_lowprec.monitor.replayed_update import (
-    ReplayedUpdates,
-    ReplayRefused,
-    is_refuted,
-    refusal,
-    state_signature,
-)
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import local_shard, sharding_of, sum_over_shards
 from hf_lowprec.optim.step.step_plan import StepPlan
-
-logger = logging.getLogger(__name__)
 
 
 class MeasuredStep:
@@ -60,9 +50,6 @@ class MeasuredStep:
 class MeasuredBlocks:
     """Divides the parameters of each measured step into blocks, which are kept for the next one while they fit.
 
-    Attributes:
-        refusal: why exact updates cannot be computed for this optimizer, if they cannot.
-
     Args:
         optimizer: the optimizer.
         watched: its parameters.
@@ -79,7 +66,6 @@ class MeasuredBlocks:
         dtypes: Collection[torch.dtype],
         across_ranks: bool,
     ) -> None:
-        self.refusal = None if isinstance(optimizer, LowPrecisionOptimizer) else refusal(optimizer)
         self._optimizer = optimizer
         self._watched = watched
         self._gradients = gradients
@@ -98,13 +84,11 @@ class MeasuredBlocks:
                 self._watched.record_first_low_bits()
 
     def add_all(self, step: MeasuredStep) -> None:
-        """Add all parameters before they are stepped, and compute their exact updates."""
-        if not isinstance(self._optimizer, LowPrecisionOptimizer):
-            self._add_replayed(step)
-            return
-        with self._optimizer.plan_step() as plan:
-            self._optimizer.prepare_step(plan)
-            self.add_plan(plan, step)
+        """Add all parameters before they are stepped, and compute their exact updates if the optimizer is ours."""
+        if isinstance(self._optimizer, LowPrecisionOptimizer):
+            with self._optimizer.plan_step() as plan:
+                self._optimizer.prepare_step(plan)
+                self.add_plan(plan, step)
         self.add_rest(step)
 
     def add_plan(self, plan: StepPlan, step: MeasuredStep) -> None:
@@ -130,80 +114,27 @@ class MeasuredBlocks:
                 step.enabled = fused_group.enabled
 
     def add_rest(self, step: MeasuredStep) -> None:
-        """Add the parameters that are in none of the plans that were added."""
+        """Add the parameters that are in no plan: those without gradient, and all those of another library."""
         self._blocks = step.blocks_of_groups
-        self._watched.record_first_low_bits(set(self._watched.row.values()) - step.stepped)
-        self._add_unstepped(step.stepped, step)
-
-    def _add_replayed(self, step: MeasuredStep) -> None:
-        """Add the parameters of any other optimizer."""
-        group_of = [group for group in self._optimizer.param_groups for _ in group["params"]]
-        with_grad = [row for row, param in enumerate(self._watched.params) if param.grad is not None]
-        measured = [row for row in with_grad if self._watched.params[row].dtype in self._dtypes]
-        signatures: dict[int, Any] = dict.fromkeys(with_grad)
-        if self.refusal is None:
-            try:
-                for row in measured:
-                    param = self._watched.params[row]
-                    signatures[row] = param.grad.dtype, state_signature(self._optimizer.state.get(param, {}), param)  # type: ignore[union-attr]
-            except ReplayRefused as error:
-                self._refuse(str(error))
-        blocks: dict[Any, ParameterBlock] = {}
-        for rows in self._watched.alike(with_grad, list(map(id, group_of)), signatures):
-            params = [self._watched.params[row] for row in rows]
-            group, is_measured = group_of[rows[0]], params[0].dtype in self._dtypes
-            is_replayed = self.refusal is None and is_measured
-            key = tuple(rows), id(group), is_replayed
-            block = self._blocks.get(key)
-            if block is None:
-                weights = list(map(local_shard, params))
-                samples = ParameterSamples(weights, self._watched.sample_size)
-                updates = ReplayedUpdates(self._optimizer, params, group, samples) if is_replayed else None
-                block = ParameterBlock(self._watched, rows, weights, samples, sharding_of(params[0]), updates)
-            blocks[key] = block
-            if block.updates is not None:
-                try:
-                    block.exact = block.updates.compute(step.with_decay)
-                except ReplayRefused as error:
-                    self._refuse(str(error))
-            if is_measured and block.exact is None:
-                block.weight = block.samples.gather(block.weights, "weight")
-            block.look_for_gradients([local_shard(param.grad) for param in params], self._gradients.nonzero)  # type: ignore[arg-type]
-        step.blocks += blocks.values()
-        self._blocks = blocks
-        self._add_unstepped(set(with_grad), step)
-
-    def _add_unstepped(self, stepped: set[int], step: MeasuredStep) -> None:
-        """Add blocks of the parameters that have no gradient in this step."""
-        rest = [row for row in range(len(self._watched.params)) if row not in stepped]
+        params, is_ours = self._watched.params, isinstance(self._optimizer, LowPrecisionOptimizer)
+        rest = [row for row in range(len(params)) if row not in step.stepped]
+        self._watched.record_first_low_bits(rest)
         low_bits = {row: self._watched.low_bits(row) for row in rest}
-        dtypes = {row: None if shard is None else shard.dtype for row, shard in low_bits.items()}
-        for rows in self._watched.alike(rest, dtypes):
-            key = ("unstepped", *rows)
-            if key not in self._blocks:
-                params = [self._watched.params[row] for row in rows]
-                weights = list(map(local_shard, params))
-                samples = ParameterSamples(weights, self._watched.sample_size)
-                self._blocks[key] = ParameterBlock(self._watched, rows, weights, samples, sharding_of(params[0]), None)
-            step.blocks.append(self._blocks[key])
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        logger.debug("hf_lowprec: the updates of %s are not measured: %s", type(self._optimizer).__name__, reason)
-
-    def check_replay(self, step: MeasuredStep) -> None:
-        """Refuse to replay an optimizer whose updates turn out not to be elementwise."""
-        counts = torch.zeros(2, dtype=torch.float64)
-        replayed = [block for block in step.blocks if isinstance(block.updates, ReplayedUpdates) and block.exact]
-        for block in replayed:
-            part = block.agreement()
-            if self._across_ranks:
-                sum_over_shards(part, block.sharding)
-            counts += part.cpu()
-        if is_refuted(counts):
-            self._refuse("its updates of a sample are not those of the weights")
-            for block in replayed:
-                block.forget_update()
+        grads = {row: local_shard(grad) for row in rest if (grad := params[row].grad) is not None and not is_ours}
+        low_bits_dtypes, grad_dtypes = (
+            {row: None if (tensor := tensors.get(row)) is None else tensor.dtype for row in rest}
+            for tensors in (low_bits, grads)
+        )
+        for rows in self._watched.alike(rest, low_bits_dtypes, grad_dtypes):
+            weights = [local_shard(params[row]) for row in rows]
+            samples = ParameterSamples(weights, self._watched.sample_size)
+            block = ParameterBlock(self._watched, rows, weights, samples, sharding_of(params[rows[0]]), None)
+            if rows[0] in grads:
+                of_rows = [grads[row] for row in rows]
+                block.look_for_gradients(of_rows, self._gradients.nonzero)
+                if params[rows[0]].dtype in self._dtypes:
+                    block.record_values(of_rows)
+            step.blocks.append(block)
 
     def sum_up(self, step: MeasuredStep) -> None:
         """Compare what the step has changed with the exact updates."""
@@ -212,4 +143,4 @@ class MeasuredBlocks:
             if self._across_ranks:
                 sum_over_shards(sums, block.sharding)
             step.results.append((block.rows, sums))
-            block.exact = block.weight = block.grad_seen = None
+            block.end_step()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_lowprec.monitor.exact_update import ExactUpdate, FusedGroupUpdates
 from hf_lowprec.monitor.parameter_samples import ParameterSamples
-from hf_lowprec.monitor.replayed_update import ReplayedUpdates, agreement
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS, second_moment_sums, slope_sums
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.sharding import Sharding
@@ -23,7 +22,6 @@ class ParameterBlock:
 
     Attributes:
         exact: the exact update of the running step, if it is known.
-        weight: the sampled weights before the step, if it is not.
         grad_seen: for each parameter, whether it has a gradient that is not zero.
 
     Args:
@@ -32,7 +30,7 @@ class ParameterBlock:
         weights: this rank's shards.
         samples: their samples.
         sharding: over which ranks they are sharded.
-        updates: computes exact updates; None if they are FP32, have no gradient, or it is not known how.
+        updates: computes exact updates; None if they are FP32, have no gradient, or another library steps them.
     """
 
     def __init__(
@@ -42,7 +40,7 @@ class ParameterBlock:
         weights: Sequence[Tensor],
         samples: ParameterSamples,
         sharding: Sharding | None,
-        updates: FusedGroupUpdates | ReplayedUpdates | None,
+        updates: FusedGroupUpdates | None,
     ) -> None:
         self._watched = watched
         self.rows = rows
@@ -51,8 +49,8 @@ class ParameterBlock:
         self.sharding = sharding
         self.updates = updates
         self.exact: ExactUpdate | None = None
-        self.weight: Tensor | None = None
         self.grad_seen: Tensor | None = None
+        self._before: tuple[Tensor, Tensor] | None = None
         self._first: tuple[torch.dtype | None, Tensor] | None = None
 
     def look_for_gradients(self, grads: Sequence[Tensor | None], seen: Sequence[bool]) -> None:
@@ -66,17 +64,14 @@ class ParameterBlock:
                 nonzero[k] = present[k].any()
         self.grad_seen = nonzero.double()
 
-    def agreement(self) -> Tensor:
-        """How many updates can be compared with what the weights did, and how many agree."""
-        assert self.exact is not None
+    def record_values(self, grads: Sequence[Tensor]) -> None:
+        """Before a step whose updates are not known: record what is stored, and which elements have a gradient."""
         weight = self.samples.gather(self.weights, "weight")
-        stored = fp64_value(weight, self._low_bits())
-        return agreement(self.exact.update, stored - self.exact.stored, spacing(self.exact.weight, weight.dtype))
+        self._before = fp64_value(weight, self._low_bits()), self.samples.gather(grads) != 0
 
-    def forget_update(self) -> None:
-        """Keep only the weights of the running measurement."""
-        assert self.exact is not None
-        self.weight, self.exact = self.exact.weight, None
+    def end_step(self) -> None:
+        """Forget the step that was measured."""
+        self.exact = self.grad_seen = self._before = None
 
     def sums(self) -> Tensor:
         """The sums of the step that was taken; FP64 of shape (parameters, len(SUMS))."""
@@ -91,9 +86,11 @@ class ParameterBlock:
         table[:, COLUMN["never_moved"]] = (same & samples.valid if samples.is_padded else same).sum(1) * weights
         if self.grad_seen is not None:
             table[:, COLUMN["has_gradient"]] = self.grad_seen
-        if self.weight is not None:
-            table[:, COLUMN["stepped"]] = table[:, COLUMN["elements"]]
-            table[:, COLUMN["changed"]] = (self.weight != stored_weight).sum(1) * weights
+        if self._before is not None:
+            before, has_gradient = self._before
+            table[:, COLUMN["stepped"]] = has_gradient.sum(1) * weights
+            table[:, COLUMN["changed"]] = (has_gradient & (stored != before)).sum(1) * weights
+            table[:, COLUMN["weight_square"]] = torch.linalg.vecdot(stored, stored) * weights
         if self.exact is not None:
             self._add_slopes(table, self.exact, stored_weight, low_bits, stored)
         return table

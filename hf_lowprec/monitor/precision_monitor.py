@@ -1,7 +1,7 @@
 """Watches an optimizer: measures, at chosen steps, what of a step the stored weights and states take in.
 
-Before the step, the exact change of a sample of the weights is computed; after it, the change of what is stored. Hooks
-of the optimizer call both, so what is measured is what really happened, whatever the optimizer is.
+Before the step, the exact change of a sample of the weights is computed, if the optimizer is ours; after it, the change
+of what is stored. Hooks of the optimizer call both, so what is measured is what really happened.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class PrecisionMonitor:
     print(monitor.last.by_kind["all"]["lost_updates"], *monitor.findings(), sep="\\n")
     ```
 
-    Works with any `torch.optim.Optimizer`. The exact updates of this package's optimizers are computed by their
-    formula, those of others by repeating the step on the sample in FP64. If updates cannot be computed element by
-    element (Adafactor, Muon, 8-bit states of other libraries), only the share of weights that changed is known. Steps
-    with a closure, and steps that `skip_nonfinite` skips, are not measured.
+    Any `torch.optim.Optimizer` can be watched. For those of this package, the exact update is computed by their
+    formula; of others, only the share of weights that changed is known, which is enough to tell if updates are lost.
+    A step with a closure, and one that `skip_nonfinite` skips, is not measured.
 
     With `gradient_release`, parameters are measured when they are stepped, during the backward pass. Call
     `measure_next_step` before it.
@@ -95,6 +94,7 @@ class PrecisionMonitor:
         self._failed = False
         self.steps = 0
         """Steps that the optimizer has taken since the monitor was built."""
+        self._measured_at = 0
         self._number: int | None = None
         self._due = False
         self._was_asked = False
@@ -115,11 +115,6 @@ class PrecisionMonitor:
         """Measure the coming step. `number` is the number that it gets; by default, steps are counted from 1."""
         self._due, self._number, self._depth, self._begun = True, number, 0, False
         self._was_asked = True
-
-    @property
-    def refusal(self) -> str | None:
-        """Why exact updates cannot be computed for this optimizer, if they cannot."""
-        return self._blocks.refusal
 
     @property
     def last(self) -> StepPrecision | None:
@@ -147,6 +142,7 @@ class PrecisionMonitor:
             Evidence(
                 optimizer=self.optimizer,
                 precision=precision,
+                steps=self._measured_at,
                 dtypes=[param.dtype for param in self._watched.params],
                 gradients=self._gradients,
                 uncast_matrices=self._uncast_matrices,
@@ -262,8 +258,7 @@ class PrecisionMonitor:
         self._begun = False
         running, self._running = self._running, None
         if running is not None:
-            if not self._gradients.steps:  # once is enough
-                self._blocks.check_replay(running)
+            self._measured_at = self.steps
             if self._release is not None:
                 self._blocks.add_rest(running)
                 # Of the gradients that are there now, only those that the optimizer does not step were never released.

@@ -35,7 +35,7 @@ class StepPrecision:
     | `never_moved` | share of weights whose value, low bits included, is what it was when training began |
     | `compensation_ulps` | root mean square of the compensation, in spacings of the weight |
     | `update_to_weight` | root mean square of the update over that of the weight |
-    | `changed` | share of weights that the step changed, where `lost_updates` is not known |
+    | `changed` | with an optimizer of another library: share of the weights with a gradient that the step changed |
 
     The first three have a standard error each, such as `lost_updates_error`. Numbers that do not apply are absent.
 

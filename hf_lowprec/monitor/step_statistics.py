@@ -37,8 +37,8 @@ SUMS = (
 
 - elements: the number of elements; never_moved: of those whose value is as it was when training began;
 - has_gradient: 1 if the gradient is there and not zero, looked for until it was once; else 0;
-- stepped: elements that were stepped by an unknown update; changed: those of them whose stored weight changed;
-- weight_square: of the weights with a measured update;
+- stepped: elements with a gradient that were stepped by an unknown update; changed: those of them that changed;
+- weight_square: of the weights that were stepped;
 - update, second_moment, weight_decay: see `slope_sums`;
 - compensated: elements with a compensation; compensation_square: in units of the weights' spacing.
 """
@@ -131,10 +131,9 @@ def precision_columns(sums: Tensor) -> dict[str, Any]:
             square, product, seen, unbiased = (column[f"{prefix}_{part}"] for part in SLOPE_SUMS)
             values[name] = 1 - product / square
             values[f"{name}_error"] = np.sqrt(np.maximum(seen, unbiased)) / np.abs(square)
-        values["update_to_weight"] = np.sqrt(column["update_square"] / column["weight_square"])
+        known = np.where(column["stepped"] > 0, np.nan, column["update_square"])
+        values["update_to_weight"] = np.sqrt(known / column["weight_square"])
         values["never_moved"] = column["never_moved"] / column["elements"]
         values["compensation_ulps"] = np.sqrt(column["compensation_square"] / column["compensated"])
-        # The lost share says more, but is not known for every optimizer.
-        changed = column["changed"] / column["stepped"]
-        values["changed"] = np.where(column["update_square"] > 0, np.nan, changed)
+        values["changed"] = column["changed"] / column["stepped"]
     return values

@@ -40,8 +40,8 @@ def test_one_checkpoint(runs, width):
     text = " ".join(result.output.split())
     assert "Norms at the initial value (all 1.0 or all 0.0): 5 of 5" in text and "no compensation" in text
     assert text.count("Param group of torch.optim") == 2
-    assert "4 findings: 1. 5 norms stayed at the initial value" in text
-    for remedy in ("Keep norms in FP32", 'state_rounding="stochastic"', 'optim="adamw_bf16_split"'):
+    assert "4 findings: 1. Norms do not move: 5 norms stayed at the initial value" in text
+    for remedy in ("whose norms stay in FP32", 'state_rounding="stochastic"', 'optim="adamw_bf16_split"'):
         assert remedy in text
 
 
@@ -90,7 +90,7 @@ def test_json_has_no_nan(tmp_path):
     content = json.loads(result.stdout, parse_constant=pytest.fail)
     assert content["checkpoints"][0]["tensors"]["lm_head.weight"]["nonfinite"] == 32
     assert "rms" not in content["checkpoints"][0]["tensors"]["lm_head.weight"]
-    assert [finding["code"] for finding in content["findings"]] == ["nonfinite"] and result.exit_code == 1
+    assert [finding["code"] for finding in content["findings"]] == ["not_finite"] and result.exit_code == 1
 
 
 def test_plot(runs, tmp_path):

@@ -18,7 +18,6 @@ from transformers import (
     TrainerCallback,
 )
 
-from hf_lowprec import PrecisionMonitor
 from tests.support.command_output import hf_lowprec
 from tests.support.training.tiny_trainer import arguments, optimizer_of
 
@@ -72,21 +71,27 @@ NEAREST = ("--optim", "adamw_bf16_kahan", "--optim-args", "rounding=nearest")
 
 
 class Measured(TrainerCallback):
-    """The lost updates of each `INTERVAL`th step, of any optimizer."""
+    """The lost updates of each `INTERVAL`th step of torch's AdamW without weight decay, by its formula."""
 
     def __init__(self) -> None:
         self.lost: dict[int, float] = {}
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        self.monitor = PrecisionMonitor(optimizer, model, every=0)
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.before = {param: param.detach().double() for param in model.parameters()}
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        updates, changes = [], []
+        for group in optimizer.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                moments = optimizer.state[param]
+                step = float(moments["step"])
+                root = (moments["exp_avg_sq"].double() / (1 - beta2**step)).sqrt()
+                updates.append(-group["lr"] * moments["exp_avg"].double() / (1 - beta1**step) / (root + group["eps"]))
+                changes.append(param.detach().double() - self.before[param])
+        update, change = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (updates, changes))
         if (state.global_step + 1) % INTERVAL == 0:
-            self.monitor.measure_next_step()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % INTERVAL == 0:
-            self.lost[state.global_step] = self.monitor.last.by_kind["all"]["lost_updates"]
+            self.lost[state.global_step + 1] = float(1 - (update @ change) / (update @ update))
 
 
 def train(tmp_path, kind, model, callbacks=(), **settings) -> Trainer:

@@ -185,7 +185,7 @@ def test_fp32_by_design(tmp_path):
     assert inspect(tmp_path).findings == []
     (tmp_path / "config.json").unlink()
     (finding,) = inspect(tmp_path).findings
-    assert finding.code == "fp32_among_16_bits" and all("wo" in name for name in finding.tensors)
+    assert finding.code == "left_in_fp32" and all("wo" in name for name in finding.tensors)
 
 
 def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):

@@ -130,7 +130,6 @@ def check_monitor_of_torch(name: str, mesh, shapes, placements) -> None:
         for optimizer in optimizers:
             optimizer.step()
         check_sums(monitors, name)
-        assert [monitor.refusal for monitor in monitors] == [None, None]
 
 
 def main(backend: str) -> None:

@@ -29,7 +29,6 @@ from hf_lowprec.monitor.layer_probes.broken_convolutions import (
 )
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
-from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
@@ -57,12 +56,12 @@ class LowPrecisionCallback(TrainerCallback):
     `Trainer(callbacks=[…])` to change its arguments, or to train a BF16 model with another optimizer. The model is cast
     in Trainer's constructor, before it is moved to the device.
 
-    If 16-bit weights are trained, every training log gets `lost_updates`: the share of that step's weight changes that
-    was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets `lost_second_moment` and
-    `lost_weight_decay`, the lost shares of the second moment's decay and of the weight decay, and
-    `norms_never_moved`, the share of norm weights that have not changed since training began. If one of these numbers,
-    or anything else, shows that part of the training has no effect, there is one warning. With `skip_nonfinite`, the
-    log gets `skipped_steps`, the number of steps skipped so far.
+    If one of our optimizers trains 16-bit weights, every training log gets `lost_updates`: the share of that step's
+    weight changes that was lost in rounding, from 0 (none) to 1 (all). Where something else is lost, it also gets
+    `lost_second_moment` and `lost_weight_decay`, the shares lost of the decay of the second moment and of the weight
+    decay, and `norms_never_moved`, the share of norm weights that have not changed since training began. If one of
+    these numbers, or anything else, shows that part of the training has no effect, there is one warning, with any
+    optimizer. With `skip_nonfinite`, the log gets `skipped_steps`, the number of steps skipped so far.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -131,8 +130,6 @@ class LowPrecisionCallback(TrainerCallback):
         self.weights_match_optimizer = False
         """True while a run takes steps: the model has the weights that the optimizer's compensations belong to."""
         self._monitor: RunMonitor | None = None
-        self._found: set[str] = set()
-        self._noted_unused = False
 
     def cast(self, model: nn.Module, outputs_next_to_loss: bool = True) -> nn.Module:
         """Cast `model` in place; called by the Trainer's constructor, before the model is moved or wrapped.
@@ -230,8 +227,6 @@ class LowPrecisionCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.close()
         self._monitor, self.precision, self.findings = None, None, []
-        self._found.clear()
-        self._noted_unused = False
         if self.log_lost_updates and steps_16_bit_weights(optimizer):
             self._monitor = RunMonitor(optimizer, model, warns=state.is_world_process_zero, across_ranks=True)
 
@@ -283,13 +278,13 @@ class LowPrecisionCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the precision of the step and `skipped_steps` to the logs and the state's history; warn of findings."""
+        """Warn of findings; add the precision of the step and `skipped_steps` to the logs and the state's history."""
         self.precision, self.findings = None, []
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
         if self._monitor is not None:
-            self._look(state, self._monitor)
+            self._look(self._monitor)
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -298,20 +293,10 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _look(self, state: TrainerState, monitor: RunMonitor) -> None:
-        """Evaluate what was measured; warn of what was not found before, and note parameters that are not used."""
+    def _look(self, monitor: RunMonitor) -> None:
+        """Evaluate what was measured."""
         monitor.look()
-        self.precision, self.findings, unused = monitor.precision, monitor.findings, monitor.unused
-        new = [finding for finding in self.findings if finding.code not in self._found]
-        self._found.update(finding.code for finding in new)
-        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
-        if not state.is_world_process_zero:
-            return
-        for finding in new:
-            logger.warning("hf_lowprec: %s", finding.message)
-        if note:
-            reason = "had no gradient in any measured step: the loss does not depend on them"
-            logger.info("hf_lowprec: %s %s", listed(unused), reason)
+        self.precision, self.findings = monitor.precision, monitor.findings
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -322,7 +307,7 @@ class LowPrecisionCallback(TrainerCallback):
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._look(state, self._monitor)
+            self._look(self._monitor)
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.weights_match_optimizer = False

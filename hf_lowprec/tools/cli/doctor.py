@@ -14,7 +14,7 @@ from hf_lowprec.tools.cli.plot_option import require_matplotlib
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hf_lowprec.tools.doctor.checks import Finding
+    from hf_lowprec.tools.doctor.checks import CheckResult
 
 _RUN = "Planned run"
 WIDTH = 120
@@ -97,21 +97,21 @@ def doctor(
 
 
 def _check_machine() -> NoReturn:
-    """Run all checks, print the findings, and exit."""
+    """Run all checks, print their results, and exit."""
     from hf_lowprec.reduction.object_gather import gather_objects
     from hf_lowprec.tools.doctor import checks, ranks
 
     broken = False
     with ranks.joined_ranks():
         for name, check in checks.CHECKS.items():
-            finding = checks.run_check(check)
-            if finding.unexpected and ranks.count() > 1:
-                typer.echo(f"{finding.status:<8}{name:<11}{finding.text} (rank {ranks.rank()})", err=True)
+            result = checks.run_check(check)
+            if result.unexpected and ranks.count() > 1:
+                typer.echo(f"{result.status:<8}{name:<11}{result.text} (rank {ranks.rank()})", err=True)
                 ranks.abort()
-            findings = gather_objects(finding, "checking this machine")
-            broken |= any(finding.status == checks.FAILED for finding in findings)
+            results = gather_objects(result, "checking this machine")
+            broken |= any(result.status == checks.FAILED for result in results)
             if ranks.rank() == 0:
-                for line in lines(name, findings):
+                for line in lines(name, results):
                     typer.echo(line)
     raise typer.Exit(int(broken))
 
@@ -163,7 +163,7 @@ def _predict(model: str, settings: dict[str, Any], as_json: bool, plot: Path | N
         setting = f"optim={run.optim!r}" + (f", optim_args={given!r}" if (given := settings["optim_args"]) else "")
         typer.echo(f"\n{setting}:{'' if problems else ' no problem found.'}")
         for problem in problems:
-            typer.echo(textwrap.fill(f"- {problem}", width, subsequent_indent="  "))
+            typer.echo(textwrap.fill(f"- {problem.message}", width, subsequent_indent="  "))
         typer.echo("\n" + textwrap.fill(str(advice), width, break_long_words=False, break_on_hyphens=False))
     raise typer.Exit(int(bool(problems)))
 
@@ -187,13 +187,13 @@ def _kept_in_fp32(folder: Path, keep_fp32: tuple[str, ...]) -> dict[str, bool] |
     return {tensor.name: tensor.action == "keep" for tensor in make_plan(model, keep_fp32=keep_fp32).tensors}
 
 
-def lines(name: str, findings: Sequence[Finding]) -> list[str]:
-    """Format a check's findings, given in rank order: one line if all ranks agree, else one for each finding."""
-    ranks_by_finding: dict[Finding, list[str]] = {}
-    for rank, finding in enumerate(findings):
-        ranks_by_finding.setdefault(finding, []).append(str(rank))
+def lines(name: str, results: Sequence[CheckResult]) -> list[str]:
+    """Format a check's results, given in rank order: one line if all ranks agree, else one for each result."""
+    ranks_by_result: dict[CheckResult, list[str]] = {}
+    for rank, result in enumerate(results):
+        ranks_by_result.setdefault(result, []).append(str(rank))
     return [
-        f"{finding.status:<8}{name:<11}{finding.text}"
-        + (f" (rank {', '.join(ranks)})" if len(ranks_by_finding) > 1 else "")
-        for finding, ranks in ranks_by_finding.items()
+        f"{result.status:<8}{name:<11}{result.text}"
+        + (f" (rank {', '.join(ranks)})" if len(ranks_by_result) > 1 else "")
+        for result, ranks in ranks_by_result.items()
     ]

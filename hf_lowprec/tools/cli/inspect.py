@@ -110,4 +110,4 @@ def _print(inspection: Inspection, console: Console) -> None:
     else:
         sentence(f"{counted(len(inspection.findings), 'finding')}:")
     for number, finding in enumerate(inspection.findings, 1):
-        sentence(f"{number}. {finding.message[0].upper()}{finding.message[1:]}", indent="   ")
+        sentence(f"{number}. {finding.message}", indent="   ")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -32,11 +32,10 @@ from hf_lowprec.tools.demo.variants import Variant
 EVALUATIONS = 10
 """Evaluations in a run, in addition to the one before the first step."""
 
-_DTYPES = (torch.bfloat16, torch.float32)
-"""FP32 weights are measured, too: one of the variants has no others."""
-
 SAMPLED_STEPS = 25
 """Steps at which lost updates are measured."""
+SAMPLED_EVERY = 16
+"""Of the weights of torch's AdamW, every sixteenth is measured."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +177,8 @@ class _Recorder(TrainerCallback):
     def __init__(self, steps: int, on_step: Callable[[], None]) -> None:
         self._monitor: PrecisionMonitor | None = None
         self._measured: list[StepPrecision] = []
+        self._before: dict[Tensor, Tensor] = {}
+        self._square = self._stored = 0.0
         self.validation: list[tuple[int, float]] = []
         self.bytes_per_parameter: dict[str, float] = {}
         self.seconds = 0.0
@@ -189,6 +190,8 @@ class _Recorder(TrainerCallback):
     @property
     def lost_updates(self) -> float:
         """The share of the weight changes of all sampled steps that was lost; NaN if there was none."""
+        if self._square:
+            return 1 - self._stored / self._square
         measured = [precision for precision in self._measured if "lost_updates" in precision.by_kind[ALL]]
         return sum_over_steps(measured).by_kind[ALL]["lost_updates"] if measured else math.nan
 
@@ -200,19 +203,38 @@ class _Recorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step % self._sample_every == 0:
-            if self._monitor is None:
-                self._monitor = PrecisionMonitor(kwargs["optimizer"], kwargs["model"], dtypes=_DTYPES)
-            self._monitor.measure_next_step()
+        if state.global_step % self._sample_every:
+            return
+        optimizer = unwrap_optimizer(kwargs["optimizer"])
+        if isinstance(optimizer, torch.optim.AdamW):
+            self._before = {p: _sampled(p) for group in optimizer.param_groups for p in group["params"]}
+            return
+        if self._monitor is None:
+            self._monitor = PrecisionMonitor(optimizer, kwargs["model"])
+        self._monitor.measure_next_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         optimizer = unwrap_optimizer(kwargs["optimizer"])
+        self._add_torch_adamw(optimizer)
         if self._monitor is not None and self._monitor.last is not None and self._monitor.last not in self._measured:
             self._measured.append(self._monitor.last)
         if not self.bytes_per_parameter:
             self.bytes_per_parameter = memory_use(kwargs["model"], optimizer).per_parameter()
+
+    def _add_torch_adamw(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare what the last step of torch's AdamW has changed with what its formula gives in FP64."""
+        for group in optimizer.param_groups if self._before else ():
+            for param in group["params"]:
+                before, state = self._before[param], optimizer.state[param]
+                corrections = [1 - beta ** float(state["step"]) for beta in group["betas"]]
+                mean, square = (_sampled(state[name]) / k for name, k in zip(_MOMENTS, corrections, strict=True))
+                decayed = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * before
+                update = -group["lr"] * decayed
+                self._square += float(update.square().sum())
+                self._stored += float((update * (_sampled(param) - before)).sum())
+        self._before = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seconds += time.perf_counter() - self._started
@@ -221,3 +243,10 @@ class _Recorder(TrainerCallback):
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.validation.append((state.global_step, kwargs["metrics"]["eval_loss"]))
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten()[::SAMPLED_EVERY].double()

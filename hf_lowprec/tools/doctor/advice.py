@@ -1,10 +1,11 @@
-"""Lists the problems of a planned run, and recommends an optimizer."""
+"""Finds what is wrong with a planned run, and recommends an optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.tools.doctor.prediction import ModePrediction, Prediction
 from hf_lowprec.tools.doctor.update_sizes import ALL
 
@@ -43,34 +44,33 @@ class Advice(NamedTuple):
         return f"Use {settings}. {self.reason}"
 
 
-def find_problems(prediction: Prediction) -> list[str]:
-    """List the problems of the requested optimizer, one sentence each; empty if there are none."""
+def find_problems(prediction: Prediction) -> list[Finding]:
+    """What is wrong with the requested optimizer, without remedies: that is what `recommend` returns."""
     run, parts = prediction.run, _parts(prediction.requested)
-    problems = []
-    vanishing = {kind: part for kind, part in parts.items() if part.vanishing_share > TOLERATED_STEPS}
-    if vanishing:
-        kinds_by_steps: dict[str, list[str]] = {}
-        for kind, part in vanishing.items():
+    evidence: dict[str, str] = {}
+    kinds_by_steps: dict[str, list[str]] = {}
+    for kind, part in parts.items():
+        if part.vanishing_share > TOLERATED_STEPS:
             kinds_by_steps.setdefault(_describe(part.vanishing, run.steps), []).append(kind)
+    if kinds_by_steps:
         where = "; ".join(f"{', '.join(kinds)} {steps}" for steps, kinds in kinds_by_steps.items())
-        problems.append(f"Half of the updates or more will be lost in rounding: {where}.")
+        evidence["updates_lost"] = f"half of them or more, of {where}"
     noisy = {kind: part.noise for kind, part in parts.items() if part.noise > MUCH_NOISE}
     if noisy:
-        where = ", ".join(f"{kind} {noise:.1f} times as much" for kind, noise in noisy.items())
-        problems.append(f"Rounding will add much more noise to the weights than training moves them: {where}.")
+        evidence["too_much_noise"] = ", ".join(f"{kind} {noise:.1f} times as much" for kind, noise in noisy.items())
     decays = [rate * run.weight_decay for rate in run.learning_rates]
     lost_decays = sum(decay < HALF_A_SPACING for decay in decays) / run.steps
     if run.decay_is_separate and run.weight_decay and lost_decays > TOLERATED_STEPS:
-        problems.append(
-            f"Weight decay will not arrive in {lost_decays:.0%} of the steps. optim={run.optim!r} multiplies BF16 "
-            f"weights by 1 - lr·wd, which changes none if lr·wd is less than 2^-9 (it is at most {max(decays):.2g})."
+        evidence["weight_decay_lost"] = (
+            f"in {lost_decays:.0%} of the steps. optim={run.optim!r} multiplies BF16 weights by 1 - lr·wd, which "
+            f"changes none if lr·wd is less than 2^-9 (it is at most {max(decays):.2g})"
         )
     if run.rounds_second_moment_to_nearest and 1 - run.betas[1] < HALF_A_SPACING:
-        problems.append(
-            f"The second moment will not decay: BF16 numbers rounded to nearest stay the same if they lose a share of "
-            f"1 - beta2 = {1 - run.betas[1]:.3g}, less than 2^-9. After a peak of the gradients, steps stay too short."
+        evidence["second_moment_frozen"] = (
+            "BF16 numbers rounded to nearest stay the same if they lose a share of "
+            f"1 - beta2 = {1 - run.betas[1]:.3g}, less than 2^-9"
         )
-    return problems
+    return [Finding.of(code, text, remedy="") for code, text in evidence.items()]
 
 
 def recommend(prediction: Prediction, optim_args: str | None = None) -> Advice:

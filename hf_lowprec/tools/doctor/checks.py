@@ -29,7 +29,7 @@ LAUNCH = "accelerate launch -m hf_lowprec doctor, without GPUs torchrun --nproc-
 _SHOWN = ("torch", "transformers", "accelerate")
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a check.
 
     Attributes:
@@ -51,18 +51,18 @@ class Broken(Exception):
     """Raised by a check if something does not work as it should."""
 
 
-def run_check(check: Callable[[], str]) -> Finding:
-    """Run a check and turn its result, or whatever it raises, into a Finding."""
+def run_check(check: Callable[[], str]) -> CheckResult:
+    """Run a check; whatever it raises is its result, too."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Finding(OK, check())
+            return CheckResult(OK, check())
     except Missing as reason:
-        return Finding(MISSING, " ".join(str(reason).split()))
+        return CheckResult(MISSING, " ".join(str(reason).split()))
     except Broken as reason:
-        return Finding(FAILED, str(reason))
+        return CheckResult(FAILED, str(reason))
     except Exception as error:
-        return Finding(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
+        return CheckResult(FAILED, " ".join(f"{type(error).__name__}: {error}".split()), unexpected=True)
 
 
 def check_packages() -> str:

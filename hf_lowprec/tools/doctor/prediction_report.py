@@ -73,7 +73,7 @@ def prediction_numbers(prediction: Prediction, model: str, optim_args: str | Non
         "learning_rates": {"highest": max(run.learning_rates), "lowest": min(run.learning_rates)},
         "sizes_of_updates": "checkpoint" if prediction.measured else "noise",
         "kinds": kinds,
-        "problems": find_problems(prediction),
+        "findings": [finding._asdict() for finding in find_problems(prediction)],
         "advice": {"optim": advice.optim, "optim_args": advice.optim_args, "text": str(advice)},
     }
 

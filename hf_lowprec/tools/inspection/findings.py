@@ -13,16 +13,20 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def finding(code: str, tensors: Iterable[str], message: str, noun: str = "tensor") -> list[Finding]:
+def finding(
+    code: str, tensors: Iterable[str], evidence: str, remedy: str | None = None, noun: str = "tensor"
+) -> list[Finding]:
     """One finding about some tensors, none if there are no tensors.
 
     Args:
-        code: see `Finding`.
-        tensors: see `Finding`.
-        message: with `{names}` for the first few names, and `{count}` for "3 tensors".
+        code: see `Finding.of`.
+        tensors: see `Finding.of`.
+        evidence: see `Finding.of`; with `{names}` for the first few names, and `{count}` for "3 tensors".
+        remedy: see `Finding.of`.
         noun: what to count instead of tensors.
     """
     names = list(dict.fromkeys(tensors))
     if not names:
         return []
-    return [Finding(code, message.format(names=listed(names), count=counted(len(names), noun)), tuple(names))]
+    shown = evidence.format(names=listed(names), count=counted(len(names), noun))
+    return [Finding.of(code, shown, names, remedy)]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.finding import FAULTS, Finding
 from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
 from hf_lowprec.tools.inspection.expected_dtypes import cast_to_16_bits
@@ -30,50 +30,45 @@ def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Co
         compared: tensors of which an earlier checkpoint tells whether they moved.
     """
     return [
-        *_nonfinite(facts),
-        *_norms_at_initial_value(facts, given, compared),
-        *_trained_but_constant(facts, given),
-        *_fp32_among_16_bits(facts),
+        *_not_finite(facts),
+        *_norms_never_moved(facts, given, compared),
+        *_never_moved(facts, given),
+        *_left_in_fp32(facts),
         *_norms_of_16_bits(facts),
-        *_second_moment_zero(facts),
-        *_second_moment_cannot_decay(facts),
+        *_not_trained(facts),
+        *_second_moment_frozen(facts),
         *_updates_lost(facts, given),
         *_weight_decay_lost(facts, given),
     ]
 
 
 def low_precision_training(facts: CheckpointFacts) -> str:
-    """The advice to train with an optimizer that loses no updates, as a clause; FP16 weights cannot be split."""
+    """The advice to train with an optimizer that loses no updates; FP16 weights cannot be split."""
     mode = recommended_mode({tensor.dtype for tensor in facts.tensors.values()})
-    return f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
+    return f'Train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}"), whose norms stay in FP32'
 
 
-def capitalized(clause: str) -> str:
-    """A clause as the beginning of a sentence."""
-    return clause[0].upper() + clause[1:]
-
-
-def _nonfinite(facts: CheckpointFacts) -> list[Finding]:
+def _not_finite(facts: CheckpointFacts) -> list[Finding]:
     return finding(
-        "nonfinite",
+        "not_finite",
         (name for name, tensor in facts.tensors.items() if tensor.nonfinite),
-        "{count} with NaN or infinity: {names}. Go back to an earlier checkpoint, and look for the step in the log "
-        'where the gradient norm is not finite; optim_args="skip_nonfinite=True" leaves such steps out.',
+        "in {count}: {names}",
+        FAULTS["not_finite"].remedy + '; optim_args="skip_nonfinite=True" skips such steps',
     )
 
 
-def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str]) -> list[Finding]:
+def _norms_never_moved(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str]) -> list[Finding]:
     """Norms that still have their initial value in a model that was trained."""
     norms, states = facts.norms(), facts.state_of()
     at_start = [name for name, norm in norms.items() if at_initial_value(norm)]
     stepped = [name for name in at_start if name in states and has_been_stepped(facts, states[name], given)]
     if stepped:
         return finding(
-            "norms_at_initial_value",
+            "norms_never_moved",
             stepped,
             "{count} stayed at the initial value although gradients arrived: {names}. In 16 bits, a norm at 1.0 "
-            "does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16). Keep norms in FP32: "
-            f"{low_precision_training(facts)}.",
+            "does not move by updates smaller than half its spacing (0.002 below 1.0 in BF16)",
+            low_precision_training(facts),
             noun="norm",
         )
     if {*at_start} <= {*compared}:
@@ -83,20 +78,20 @@ def _norms_at_initial_value(facts: CheckpointFacts, given: Hyperparameters, comp
     changed = len([name for name in weights if name not in at_start])
     if changed:
         return finding(
-            "norms_at_initial_value",
+            "norms_never_moved",
             still,
-            f"{{count}} stayed at the initial value, while {changed} other norms have been trained: "
-            "{names}. Check that they were in the optimizer and had requires_grad=True; if they were trained in 16 "
-            "bits, keep norms in FP32.",
+            f"{{count}} stayed at the initial value, while {changed} other norms have been trained: {{names}}",
+            "Check that they were in the optimizer and had requires_grad=True; if they were trained in 16 bits, keep "
+            "norms in FP32",
             noun="norm",
         )
     if still and not looks_untrained(facts):
         return finding(
-            "norms_at_initial_value",
+            "norms_never_moved",
             still,
             "every norm is at its initial value, although the other weights have been trained: {names}. This happens "
-            "if norms are trained in 16 bits with rounding to nearest. To train them, "
-            f"{low_precision_training(facts)}.",
+            "if norms are trained in 16 bits with rounding to nearest",
+            low_precision_training(facts),
             noun="norm",
         )
     return []
@@ -108,7 +103,7 @@ def _layer_was_trained(facts: CheckpointFacts, name: str) -> bool:
     return not states or any(layer(other) == layer(name) for other, state in states.items() if state.has_gradients)
 
 
-def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def _never_moved(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
     """Other tensors that are all 0.0 or 1.0 although gradients have reached them."""
     norms, states = facts.norms(), facts.state_of()
     names = [
@@ -120,10 +115,10 @@ def _trained_but_constant(facts: CheckpointFacts, given: Hyperparameters) -> lis
         and has_been_stepped(facts, states[name], given)
     ]
     return finding(
-        "at_initial_value",
+        "never_moved",
         names,
-        "{count} stayed at the initial value although gradients arrived: {names}. Check that nothing resets "
-        "them or sets their learning rate to zero.",
+        "{count} stayed at the initial value although gradients arrived: {names}",
+        "Check that nothing resets them or sets their learning rate to zero",
     )
 
 
@@ -156,7 +151,7 @@ def _sizes_differ(tensors: list[TensorFacts]) -> bool:
     return max(sizes) / min(sizes) - 1 > 0.01 + 2 * scatter
 
 
-def _fp32_among_16_bits(facts: CheckpointFacts) -> list[Finding]:
+def _left_in_fp32(facts: CheckpointFacts) -> list[Finding]:
     """Matrices in FP32 in a model whose other matrices are in 16 bits."""
     matrices = {name: tensor for name, tensor in facts.tensors.items() if len(tensor.shape) > 1 and tensor.is_floating}
     low = sum(tensor.parameters for tensor in matrices.values() if tensor.dtype in LOW_PRECISION_DTYPES)
@@ -171,11 +166,10 @@ def _fp32_among_16_bits(facts: CheckpointFacts) -> list[Finding]:
     names = [name for name in high if (facts.kinds[name] != "other" if cast is None else name in cast)]
     extra = 2 * sum(matrices[name].parameters for name in names) / 2**20
     return finding(
-        "fp32_among_16_bits",
+        "left_in_fp32",
         names,
-        f"{{count}} in FP32 in a model of 16-bit matrices: {{names}}. This takes {extra:,.1f} MiB more "
-        "than in 16 bits, and three times as much again for gradient and moments. If that is not intended, convert "
-        "the model with hf_lowprec.cast_model before training.",
+        f"{{names}} ({{count}}) take {extra:,.1f} MiB more than in 16 bits, and three times as much again for gradient "
+        "and moments",
     )
 
 
@@ -187,22 +181,22 @@ def _norms_of_16_bits(facts: CheckpointFacts) -> list[Finding]:
     return finding(
         "norms_of_16_bits",
         low if high >= len(low) else [],
-        f"{{count}} in 16 bits, while {high} are FP32: {{names}}. hf_lowprec.cast_model keeps all norms "
-        "in FP32; load the checkpoint with dtype=torch.float32 and let it convert the rest.",
+        f"{{count}} in 16 bits, while {high} are FP32: {{names}}",
         noun="norm",
     )
 
 
-def _second_moment_zero(facts: CheckpointFacts) -> list[Finding]:
+def _not_trained(facts: CheckpointFacts) -> list[Finding]:
     return finding(
-        "second_moment_zero",
+        "not_trained",
         (s.name for s in facts.states if SECOND_MOMENT in s.dtypes and not s.has_gradients and (s.step or 0) > 1),
         "the second moment of {count} is zero everywhere after training: {names}. Their gradients were zero in every "
-        "step, or so small that their squares are not stored. Check that they take part in the loss.",
+        "step, or so small that their squares are not stored",
+        "Check that they take part in the loss",
     )
 
 
-def _second_moment_cannot_decay(facts: CheckpointFacts) -> list[Finding]:
+def _second_moment_frozen(facts: CheckpointFacts) -> list[Finding]:
     """Second moments in 16 bits whose decay rounding to nearest undoes in every element.
 
     Half a spacing is at least eps/4 of a number; a smaller relative change is rounded away.
@@ -212,11 +206,10 @@ def _second_moment_cannot_decay(facts: CheckpointFacts) -> list[Finding]:
         return []
     beta2, dtype = frozen[0].group.beta2, dtype_name(frozen[0].dtypes[SECOND_MOMENT])
     return finding(
-        "second_moment_cannot_decay",
+        "second_moment_frozen",
         (state.name for state in frozen),
-        f"the second moment of {{count}} ({{names}}) is stored in {dtype} and rounded to nearest, where a factor of "
-        f"beta2={beta2:g} changes nothing: it grows and never decays, so steps become too short. "
-        'Use state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
+        f"that of {{count}} ({{names}}) is stored in {dtype} and rounded to nearest, where a factor of "
+        f"beta2={beta2:g} changes nothing",
     )
 
 
@@ -253,8 +246,8 @@ def _updates_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Findin
         "updates_lost",
         names,
         f"{coarse / total:.1%} of the 16-bit weights of {{count}} ({{names}}) have a spacing of more than twice the "
-        f"highest learning rate, {highest:.2g}, and their optimizer rounds to nearest: updates of that size are lost. "
-        f"{capitalized(low_precision_training(facts))}.",
+        f"highest learning rate, {highest:.2g}, and their optimizer rounds to nearest",
+        low_precision_training(facts),
     )
 
 
@@ -270,7 +263,7 @@ def _weight_decay_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[F
     return finding(
         "weight_decay_lost",
         names,
-        f"weight decay changes nothing in {{count}}: {{names}}. The optimizer multiplies their 16-bit weights by "
-        f"1 - lr * weight_decay, at least {factor:.8g}, and rounding to nearest gives the same weights again. "
-        f"{capitalized(low_precision_training(facts))}, where decay and update are rounded together.",
+        f"in {{count}}: {{names}}. The optimizer multiplies their 16-bit weights by 1 - lr * weight_decay, at least "
+        f"{factor:.8g}, and rounding to nearest gives the same weights again",
+        f"{low_precision_training(facts)}, where decay and update are rounded together",
     )

@@ -12,7 +12,7 @@ from hf_lowprec.monitor.finding import Finding
 from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.tools.inspection.findings import finding
-from hf_lowprec.tools.inspection.findings_in_one import capitalized, has_been_stepped, low_precision_training
+from hf_lowprec.tools.inspection.findings_in_one import has_been_stepped, low_precision_training
 from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.one_checkpoint import StateFacts
 from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT
@@ -47,23 +47,24 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
     kinds = comparison.later.kinds
     norms = [name for name in unmoved if kinds[name] == "norms"]
     others = [name for name in unmoved if kinds[name] != "norms"]
-    advice = low_precision_training(comparison.later)
     return [
         *finding(
             "norms_never_moved",
             norms,
-            "{count} did not move while other weights did: {names}. Check requires_grad and the param groups."
-            + _if_in_16_bits(
-                comparison, norms, f"Norms in 16 bits lose their updates in rounding. Keep norms in FP32: {advice}"
-            ),
+            "{count} ({names}), while other weights did",
+            _remedy(comparison, norms, "Check requires_grad and the param groups", "norms in 16 bits"),
             noun="norm",
         ),
         *finding(
             "never_moved",
             others,
-            "nothing moved {count}, while the weights around moved: {names}. Check requires_grad, the param groups, "
-            "and that the loss depends on them."
-            + _if_in_16_bits(comparison, others, f"If the optimizer rounds to nearest, {advice}"),
+            "{count} ({names}), while the weights around moved",
+            _remedy(
+                comparison,
+                others,
+                "Check requires_grad, the param groups, and that the loss depends on them",
+                "16-bit weights whose optimizer rounds to nearest",
+            ),
         ),
         *_updates_lost(comparison),
         *_weight_decay_lost(comparison),
@@ -71,10 +72,10 @@ def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Find
     ]
 
 
-def _if_in_16_bits(comparison: Comparison, names: list[str], advice: str) -> str:
-    """The advice as a sentence, if one of the tensors is in 16 bits."""
+def _remedy(comparison: Comparison, names: list[str], check: str, rounded: str) -> str:
+    """What to check, and if one of the tensors is in 16 bits, how to train them."""
     low = any(comparison.later.tensors[name].dtype in LOW_PRECISION_DTYPES for name in names)
-    return f" {advice}." if low else ""
+    return f"{check}. For {rounded}: {low_precision_training(comparison.later)}" if low else check
 
 
 def _nothing_moved(comparison: Comparison) -> list[Finding]:
@@ -84,9 +85,9 @@ def _nothing_moved(comparison: Comparison) -> list[Finding]:
     return finding(
         "nothing_moved",
         comparison.changes,
-        "the two checkpoints are the same bit for bit in all of {count} that both have ({names}). Check that the "
-        "second one was saved after training. If it was trained in 16 bits with rounding to nearest, "
-        f"{low_precision_training(comparison.later)}.",
+        "the two checkpoints are the same bit for bit in all of {count} that both have ({names})",
+        "Check that the second one was saved after training. If it was trained in 16 bits with rounding to nearest: "
+        + low_precision_training(comparison.later),
     )
 
 
@@ -194,8 +195,8 @@ def _updates_lost(comparison: Comparison) -> list[Finding]:
         "updates_lost",
         changes if share > _FEWEST_LOST else (),
         f"in 16-bit weights of {{count}} ({{names}}), nearly all small weights moved and none of those above "
-        f"{2.0 ** (first_lost - 127):.2g}, {share:.1%} of all: their updates are smaller than half their spacing and "
-        f"were lost in rounding to nearest. {capitalized(low_precision_training(comparison.later))}.",
+        f"{2.0 ** (first_lost - 127):.2g}, {share:.1%} of all: their updates are smaller than half their spacing",
+        low_precision_training(comparison.later),
     )
 
 
@@ -208,12 +209,13 @@ def _weight_decay_lost(comparison: Comparison) -> list[Finding]:
     }
     elements = sum(change.shrunk_not_moved for change in lost.values())
     low = all(change.dtype in LOW_PRECISION_DTYPES for change in lost.values())
-    remedy = capitalized(low_precision_training(comparison.later)) if low else "Check that nothing resets the weights"
+    remedy = low_precision_training(comparison.later) if low else "Check that nothing resets the weights"
     return finding(
         "weight_decay_lost",
         lost,
-        f"weight decay did not arrive in {{count}}: {{names}}. It should have taken {elements:,} elements two spacings "
-        f"further by itself, and they are the same bit for bit. {remedy}.",
+        f"in {{count}}: {{names}}. It should have taken {elements:,} elements two spacings further by itself, and they "
+        "are the same bit for bit",
+        remedy,
     )
 
 
@@ -223,9 +225,8 @@ def _second_moment_frozen(comparison: Comparison) -> list[Finding]:
     return finding(
         "second_moment_frozen",
         names,
-        "the second moment of {count} did not decay anywhere between the two checkpoints: {names}. Elements with small "
-        "gradients are the same bit for bit, so steps become too short. Use "
-        'state_rounding="stochastic", the default of hf_lowprec\'s optimizers, or FP32 states.',
+        "that of {count} did not decay anywhere between the two checkpoints: {names}. Elements with small gradients "
+        "are the same bit for bit",
     )
 
 

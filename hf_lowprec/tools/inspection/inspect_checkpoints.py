@@ -72,22 +72,18 @@ def _damaged(checkpoint: Checkpoint) -> list[Finding]:
         try:
             check_good(checkpoint.folder)
         except ValueError as error:
-            return [Finding("damaged", f"{error}.")]
+            return [Finding.of("damaged", str(error))]
     return []
 
 
 _SAME = {
-    "norms_never_moved": ("norms_at_initial_value",),
-    "never_moved": ("at_initial_value", "second_moment_zero"),
-    "nothing_moved": ("norms_at_initial_value", "at_initial_value"),
+    "norms_never_moved": ("norms_never_moved",),
+    "never_moved": ("never_moved", "not_trained"),
+    "nothing_moved": ("norms_never_moved", "never_moved"),
 }
 """Findings between checkpoints, and those in one that say less of the same tensors."""
-_EXPLAINED = {
-    "second_moment_frozen": "second_moment_cannot_decay",
-    "weight_decay_lost": "weight_decay_lost",
-    "updates_lost": "updates_lost",
-}
-"""Findings between checkpoints, and those in one that also say why."""
+_EXPLAINED = ("second_moment_frozen", "weight_decay_lost", "updates_lost")
+"""Findings of which one checkpoint also tells why."""
 
 
 def _without_repetitions(in_one: list[Finding], between: list[Finding]) -> list[Finding]:
@@ -96,6 +92,6 @@ def _without_repetitions(in_one: list[Finding], between: list[Finding]) -> list[
     def covered(finding: Finding, by: list[Finding], codes: tuple[str, ...]) -> bool:
         return any(other.code in codes and {*finding.tensors} <= {*other.tensors} for other in by)
 
-    new = [f for f in between if not covered(f, in_one, (_EXPLAINED.get(f.code, ""),))]
+    new = [f for f in between if not covered(f, in_one, (f.code,) if f.code in _EXPLAINED else ())]
     says_more = {code: tuple(k for k, codes in _SAME.items() if code in codes) for code in (f.code for f in in_one)}
     return [f for f in in_one if not covered(f, new, says_more[f.code])] + new

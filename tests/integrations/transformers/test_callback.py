@@ -84,7 +84,7 @@ def test_the_measurement_of_a_log_is_there_for_other_callbacks(tmp_path):
 
 def test_nearest_rounding_is_warned_of_once(tmp_path, caplog):
     trained(tmp_path, optim="adamw_bf16_kahan", optim_args="rounding=nearest", learning_rate=1e-6)
-    (message,) = [record.getMessage() for record in caplog.records if "were lost in rounding" in record.getMessage()]
+    (message,) = [record.getMessage() for record in caplog.records if "are lost in rounding" in record.getMessage()]
     assert "Use rounding='split'" in message
 
 
@@ -92,7 +92,7 @@ def test_a_schedule_that_enters_nearest_rounding_is_warned_of_then(tmp_path, cap
     callback = hf_lowprec.LowPrecisionCallback(report=False)
     settings = {"optim": "adamw_bf16_kahan", "learning_rate": 1e-6, "logging_steps": 1, "max_steps": 6}
     trained(tmp_path, optim_args="rounding=kahan:0.5|nearest", callbacks=[callback], **settings)
-    (message,) = [record.getMessage() for record in caplog.records if "were lost in rounding" in record.getMessage()]
+    (message,) = [record.getMessage() for record in caplog.records if "are lost in rounding" in record.getMessage()]
     assert "step 4" in message
 
 

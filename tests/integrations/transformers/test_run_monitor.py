@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory) -> dict[bool, torch.Tensor]:
 @pytest.mark.parametrize("method", PLANTED)
 def test_training_goes_on_after_one_warning(tmp_path, monkeypatch, caplog, undisturbed, method, own):
     caplog.clear()
-    plant(monkeypatch, method if own or method != "add_plan" else "_add_replayed")
+    plant(monkeypatch, method if own or method != "add_plan" else "add_rest")
     trainer = run(tmp_path, own)
     (message,) = warnings(caplog)
     assert message == (

@@ -1,9 +1,9 @@
-"""Measures a Trainer's run: the steps that will be logged, or one if none will. Errors do not end the run."""
+"""Measures a Trainer's run and warns: at the steps that are logged, or one if none is. Errors do not end the run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.finding import FAULTS, Finding
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
+from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 
@@ -34,17 +35,27 @@ class RunMonitor:
         model: the model.
         warns: whether to warn; else another rank does.
         across_ranks: see `PrecisionMonitor`.
+        codes: the findings to warn of, each once.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, warns: bool, across_ranks: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        warns: bool,
+        across_ranks: bool,
+        codes: Collection[str] = FAULTS,
+    ) -> None:
         self.measured = False
         """True if a step was measured since the last log."""
         self.precision: StepPrecision | None = None
         """The measurement of the step that is being logged."""
         self.findings: list[Finding] = []
         """The findings of that measurement."""
-        self.unused: list[str] = []
-        """See `PrecisionMonitor.unused`."""
+        self.found: set[str] = set()
+        """The codes of the findings so far."""
+        self._noted_unused = False
+        self._codes = codes
         self._warns = warns
         self._ended = False
         self._monitor: PrecisionMonitor | None = None
@@ -66,7 +77,7 @@ class RunMonitor:
         return self.measured and _is_never_logged(args, state)
 
     def look(self) -> None:
-        """Evaluate what was measured since the last log."""
+        """Evaluate what was measured since the last log, and warn of what was not found before."""
         measured, self.measured = self.measured, False
         self.precision, self.findings = None, []
         if self._ended:
@@ -75,7 +86,20 @@ class RunMonitor:
             return
         with self._surviving_errors():
             self.precision, self.findings = self._monitor.last, self._monitor.findings()
-            self.unused = self._monitor.unused
+            self._warn(self._monitor.unused)
+
+    def _warn(self, unused: list[str]) -> None:
+        """Warn of findings, and note parameters that are not used; each once."""
+        new = [finding for finding in self.findings if finding.code in self._codes and finding.code not in self.found]
+        self.found.update(finding.code for finding in new)
+        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
+        if not self._warns:
+            return
+        for finding in new:
+            logger.warning("hf_lowprec: %s", finding.message)
+        if note:
+            reason = "had no gradient in any measured step: the loss does not depend on them"
+            logger.info("hf_lowprec: %s %s", listed(unused), reason)
 
     def close(self) -> None:
         """Stop watching."""

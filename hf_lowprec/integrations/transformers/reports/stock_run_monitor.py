@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,11 +14,9 @@ from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 _MEASURED_LOGS = (1, 2, 4, 8, 16, 32, 64)
 """The numbers of the logs whose steps are measured. Later ones are for schedules that begin or end with small rates."""
 
-logger = logging.getLogger(__name__)
-
 
 class StockRunMonitor(TrainerCallback):
-    """Measures a few steps of a run with 16-bit weights, and warns if their updates vanish.
+    """Measures a few steps of a run with 16-bit weights, and warns if their updates are lost.
 
     It adds nothing to the logs and stops watching after its warning. The numbers are those of rank 0, without
     communication: sharded weights are the same there in kind.
@@ -41,7 +38,9 @@ class StockRunMonitor(TrainerCallback):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         # The steps of our optimizers wait for other ranks, which measure nothing.
         if not (isinstance(optimizer, LowPrecisionOptimizer) and any(map(is_sharded, params))):
-            self._monitor = RunMonitor(optimizer, kwargs["model"], warns=True, across_ranks=False)
+            self._monitor = RunMonitor(
+                optimizer, kwargs["model"], warns=True, across_ranks=False, codes=("updates_lost",)
+            )
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -58,27 +57,20 @@ class StockRunMonitor(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Warn if the updates of the logged step vanished."""
+        """Warn if the updates of the logged step were lost."""
         if self._monitor is None or logs is None or "loss" not in logs:
             return
         self._logs += 1
-        if self._warn(self._monitor) or self._logs >= max(_MEASURED_LOGS):
+        self._monitor.look()
+        if self._monitor.found or self._logs >= max(_MEASURED_LOGS):
             self._stop()
-
-    def _warn(self, monitor: RunMonitor) -> bool:
-        """Warn if the updates of the measured step vanished, and return whether they did."""
-        monitor.look()
-        found = [finding for finding in monitor.findings if finding.code == "updates_vanish"]
-        for finding in found:
-            logger.warning("hf_lowprec: %s", finding.message)
-        return bool(found)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop watching; a run without logs has its warning now."""
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._warn(self._monitor)
+            self._monitor.look()
         self._stop()
 
     def _stop(self) -> None:
