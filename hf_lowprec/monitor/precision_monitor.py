@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lowprec.monitor.finding import Finding
-from hf_lowprec.monitor.findings import ENOUGH_MEASUREMENTS, Evidence, find
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.measured_step import MeasuredBlocks, MeasuredStep
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN, SLOPE_SUMS, SUMS
+from hf_lowprec.monitor.training_findings import ENOUGH_MEASUREMENTS, Evidence, find
 from hf_lowprec.monitor.uncast_matrices import uncast_matrices
 from hf_lowprec.monitor.watched_parameters import WatchedParameters
 from hf_lowprec.optim.cached_property import cached_property

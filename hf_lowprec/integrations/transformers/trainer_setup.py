@@ -19,7 +19,7 @@ from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
 from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
-from hf_lowprec.integrations.transformers.reports.stock_run_monitor import add_stock_run_monitor
+from hf_lowprec.integrations.transformers.reports.lost_updates_warning import add_lost_updates_warning
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attach, attachment_of
 from hf_lowprec.integrations.transformers.training_arguments import (
     REPLACED_FIELDS,
@@ -51,7 +51,7 @@ def build(call: TrainerCall) -> None:
     callback = _low_precision_callback(callbacks, named)
     if callback is None:
         call.proceed()
-        add_stock_run_monitor(trainer)
+        add_lost_updates_warning(trainer)
         return
 
     optim_args = OptimArgs()

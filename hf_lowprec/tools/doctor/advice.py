@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.tools.doctor.prediction import ModePrediction, Prediction
 from hf_lowprec.tools.doctor.update_sizes import ALL
 

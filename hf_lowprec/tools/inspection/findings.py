@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.tensor_names import listed
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import torch
 
-from hf_lowprec.monitor.finding import FAULTS, Finding
+from hf_lowprec.casting.cast_plan import make_plan
+from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
+from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name, recommended_mode
-from hf_lowprec.tools.inspection.expected_dtypes import cast_to_16_bits
 from hf_lowprec.tools.inspection.findings import finding
 from hf_lowprec.tools.inspection.hyperparameters import Hyperparameters
 from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, StateFacts, at_initial_value
 from hf_lowprec.tools.inspection.optimizer_states import SECOND_MOMENT
 from hf_lowprec.tools.inspection.tensor_facts import TensorFacts
+from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
 _COARSE_SHARE = 0.5
 """The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
@@ -267,3 +270,14 @@ def _weight_decay_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[F
         f"{factor:.8g}, and rounding to nearest gives the same weights again",
         f"{low_precision_training(facts)}, where decay and update are rounded together",
     )
+
+
+def cast_to_16_bits(folder: Path) -> set[str] | None:
+    """The names of the tensors that `cast_model` would cast; None if the model cannot be built from its config.json."""
+    try:
+        model = build_empty_model(*load_config(str(folder)))
+        with explain_input_errors("no plan"):
+            plan = make_plan(model)
+    except InputError:
+        return None
+    return {tensor.name for tensor in plan.tensors if tensor.dtype != torch.float32 and tensor.action != "leave"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.tensor_names import layer, name_pattern
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.tools.inspection.findings import finding

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.tools.inspection.checkpoint import Checkpoint, open_checkpoint
 from hf_lowprec.tools.inspection.findings_in_one import findings_in_one
 from hf_lowprec.tools.inspection.findings_in_two import findings_in_two

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.inspection.one_checkpoint import CheckpointFacts, at_initial_value
 from hf_lowprec.tools.inspection.two_checkpoints import Comparison

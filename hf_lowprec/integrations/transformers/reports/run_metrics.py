@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.integrations.transformers.optim_args import optimizer_name
-from hf_lowprec.monitor.finding import Finding
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.metrics_file import (
     METRICS_NAME,
     MeasuredPrecision,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_lowprec.monitor.finding import FAULTS, Finding
+from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.tensor_names import listed

@@ -15,7 +15,7 @@ _MEASURED_LOGS = (1, 2, 4, 8, 16, 32, 64)
 """The numbers of the logs whose steps are measured. Later ones are for schedules that begin or end with small rates."""
 
 
-class StockRunMonitor(TrainerCallback):
+class LostUpdatesWarning(TrainerCallback):
     """Measures a few steps of a run with 16-bit weights, and warns if their updates are lost.
 
     It adds nothing to the logs and stops watching after its warning. The numbers are those of rank 0, without
@@ -79,11 +79,11 @@ class StockRunMonitor(TrainerCallback):
         self._monitor = None
 
 
-def add_stock_run_monitor(trainer: Trainer) -> None:
+def add_lost_updates_warning(trainer: Trainer) -> None:
     """Let a Trainer without anything of this package be watched, unless another library owns its weights."""
     if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and _fsdp_version(trainer) == 1):
         return
-    trainer.add_callback(StockRunMonitor())
+    trainer.add_callback(LostUpdatesWarning())
 
 
 def _fsdp_version(trainer: Trainer) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_lowprec
-from hf_lowprec.monitor.finding import FAULTS
+from hf_lowprec.monitor.findings_catalogue import FAULTS
 from tests.support.command_output import hf_lowprec as run
 from tests.support.training.tiny_trainer import llama, trained
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_lowprec.monitor.finding import FAULTS, Finding
+from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, StepPrecision
 from hf_lowprec.monitor.step_statistics import COLUMN

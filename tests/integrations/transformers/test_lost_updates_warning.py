@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback
 
 import hf_lowprec  # noqa: F401  # wraps Trainer's methods
-from hf_lowprec.integrations.transformers.reports import stock_run_monitor
-from hf_lowprec.integrations.transformers.reports.stock_run_monitor import StockRunMonitor
+from hf_lowprec.integrations.transformers.reports import lost_updates_warning
+from hf_lowprec.integrations.transformers.reports.lost_updates_warning import LostUpdatesWarning
 from tests.support.training.tiny_trainer import PRECISION_LOGS, llama, optimizer_of, trained
 
 SETTINGS = {"optim": "adamw_torch", "learning_rate": 1e-6}
@@ -75,7 +75,7 @@ def test_healthy_runs_are_not_warned_of(tmp_path, caplog, dtype, rate):
 
 def test_our_own_runs_have_no_second_monitor(tmp_path):
     trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    assert not [one for one in trainer.callback_handler.callbacks if isinstance(one, StockRunMonitor)]
+    assert not [one for one in trainer.callback_handler.callbacks if isinstance(one, LostUpdatesWarning)]
 
 
 def test_training_is_not_changed_by_a_bit(tmp_path, monkeypatch):
@@ -84,5 +84,5 @@ def test_training_is_not_changed_by_a_bit(tmp_path, monkeypatch):
         return torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
 
     watched = final()
-    monkeypatch.setattr(stock_run_monitor.StockRunMonitor, "on_train_begin", TrainerCallback.on_train_begin)
+    monkeypatch.setattr(lost_updates_warning.LostUpdatesWarning, "on_train_begin", TrainerCallback.on_train_begin)
     assert torch.equal(final(), watched)

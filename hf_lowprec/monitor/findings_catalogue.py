@@ -38,7 +38,7 @@ FAULTS = {
     "not_trained": Fault("Weights are not trained"),
     "not_finite": Fault(
         "Weights are NaN or infinite",
-        "Find the batch or the layer that begins it, and resume from an earlier checkpoint",
+        "Find the batch or layer where it starts, and resume from an earlier checkpoint",
     ),
     "left_in_fp32": Fault(
         "Matrices are FP32 in a 16-bit model",
