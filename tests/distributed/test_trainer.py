@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from hf_lowprec.monitor.metrics_file import METRICS_NAME, read_metrics
+from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
 from tests.support.processes.ranks import many_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from hf_lowprec.monitor.metrics_file import METRICS_NAME
+from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import many_ranks, run_ranks
 

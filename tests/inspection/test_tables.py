@@ -51,4 +51,4 @@ def test_advice_names_modes_that_the_dtype_supports(tmp_path, dtype, keeping, mo
     (line,) = (line for line in lines_on_one(facts) if line.startswith("Rounding to nearest"))
     assert line.endswith(keeping)
     (message,) = (finding.message for finding in findings if finding.code == "nothing_moved")
-    assert f'train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}")' in message
+    assert f'Train with optim="adamw_bf16_{mode}" (hf_lowprec.AdamW with rounding="{mode}")' in message

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.monitor.metrics_file import METRICS_NAME
+from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.tools.plotting.run_records import TRAINER_STATE, RunRecords, read_records
 from hf_lowprec.tools.plotting.runs import Run, distinguishing_names, kinds_of_all, load_runs
 from tests.support.training.metrics_file import run_record, step_records, write_metrics, write_records

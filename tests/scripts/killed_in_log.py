@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from hf_lowprec.monitor.metrics_file import MetricsWriter, StepRecord
+from hf_lowprec.metrics_file import MetricsWriter, StepRecord
 from tests.support.training.tiny_trainer import trained
 
 append = MetricsWriter.append

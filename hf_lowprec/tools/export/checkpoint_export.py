@@ -39,7 +39,7 @@ from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, Para
 from hf_lowprec.integrations.transformers.checkpoints import damage
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME, read_json, replace_file
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
-from hf_lowprec.monitor.metrics_file import METRICS_NAME
+from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.tools.export.older_checkpoints import compensation_belongs, names_by_order
 from hf_lowprec.tools.export.weight_layout import WeightLayout

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError
-from hf_lowprec.monitor.metrics_file import METRICS_NAME, read_metrics
+from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
 
 TRAINER_STATE = "trainer_state.json"
 

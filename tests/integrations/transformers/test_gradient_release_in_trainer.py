@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.monitor.metrics_file import read_metrics
+from hf_lowprec.metrics_file import read_metrics
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
-from hf_lowprec.monitor.metrics_file import METRICS_NAME, read_metrics
+from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import LOAD_BEST, llama, trained
 

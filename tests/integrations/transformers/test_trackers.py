@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 
 from hf_lowprec.integrations.transformers.reports import trackers
-from hf_lowprec.monitor.metrics_file import read_metrics
+from hf_lowprec.metrics_file import read_metrics
 from tests.support.training import tracker_files
 from tests.support.training.tiny_trainer import trained
 

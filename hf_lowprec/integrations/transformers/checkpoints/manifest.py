@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_lowprec.monitor.metrics_file import METRICS_NAME
+from hf_lowprec.metrics_file import METRICS_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_lowprec.integrations.transformers.optim_args import optimizer_name
-from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.metrics_file import (
+from hf_lowprec.metrics_file import (
     METRICS_NAME,
     MeasuredPrecision,
     MetricsWriter,
@@ -21,6 +20,7 @@ from hf_lowprec.monitor.metrics_file import (
     parts_until,
     read_metrics,
 )
+from hf_lowprec.monitor.findings_catalogue import Finding
 from hf_lowprec.monitor.step_precision import StepPrecision
 from hf_lowprec.monitor.step_statistics import LOST_SHARES
 from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds

@@ -31,7 +31,7 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     read_manifest,
 )
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, resolve
-from hf_lowprec.monitor.metrics_file import METRICS_NAME
+from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
 

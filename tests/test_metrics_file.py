@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import hf_lowprec.monitor.metrics_file
-from hf_lowprec.monitor.metrics_file import (
+import hf_lowprec.metrics_file
+from hf_lowprec.metrics_file import (
     METRICS_NAME,
     MeasuredPrecision,
     MetricsWriter,
@@ -133,7 +133,7 @@ def test_a_new_run_keeps_nothing_of_the_old_file(tmp_path):
 
 
 def test_only_the_standard_library_is_imported():
-    for path in (hf_lowprec.monitor.__file__, hf_lowprec.monitor.metrics_file.__file__):
+    for path in (hf_lowprec.monitor.__file__, hf_lowprec.metrics_file.__file__):
         for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
