@@ -26,6 +26,7 @@ from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.casting.rounded_numbers import rounded_number_warnings
 from hf_lowprec.casting.rounded_weights import LoadedTensor, rounded_weight_warnings
+from hf_lowprec.casting.torch_losses import install_fp32_torch_losses, remove_fp32_torch_losses
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 
@@ -35,6 +36,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "upcast outputs": lambda module, dtype: install_output_upcast(module),
     "downcast inputs": install_input_downcast,
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
+    "torch losses in FP32": lambda module, dtype: install_fp32_torch_losses(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
     "warn of 16-bit losses": lambda module, dtype: install_loss_warning(module),
 }
@@ -144,6 +146,7 @@ def remove_cast(model: nn.Module) -> None:
         remove_advice(module)
         remove_loss_warning(module)
         remove_fp32_loss(module)
+        remove_fp32_torch_losses(module)
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors
     frozen = frozen_tensors(tensors)

@@ -1,0 +1,97 @@
+"""Torch's loss functions compute in FP32 while a user's `forward` runs, as they do under autocast.
+
+Their 16-bit arguments are replaced by exact FP32 copies. Everything else in the `forward` stays as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hf_lowprec.casting.forward_code import TORCH_LOSS_FUNCTIONS, is_code_of_transformers, uses_torch_losses
+from hf_lowprec.casting.fp32_rules.losses import is_loss
+from hf_lowprec.casting.hooks import to_fp32_copies
+from hf_lowprec.casting.module_tree import ModuleTree
+
+# `nll_loss`, `kl_div` and `ctc_loss` are given logarithms: rounded ones would make rounded losses.
+_IN_FP32 = {functional.log_softmax, torch.log_softmax, Tensor.log_softmax}
+_IN_FP32 |= {getattr(functional, name) for name in TORCH_LOSS_FUNCTIONS}
+
+
+class Fp32TorchLosses(TorchFunctionMode):
+    """While it is active, torch's losses get exact FP32 copies of their 16-bit arguments."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IN_FP32 and not _is_checkpointed():
+            args, kwargs = to_fp32_copies(args), to_fp32_copies(kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_checkpointed() -> bool:
+    """Return whether `torch.utils.checkpoint` runs this code again in backward, where the mode is not active.
+
+    It compares dtypes, so the first run has to compute in 16 bits as well. (With `use_reentrant` it compares none.)
+    """
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+@dataclass(frozen=True)
+class ForwardWithFp32Losses:
+    """The `forward` of a module, with torch's losses in FP32."""
+
+    __wrapped__: Callable[..., Any]  # `inspect.signature` knows this name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with Fp32TorchLosses():
+            return self.__wrapped__(*args, **kwargs)
+
+
+def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
+    """The modules outside of transformers whose `forward` names one of torch's losses, except for losses themselves."""
+    return [
+        name
+        for name, module in tree.modules.items()
+        if uses_torch_losses(module) and not is_code_of_transformers(module) and not is_loss(module)
+    ]
+
+
+def install_fp32_torch_losses(module: nn.Module) -> bool:
+    """Let torch's losses compute in FP32 in a module's `forward`. Return whether this is new."""
+    if isinstance(module.forward, ForwardWithFp32Losses):
+        return False
+    _show_cross_entropy_to_modes()
+    module.forward = ForwardWithFp32Losses(module.forward)
+    return True
+
+
+def remove_fp32_torch_losses(module: nn.Module) -> None:
+    """Undo `install_fp32_torch_losses`."""
+    if isinstance(module.forward, ForwardWithFp32Losses):
+        forward = module.forward.__wrapped__
+        del module.forward
+        if module.forward != forward:  # it had been assigned to the module
+            module.forward = forward
+
+
+@cache
+def _show_cross_entropy_to_modes() -> None:
+    """Let `torch.compile` trace an `nn.CrossEntropyLoss` that is built in `forward` as a call of `cross_entropy`.
+
+    By itself it records this one class as a call that no `TorchFunctionMode` sees.
+    """
+    import torch._dynamo
+
+    @torch._dynamo.substitute_in_graph(  # type: ignore[arg-type]
+        nn.CrossEntropyLoss, is_embedded_type=True, skip_signature_check=True
+    )
+    def cross_entropy_loss(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+        return lambda input, target: functional.cross_entropy(input, target, *args, **kwargs)
