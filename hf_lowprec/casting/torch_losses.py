@@ -4,8 +4,7 @@ Their 16-bit arguments are replaced by exact FP32 copies. Everything else in the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,17 +43,6 @@ def _is_checkpointed() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-@dataclass(frozen=True)
-class ForwardWithFp32Losses:
-    """The `forward` of a module, with torch's losses in FP32."""
-
-    __wrapped__: Callable[..., Any]  # `inspect.signature` knows this name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with Fp32TorchLosses():
-            return self.__wrapped__(*args, **kwargs)
-
-
 def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
     """The modules outside of transformers whose `forward` names one of torch's losses, except for losses themselves."""
     return [
@@ -66,20 +54,31 @@ def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
 
 def install_fp32_torch_losses(module: nn.Module) -> bool:
     """Let torch's losses compute in FP32 in a module's `forward`. Return whether this is new."""
-    if isinstance(module.forward, ForwardWithFp32Losses):
+    if _is_installed(module):
         return False
     _show_cross_entropy_to_modes()
-    module.forward = ForwardWithFp32Losses(module.forward)
+    forward = partial(_with_fp32_losses, module.forward)
+    forward.__wrapped__ = module.forward  # type: ignore[attr-defined]  # for `inspect.signature`
+    module.forward = forward
     return True
 
 
 def remove_fp32_torch_losses(module: nn.Module) -> None:
     """Undo `install_fp32_torch_losses`."""
-    if isinstance(module.forward, ForwardWithFp32Losses):
-        forward = module.forward.__wrapped__
+    if _is_installed(module):
+        forward = module.forward.args[0]
         del module.forward
         if module.forward != forward:  # it had been assigned to the module
             module.forward = forward
+
+
+def _is_installed(module: nn.Module) -> bool:
+    return isinstance(module.forward, partial) and module.forward.func is _with_fp32_losses
+
+
+def _with_fp32_losses(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with Fp32TorchLosses():
+        return forward(*args, **kwargs)
 
 
 @cache
