@@ -66,7 +66,7 @@ def install_fp32_torch_losses(module: nn.Module) -> bool:
 def remove_fp32_torch_losses(module: nn.Module) -> None:
     """Undo `install_fp32_torch_losses`."""
     if _is_installed(module):
-        forward = module.forward.args[0]
+        forward = module.forward.__wrapped__  # type: ignore[attr-defined]
         del module.forward
         if module.forward != forward:  # it had been assigned to the module
             module.forward = forward
