@@ -180,10 +180,10 @@ class Checkpointed(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
         aside = F.mse_loss(hidden, x)
-        return aside + checkpoint(self.loss, hidden, use_reentrant=self.reentrant)
+        return aside + checkpoint(self.loss, hidden, self.class_weights, use_reentrant=self.reentrant)
 
-    def loss(self, hidden: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden), CLASSES, weight=self.class_weights)
+    def loss(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden), CLASSES, weight=weights)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
