@@ -1,7 +1,8 @@
 """FP32 outputs of a cast model: logits and other predictions as exact FP32 copies, so that losses of them are FP32.
 
-A loss outside of the model gets the copies that the model returns (`return_float32`). A model that computes its loss in
-its own `forward` gets FP32 copies from the layers that make its predictions (`upcast_predictions`).
+A loss outside of the model gets the copies that the model returns (`return_float32`). A model of transformers that
+computes its loss in its own `forward` gets FP32 copies from the layers that make its predictions
+(`upcast_predictions`); for models of users, see `torch_losses.py`.
 """
 
 import torch
@@ -49,7 +50,7 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
 
 
 def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
-    """Upcast the predictions of models that compute their loss in `forward`: the loss is FP32 then.
+    """Upcast the predictions of models of transformers that compute their loss in `forward`: the loss is FP32 then.
 
     The children of such a model, and of the modules around it, downcast their inputs, so that a 16-bit module that is
     given a copy does not fail.
