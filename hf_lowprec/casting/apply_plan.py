@@ -19,6 +19,7 @@ from hf_lowprec.casting.hooks.module_hooks import (
     remove_conversion_hooks,
     remove_model_output_upcast,
 )
+from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses, remove_fp32_torch_losses
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
@@ -35,6 +36,7 @@ INSTALL: dict[HookKind, Callable[[nn.Module, torch.dtype], bool]] = {
     "upcast outputs": lambda module, dtype: install_output_upcast(module),
     "downcast inputs": install_input_downcast,
     "loss function in FP32": lambda module, dtype: install_fp32_loss(module),
+    "torch losses in FP32": lambda module, dtype: install_fp32_torch_losses(module),
     "explain dtype errors": lambda module, dtype: install_advice(module),
     "warn of 16-bit losses": lambda module, dtype: install_loss_warning(module),
 }
@@ -144,6 +146,7 @@ def remove_cast(model: nn.Module) -> None:
         remove_advice(module)
         remove_loss_warning(module)
         remove_fp32_loss(module)
+        remove_fp32_torch_losses(module)
         remove_mark(module)
     tensors = ModuleTree.of(model).tensors
     frozen = frozen_tensors(tensors)

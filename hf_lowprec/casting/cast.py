@@ -41,7 +41,8 @@ def cast_model(
       not rounded. Values that a module computes from such FP32 numbers are FP32, so on the first call that passes some,
       its children get hooks that round their inputs. Make one such call before `torch.compile(fullgraph=True)`, and
       before any `torch.compile` if a model outside transformers takes integer timesteps.
-    - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict.
+    - The `loss_function` of transformers models computes in FP32, and so do the distributions that they predict, and
+      torch's loss functions while your own `forward` runs, if it names one of them.
     - If torch raises an error about mixed dtypes in a call of the model, the message also names the module and the
       entry of `keep_fp32` that avoids the error.
 

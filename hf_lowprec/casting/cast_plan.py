@@ -20,7 +20,7 @@ from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     named_by_caller,
 )
 from hf_lowprec.casting.fp32_rules.listed_classes import listed_classes
-from hf_lowprec.casting.fp32_rules.loss_weights import keep_loss_weights
+from hf_lowprec.casting.fp32_rules.loss_weights import loss_weights
 from hf_lowprec.casting.fp32_rules.losses import is_loss, losses
 from hf_lowprec.casting.fp32_rules.model_attributes import named_by_model_class
 from hf_lowprec.casting.fp32_rules.norms import norms
@@ -40,8 +40,9 @@ from hf_lowprec.casting.hooks.hook_placement import (
     loss_function_hooks,
     models_calling_loss_function,
     output_heads,
-    weighted_prediction_hooks,
+    torch_loss_hooks,
 )
+from hf_lowprec.casting.hooks.torch_losses import modules_with_torch_losses
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
 
@@ -51,6 +52,7 @@ FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
     norms,
     rotary_embeddings,
     losses,
+    loss_weights,
     named_by_model_class,
 )
 """The rules that need the model alone. Where several keep a module, the first one gives the reason."""
@@ -76,7 +78,7 @@ class CastPlan:
     hooks: tuple[HookPlan, ...]  # in the order in which they are installed
     kept: dict[str, str]  # FP32 module (the outermost one) or single tensor -> why
     heads: tuple[str, ...]  # kept modules that end the model: their output stays in FP32
-    losses: tuple[str, ...]  # loss modules, and models that call a loss function in FP32
+    losses: tuple[str, ...]  # loss modules, and models that compute a loss in FP32
 
     def hooks_of(self, kind: HookKind) -> dict[str, str]:
         """The modules that get a kind of hook, and why."""
@@ -103,10 +105,10 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
     """
     tree, earlier, new = ModuleTree.of(model), earlier_entries(model), as_entries(keep_fp32)
     check_entries_match(tree, new)
-    parts = fp32_parts(tree, (*earlier, *new), dtype)
+    parts = fp32_parts(tree, (*earlier, *new))
     check_no_quantized_weights(tree, parts)
     if marks_in(model):
-        check_not_rounded(tree, parts, fp32_parts(tree, earlier, dtype))
+        check_not_rounded(tree, parts, fp32_parts(tree, earlier))
 
     tensors = plan_tensors(tree, parts, dtype)
     kept = kept_in_fp32(tree, parts, tensors)
@@ -121,17 +123,16 @@ def make_plan(model: nn.Module, dtype: torch.dtype = torch.bfloat16, keep_fp32: 
         hooks=plan_hooks(tree, parts, hooked, heads, dtype),
         kept=kept,
         heads=tuple(name for name in hooked if name in heads.names),
-        losses=(*loss_modules, *models_calling_loss_function(tree)),
+        losses=(*loss_modules, *models_calling_loss_function(tree), *modules_with_torch_losses(tree)),
     )
 
 
-def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry], dtype: torch.dtype) -> Fp32Parts:
-    """Apply every rule, then the entries of `keep_fp32`, ties and class weights: what stays in FP32."""
+def fp32_parts(tree: ModuleTree, keep_fp32: Iterable[Entry]) -> Fp32Parts:
+    """Apply every rule, then the entries of `keep_fp32`, and ties: what stays in FP32."""
     decisions = [rule(tree) for rule in FP32_RULES]
     decisions += [named_by_caller(tree, entry) for entry in keep_fp32]
     parts = Fp32Parts.combine(decisions)
     keep_tied_weights(tree, parts)
-    keep_loss_weights(tree, parts, dtype, output_heads(tree, parts, dtype).names)
     return parts
 
 
@@ -170,7 +171,7 @@ def plan_hooks(
         *loss_function_hooks(tree),
         *fp32_result_hooks(tree, parts),
         *fp32_prediction_hooks(tree, dtype),
-        *weighted_prediction_hooks(tree, parts, dtype),
+        *torch_loss_hooks(tree),
         *input_hooks,
         *advice_hooks(tree, [hook.module for hook in input_hooks]),
     )

@@ -45,7 +45,7 @@ class CastReport:
         boundaries: FP32 modules whose inputs are upcast and, except for `heads`, whose outputs are downcast.
         inputs: modules whose activation arguments are rounded to `dtype`.
         heads: FP32 modules that end the model and return FP32.
-        losses: loss modules, and models with a loss function, that compute the loss in FP32.
+        losses: loss modules, models with a loss function, and your own models that compute a loss of torch, in FP32.
         results: 16-bit modules whose code returns FP32, which is downcast for the next module, and why.
         predictions: 16-bit modules that return FP32 copies, for a loss or distribution computed from them, and why.
         upcast: kept tensors that were in 16 bits before the cast, and their dtype; they stay rounded.

@@ -1,7 +1,8 @@
 """FP32 outputs of a cast model: logits and other predictions as exact FP32 copies, so that losses of them are FP32.
 
-A loss outside of the model gets the copies that the model returns (`return_float32`). A model that computes its loss in
-its own `forward` gets FP32 copies from the layers that make its predictions (`upcast_predictions`).
+A loss outside of the model gets the copies that the model returns (`return_float32`). A model of transformers that
+computes its loss in its own `forward` gets FP32 copies from the layers that make its predictions
+(`upcast_predictions`); for models of users, see `torch_losses.py`.
 """
 
 import torch
@@ -11,12 +12,13 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks.forward_code import (
     arguments_of_forward,
     is_code_of_transformers,
+    multiplies_tensors,
     names_in_forward,
     uses_torch_losses,
 )
-from hf_lowprec.casting.hooks.input_hooks import install_input_downcast, loss_prediction_layers
-from hf_lowprec.casting.hooks.loss_predictions import multiplies_with_16_bits
+from hf_lowprec.casting.hooks.input_hooks import install_input_downcast
 from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast, install_output_upcast
+from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers
 from hf_lowprec.casting.module_tree import ModuleTree, compiled_module
 
@@ -48,7 +50,7 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
 
 
 def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
-    """Upcast the predictions of models that compute their loss in `forward`: the loss is FP32 then.
+    """Upcast the predictions of models of transformers that compute their loss in `forward`: the loss is FP32 then.
 
     The children of such a model, and of the modules around it, downcast their inputs, so that a 16-bit module that is
     given a copy does not fail.
@@ -60,9 +62,13 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
     tree = ModuleTree.of(model)
     models = [name for name, module in tree.modules.items() if module is tree.root or is_model(module)]
     for name in models:
-        if _is_multiplied_outside(tree, name):
+        layers = contrastive_layers(tree, name)
+        if not layers and computes_loss_itself(tree.modules[name]):
+            layers = prediction_layers(tree, name)
+        upcast = [layer for layer in layers if tree.computes_in(layer, dtype)]
+        if upcast and _is_called_by_products(tree, name):
+            install_fp32_torch_losses(tree.modules[name])
             continue
-        upcast = [layer for layer in _layers_to_upcast(tree, name) if tree.computes_in(layer, dtype)]
         for layer in upcast:
             install_output_upcast(tree.modules[layer])
         for part in _parts_given_copies(tree, name, upcast):
@@ -70,25 +76,11 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
                 install_input_downcast(tree.modules[part], dtype)
 
 
-def _is_multiplied_outside(tree: ModuleTree, model: str) -> bool:
-    """Return whether user code around a model multiplies its outputs by 16-bit tensors."""
+def _is_called_by_products(tree: ModuleTree, model: str) -> bool:
+    """Return whether user code around a model multiplies tensors: it may do so with the predictions and 16-bit ones."""
     parts = model.split(".") if model else []
-    for depth in range(len(parts)):
-        around = tree.modules[".".join(parts[:depth])]
-        if not is_code_of_transformers(around) and multiplies_with_16_bits(around, ".".join(parts[depth:])):
-            return True
-    return False
-
-
-def _layers_to_upcast(tree: ModuleTree, model: str) -> list[str]:
-    """The layers whose outputs a model's `forward` computes a loss from."""
-    module = tree.modules[model]
-    if "loss_function" in names_in_forward(module):
-        return contrastive_layers(tree, model)
-    if not is_code_of_transformers(module):
-        return loss_prediction_layers(tree, model)
-    layers = contrastive_layers(tree, model)
-    return layers or (prediction_layers(tree, model) if computes_loss_itself(module) else [])
+    around = [tree.modules[".".join(parts[:depth])] for depth in range(len(parts))]
+    return any(multiplies_tensors(module) and not is_code_of_transformers(module) for module in around)
 
 
 def _parts_given_copies(tree: ModuleTree, model: str, upcast: list[str]) -> list[str]:

@@ -18,9 +18,8 @@ from hf_lowprec.casting.fp32_classes import (
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
 from hf_lowprec.casting.fp32_rules.losses import is_loss
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
-from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers
-from hf_lowprec.casting.hooks.input_hooks import loss_prediction_layers
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function
+from hf_lowprec.casting.hooks.torch_losses import modules_with_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, output_embeddings
 from hf_lowprec.casting.module_tree import ModuleTree
 
@@ -30,6 +29,7 @@ HookKind = Literal[
     "upcast outputs",
     "downcast inputs",
     "loss function in FP32",
+    "torch losses in FP32",
     "explain dtype errors",
     "warn of 16-bit losses",
 ]
@@ -148,13 +148,10 @@ def fp32_prediction_hooks(tree: ModuleTree, dtype: torch.dtype) -> Iterator[Hook
                     yield HookPlan(part, "upcast outputs", reason)
 
 
-def weighted_prediction_hooks(tree: ModuleTree, parts: Fp32Parts, dtype: torch.dtype) -> Iterator[HookPlan]:
-    """Layers whose outputs meet FP32 class weights in a loss return FP32 copies: torch does not mix dtypes there."""
-    if not any(reason.rule == "loss" for reason in parts.tensors.values()) or is_code_of_transformers(tree.root):
-        return
-    for name in loss_prediction_layers(tree, ""):
-        if tree.computes_in(name, dtype):
-            yield HookPlan(name, "upcast outputs", "predictions of a loss with class weights")
+def torch_loss_hooks(tree: ModuleTree) -> Iterator[HookPlan]:
+    """Modules of users whose `forward` computes torch's losses do so in FP32."""
+    for name in modules_with_torch_losses(tree):
+        yield HookPlan(name, "torch losses in FP32", "named in forward")
 
 
 def downcast_input_hooks(tree: ModuleTree, heads: OutputHeads, dtype: torch.dtype) -> Iterator[HookPlan]:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.hooks.argument_roles import is_time, role_of
 from hf_lowprec.casting.hooks.forward_code import is_code_of_transformers, uses_torch_losses
-from hf_lowprec.casting.hooks.loss_predictions import INHERITED_FORWARD, loss_predictions
 from hf_lowprec.casting.hooks.module_hooks import convert_floats, install_output_upcast, remove_hooks
 from hf_lowprec.casting.model_parts import called_children, prediction_layers
-from hf_lowprec.casting.module_tree import ModuleTree, join
+from hf_lowprec.casting.module_tree import ModuleTree
 
 # They multiply their inputs with their own weights, so every input is an activation, including 1-D ones.
 _LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.Embedding, nn.EmbeddingBag)
@@ -108,8 +107,8 @@ def follow_numbers(module: nn.Module, dtype: torch.dtype, names: list[str], memo
 
     Values computed from them are FP32, so the module's children downcast their inputs. A child that receives the
     numbers keeps them in FP32 and prepares its own children, so that only modules on their path get a hook. torch does
-    not accept FP32 class weights with 16-bit predictions, so a module that computes a loss and is given weights gets
-    FP32 copies of its predictions.
+    not accept FP32 class weights with 16-bit predictions, so a model of transformers that computes a loss and is given
+    weights gets FP32 copies of its predictions.
 
     Args:
         module: the module that is called.
@@ -144,20 +143,10 @@ def _follow_numbers(module: nn.Module, dtype: torch.dtype, weights: bool) -> Non
     for name in _parts_taking_numbers(tree, ""):
         if tree.computes_in(name, dtype):
             install_input_downcast(tree.modules[name], dtype)
-    if weights and uses_torch_losses(module):
-        # Without copies the loss fails for certain, so code that is not understood gets them as well.
-        is_own = not is_code_of_transformers(module)
-        for name in (loss_prediction_layers(tree, "") if is_own else []) or prediction_layers(tree, ""):
+    if weights and uses_torch_losses(module) and is_code_of_transformers(module):
+        for name in prediction_layers(tree, ""):
             if tree.computes_in(name, dtype):
                 install_output_upcast(tree.modules[name])
-
-
-def loss_prediction_layers(tree: ModuleTree, name: str) -> list[str]:
-    """The layers whose FP32 copies a module's `forward` can give to torch's losses, in classes outside transformers."""
-    paths = loss_predictions(tree.modules[name], losses_mix_dtypes(), tree.dtype_of)
-    if INHERITED_FORWARD in paths:
-        return prediction_layers(tree, name)
-    return [join(name, path) for path in paths]
 
 
 def _parts_taking_numbers(tree: ModuleTree, name: str) -> list[str]:

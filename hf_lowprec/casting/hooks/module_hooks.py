@@ -44,7 +44,7 @@ def upcast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 def upcast_model_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a whole model: 16-bit outputs go to FP32 for the code that called it."""
-    return convert_floats(output, _16_bit_to_fp32)
+    return to_fp32_copies(output)
 
 
 def upcast_model_outputs_without_loss(module: nn.Module, args: Any, output: Any) -> Any:
@@ -147,6 +147,11 @@ def _to_bfloat16(tensor: Tensor, name: str) -> Tensor:
 
 def _to_float16(tensor: Tensor, name: str) -> Tensor:
     return tensor.to(torch.float16)
+
+
+def to_fp32_copies(value: Any) -> Any:
+    """Upcast the 16-bit tensors in a value, at any depth of tuples, lists and dicts."""
+    return convert_floats(value, _16_bit_to_fp32)
 
 
 def convert_floats(value: Any, convert: Convert, name: str = "") -> Any:

@@ -1,6 +1,6 @@
 """A warning, once per process, if a cast model trains with a loss that it has computed in 16 bits.
 
-Models that compute their loss in `forward` by torch's functions (BERT, T5) do so until `return_float32` is called.
+Models of transformers that compute their loss in `forward` (BERT, T5) do so until `return_float32` is called.
 """
 
 import logging

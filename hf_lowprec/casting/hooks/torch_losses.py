@@ -1,0 +1,72 @@
+"""Torch's loss functions compute in FP32 while a user's `forward` runs, as they do under autocast.
+
+Their 16-bit arguments are replaced by exact FP32 copies. Everything else in the `forward` stays as it is.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hf_lowprec.casting.fp32_rules.losses import is_loss
+from hf_lowprec.casting.hooks.forward_code import TORCH_LOSS_FUNCTIONS, is_code_of_transformers, uses_torch_losses
+from hf_lowprec.casting.hooks.module_hooks import to_fp32_copies
+from hf_lowprec.casting.module_tree import ModuleTree
+from hf_lowprec.casting.private_torch_apis import runs_in_checkpoint, show_cross_entropy_to_modes
+
+# `nll_loss`, `kl_div` and `ctc_loss` are given logarithms: rounded ones would make rounded losses.
+_IN_FP32 = {functional.log_softmax, torch.log_softmax, Tensor.log_softmax}
+_IN_FP32 |= {getattr(functional, name) for name in TORCH_LOSS_FUNCTIONS}
+
+
+class Fp32TorchLosses(TorchFunctionMode):
+    """While it is active, torch's losses get exact FP32 copies of their 16-bit arguments."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A checkpoint compares dtypes, and the mode is not active when it runs the code again in backward.
+        if func in _IN_FP32 and not runs_in_checkpoint():
+            args, kwargs = to_fp32_copies(args), to_fp32_copies(kwargs)
+        return func(*args, **kwargs)
+
+
+def modules_with_torch_losses(tree: ModuleTree) -> list[str]:
+    """The modules outside of transformers whose `forward` names one of torch's losses, except for losses themselves."""
+    return [
+        name
+        for name, module in tree.modules.items()
+        if uses_torch_losses(module) and not is_code_of_transformers(module) and not is_loss(module)
+    ]
+
+
+def install_fp32_torch_losses(module: nn.Module) -> bool:
+    """Let torch's losses compute in FP32 in a module's `forward`. Return whether this is new."""
+    if _is_installed(module):
+        return False
+    show_cross_entropy_to_modes()
+    forward = partial(_with_fp32_losses, module.forward)
+    forward.__wrapped__ = module.forward  # type: ignore[attr-defined]  # for `inspect.signature`
+    module.forward = forward
+    return True
+
+
+def remove_fp32_torch_losses(module: nn.Module) -> None:
+    """Undo `install_fp32_torch_losses`."""
+    if _is_installed(module):
+        forward = module.forward.__wrapped__  # type: ignore[attr-defined]
+        del module.forward
+        if module.forward != forward:  # it had been assigned to the module
+            module.forward = forward
+
+
+def _is_installed(module: nn.Module) -> bool:
+    return isinstance(module.forward, partial) and module.forward.func is _with_fp32_losses
+
+
+def _with_fp32_losses(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with Fp32TorchLosses():
+        return forward(*args, **kwargs)

@@ -1,0 +1,330 @@
+"""Torch's losses in the `forward` of a user's model compute in FP32, on what the model has computed in 16 bits."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import CrossEntropyLoss
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hf_lowprec.casting import cast_model, return_float32, uncast_model
+from tests.support.models.inspection import BF16, COPIES, FP16, FP32, copy_of
+
+X = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 1, 2, 0, 1, 2])
+TARGETS = torch.rand(6, 3, generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.tensor([1.0, 1001.0, 3.3])
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXTS = {"input_ids": torch.arange(28).view(4, 7), "labels": torch.arange(4) % 3}
+
+
+class Net(nn.Module):
+    """The layers of the models below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+        self.matrix = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("class_weights", WEIGHTS.clone())
+
+
+class Function(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return F.cross_entropy(logits, CLASSES), logits
+
+
+class Built(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        loss = CrossEntropyLoss(label_smoothing=0.1)
+        return loss(logits, CLASSES), logits
+
+
+class BuiltWithWeights(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return nn.CrossEntropyLoss(self.class_weights)(logits, CLASSES), logits
+
+
+class Product(Net):
+    """A product needs equal dtypes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = multiplied(self.head(self.body(x)), self.matrix)
+        return F.cross_entropy(logits, CLASSES, weight=self.class_weights), logits
+
+
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+class Logarithms(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, weights = self.head(self.body(x)), self.class_weights
+        return F.nll_loss(F.log_softmax(logits, -1), CLASSES, weights), logits  # type: ignore[arg-type]
+
+
+class Divergence(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return F.kl_div(logits.log_softmax(-1), TARGETS, reduction="sum"), logits
+
+
+class Regression(Net):
+    """Without FP32 copies, torch does not differentiate this loss of two dtypes."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values = self.head(self.body(x))
+        return F.huber_loss(values, TARGETS), values
+
+
+class SeveralLabels(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        return F.binary_cross_entropy_with_logits(logits, TARGETS, pos_weight=self.class_weights), logits
+
+
+LOSSES: dict[type[Net], Callable[[Tensor], Tensor]] = {
+    Function: lambda p: F.cross_entropy(p, CLASSES),
+    Built: lambda p: F.cross_entropy(p, CLASSES, label_smoothing=0.1),
+    BuiltWithWeights: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
+    Product: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
+    Logarithms: lambda p: F.cross_entropy(p, CLASSES, WEIGHTS.double()),
+    Divergence: lambda p: F.kl_div(p.log_softmax(-1), TARGETS.double(), reduction="sum"),
+    Regression: lambda p: F.huber_loss(p, TARGETS.double()),
+    SeveralLabels: lambda p: F.binary_cross_entropy_with_logits(p, TARGETS.double(), pos_weight=WEIGHTS.double()),
+}
+"""The loss of each model, of its predictions in FP64."""
+
+
+def build(net: type[nn.Module], dtype: torch.dtype = BF16) -> Any:
+    torch.manual_seed(0)
+    model = net()
+    cast_model(model, dtype)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "compiled"), [(BF16, False), (FP16, False), (BF16, True)])
+@pytest.mark.parametrize("net", LOSSES)
+def test_the_loss_is_that_of_the_16_bit_predictions(net: type[Net], dtype: torch.dtype, compiled: bool) -> None:
+    model = build(net, dtype)
+    torch.compiler.reset()
+    loss, predictions = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(X)
+    expected = LOSSES[net](predictions.detach().double())
+    assert loss.dtype == FP32 and predictions.dtype == dtype
+    # Sums of at most 18 terms in FP32, each a few roundings of 2^-24; one in 16 bits is off by up to 2^-11.
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    loss.backward()
+    assert {p.grad.dtype for p in (model.body.weight, model.head.weight)} == {dtype} and model.head.weight.grad.any()
+
+
+@pytest.mark.parametrize("through", COPIES)
+def test_copies(through: str) -> None:
+    model = build(Built)
+    twin = copy_of(model, through)
+    assert not cast_model(twin).changed
+    assert list(inspect.signature(twin.forward).parameters) == ["x"]
+    with torch.no_grad():
+        twin.head.weight.zero_()  # a copy computes with its own weights
+    assert torch.equal(model(X)[0], build(Built)(X)[0]) and not torch.equal(twin(X)[0], model(X)[0])
+
+
+def test_uncast_gives_back_the_forward() -> None:
+    model = build(Function)
+    uncast_model(model)
+    assert "forward" not in vars(model)
+
+    model = Function()
+    model.forward = own = lambda x: x  # type: ignore[method-assign,assignment]
+    cast_model(model)
+    assert model.forward is not own
+    uncast_model(model)
+    assert model.forward is own
+
+
+def test_torch_export() -> None:
+    model = build(Built)
+    exported = torch.export.export(model, (X,)).module()
+    assert torch.equal(exported(X)[0], model(X)[0])
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard])
+def test_in_wrappers(process_group: None, wrap: Callable[[nn.Module], Any]) -> None:
+    model = build(BuiltWithWeights)
+    expected = copy.deepcopy(model)(X)[0]
+    loss = wrap(model)(X)[0]
+    loss.backward()
+    assert torch.equal(loss, expected) and loss.dtype == FP32
+
+
+class Checkpointed(Net):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        aside = F.mse_loss(hidden, x)
+        return aside + checkpoint(self.loss, hidden, self.class_weights, use_reentrant=self.reentrant)
+
+    def loss(self, hidden: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden), CLASSES, weight=weights)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_in_a_checkpoint_computes_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool, compiled: bool
+) -> None:
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
+    model = build(Checkpointed)
+    torch.compiler.reset()
+    loss = (torch.compile(model, backend="aot_eager") if compiled else model)(X)
+    loss.backward()
+    hidden = model.body(X.to(BF16))
+    head, weights = copy.deepcopy(model.head), model.class_weights
+    F.cross_entropy(head(hidden.detach()), CLASSES, weight=weights).backward()
+    assert loss.dtype == FP32  # of the loss outside
+    assert weights.dtype == BF16 and torch.equal(model.head.weight.grad, head.weight.grad)
+
+
+def test_modules_inside_and_losses() -> None:
+    """A model inside gets it as well; a loss module is kept in FP32 as a whole."""
+
+    class Criterion(nn.Module):
+        def forward(self, predictions: Tensor) -> Tensor:
+            return F.cross_entropy(predictions * 2, CLASSES)
+
+    model = nn.ModuleDict({"net": Function(), "criterion": Criterion()})
+    report = cast_model(model)
+    assert set(report.losses) == {"net", "criterion"}
+    loss, logits = model["net"](X.to(BF16))
+    assert loss.dtype == FP32
+    assert torch.equal(model["criterion"](logits), F.cross_entropy(logits.float() * 2, CLASSES))
+    assert "forward" not in vars(model["criterion"])
+
+
+class Weights(Net):
+    """Only vectors that do not train, that `forward` names, and that have "weight" in their name weigh classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("pos_weight", WEIGHTS.view(3, 1).clone())
+        self.frozen_weights = nn.Parameter(WEIGHTS.clone(), requires_grad=False)
+        self.layer_weights = nn.Parameter(WEIGHTS.clone())
+        for name in ("weight_matrix", "other_weights", "alpha"):
+            self.register_buffer(name, WEIGHTS.expand(3, 3).clone() if "matrix" in name else WEIGHTS.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        _ = self.class_weights, self.pos_weight, self.frozen_weights, self.layer_weights, self.weight_matrix
+        return F.cross_entropy(self.head(self.body(x)), CLASSES, weight=self.alpha)  # type: ignore[arg-type]
+
+
+def test_class_weights_are_exact() -> None:
+    model = Weights()
+    report = cast_model(model)
+    names = ("class_weights", "pos_weight", "frozen_weights")
+    assert report.kept == dict.fromkeys(names, "weights of classes in a loss")
+    assert all(torch.equal(getattr(model, name).flatten(), WEIGHTS) for name in names)
+    assert any("keep_fp32=" in warning and "'alpha'" in warning for warning in report.warnings)
+    assert model(X).dtype == FP32
+
+
+class Classifier(transformers.BertPreTrainedModel):
+    """A model of the user's that computes a loss and returns its predictions."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.classifier = transformers.BertModel(config), nn.Linear(16, 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.classifier(self.bert(input_ids)[1])
+        return transformers.modeling_outputs.SequenceClassifierOutput(F.cross_entropy(logits, labels), logits)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.matrix = nn.ModuleList([model]), nn.Parameter(torch.randn(3, 3))
+
+
+class Multiplies(Around):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss, (outputs.logits @ self.matrix).mean()
+
+
+class MultipliesByFunction(Around):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss, torch.matmul(outputs.logits, self.matrix).mean()
+
+
+class Adds(Around):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        outputs = self.model[0](input_ids=input_ids, labels=labels)
+        return outputs.loss, outputs.logits.mean() + self.matrix.sum()
+
+
+@pytest.mark.parametrize("inner", [Classifier, transformers.BertForSequenceClassification])
+@pytest.mark.parametrize("around", [Multiplies, MultipliesByFunction, Adds])
+def test_the_code_around_a_model_that_computes_its_loss(around: type[Around], inner: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = around(inner(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES)))
+    cast_model(model)
+    return_float32(model)
+    loss, other = model(**TEXTS)
+    (loss + other).backward()
+    assert loss.item() != loss.to(BF16).item()
+    assert model.matrix.grad.dtype == BF16
+
+
+class Inherits(transformers.BertForSequenceClassification):
+    """Computes another loss of the predictions that the inherited `forward` makes."""
+
+    weights = WEIGHTS
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        outputs = super().forward(input_ids=input_ids)
+        return F.cross_entropy(outputs.logits, labels, weight=self.weights)
+
+
+class InheritsAndMultiplies(transformers.BertForSequenceClassification):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.matrix = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(input_ids=input_ids).logits @ self.matrix, labels)
+
+
+class Mine(transformers.BertForSequenceClassification):
+    pass
+
+
+@pytest.mark.parametrize("model_class", [Inherits, InheritsAndMultiplies, Mine])
+def test_subclasses_of_models(model_class: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = model_class(transformers.BertConfig(vocab_size=50, num_labels=3, **SIZES))
+    cast_model(model)
+    return_float32(model)
+    outputs = model(**TEXTS)
+    loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+    loss.backward()
+    assert loss.dtype == FP32 and loss.item() != loss.to(BF16).item()
+    assert model.classifier.weight.grad.any()
