@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = ("tests.conftest", "transformers.trainer", "torch.distributed.fsdp", "typer")
 """Imported once, so that no test has to. The first sets environment variables that the others read."""
-OUTCOMES = {0: "survived", 1: "killed"}
-"""By pytest's exit codes; with others, it could not run the tests."""
 
 
 class Fault(NamedTuple):
@@ -54,7 +52,7 @@ def _files(folder: str) -> dict[Path, str]:
 
 def _test_ids(test: str) -> Iterator[str]:
     for path, content in _files("tests").items():
-        for match in re.finditer(rf"^( *)def {re.escape(test.partition('[')[0])}\(", content, re.M):
+        for match in re.finditer(rf"^( *)def {test}\(", content, re.M):
             classes = re.findall(r"^class (\w+)", content[: match.start()], re.M) if match[1] else []
             yield "::".join([str(path), *classes[-1:], test])
 
@@ -67,25 +65,12 @@ def read_faults() -> list[Fault]:
         text, replacement = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
         faults.append(Fault(breaks, text, replacement, [line for line in lines if line[0] not in "-+"]))
         ast.parse(faults[-1].content(), breaks)
-        if text == replacement or not all(any(_test_ids(test)) for test in faults[-1].tests or [""]):
+        if text == replacement or not all(any(_test_ids(test)) for test in faults[-1].tests or ["none"]):
             raise ValueError(f"{breaks}: nothing changes, or there is no test of this name")
     return faults
 
 
-def _run(jobs: list[tuple[Fault | None, list[str]]], processes: int) -> Iterator[tuple[Fault | None, int, str]]:
-    running: dict[int, tuple[Fault | None, Any]] = {}
-    while jobs or running:
-        while jobs and len(running) < processes:
-            fault, tests = jobs.pop(0)
-            folder = tempfile.TemporaryDirectory()
-            running[_fork(fault, tests, Path(folder.name))] = fault, folder
-        pid, status = os.wait()
-        fault, folder = running.pop(pid)
-        yield fault, os.waitstatus_to_exitcode(status), Path(folder.name, "output").read_text(errors="replace")
-        folder.cleanup()
-
-
-def _fork(fault: Fault | None, tests: list[str], folder: Path) -> int:
+def _start(fault: Fault | None, tests: list[str], folder: Path) -> int:
     """Run tests in a process with a copy of the repository and caches of its own; returns the process's number."""
     copy = folder / "copy"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "docs", "site", "build"))
@@ -103,7 +88,7 @@ def _fork(fault: Fault | None, tests: list[str], folder: Path) -> int:
             del sys.modules[name]
         os.environ |= {"PYTHONPATH": str(copy), "HF_LOWPREC_CACHE": f"{copy}/c", "TRITON_CACHE_DIR": f"{copy}/triton"}
         ids = [test_id for test in tests for test_id in _test_ids(test)]
-        code = importlib.import_module("pytest").main(["-xq", "-p", "no:cacheprovider", "--timeout=150", *ids])
+        code = importlib.import_module("pytest").main(["-xq", "-p", "no:cacheprovider", *ids])
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -121,13 +106,24 @@ if __name__ == "__main__":
     for module in PRELOADED:
         importlib.import_module(module)
     tests = sorted({test for fault in faults for test in fault.tests})
-    without_fault = [(None, part) for k in range(args.n) if (part := tests[k :: args.n])]
-    counts: Counter[str] = Counter()
-    for fault, code, output in _run([*without_fault, *((fault, fault.tests) for fault in faults)], args.n):
-        outcome = OUTCOMES.get(code, "not tested") if fault else "failed" if code else "passed"
+    jobs: list[Any] = [
+        *((None, tests[k :: args.n]) for k in range(min(args.n, len(tests)))),
+        *((one, one.tests) for one in faults),
+    ]
+    running, counts = dict[int, tuple[Fault | None, Any]](), Counter[str]()
+    while jobs or running:
+        while jobs and len(running) < args.n:
+            folder = tempfile.TemporaryDirectory()
+            running[_start(*jobs[0], Path(folder.name))] = jobs.pop(0)[0], folder
+        pid, status = os.wait()
+        fault, folder = running.pop(pid)
+        output = Path(folder.name, "output").read_text(errors="replace")
+        folder.cleanup()
+        code = 2 if "pytest-timeout" in output else os.waitstatus_to_exitcode(status)
+        outcome = {0: "survived", 1: "killed"}.get(code, "not tested") if fault else "failed" if code else "passed"
         room = fault.path().parts[1] if fault else "without fault"
         counts[f"{outcome:<10} {room}"] += 1
         print(f"{outcome:<10} {room:<14} {fault.breaks if fault else ''}", flush=True)
         print(output[-4000:] if outcome in ("not tested", "failed") else "", end="", flush=True)
-    print("\n".join(f"{counts[line]:4}  {line}" for line in sorted(counts)))
+    print(*(f"{counts[line]:4}  {line}" for line in sorted(counts)), sep="\n")
     sys.exit(any(not line.startswith(("killed", "passed")) for line in counts))
