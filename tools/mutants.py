@@ -35,10 +35,10 @@ class Fault(NamedTuple):
 
     def path(self) -> Path:
         """The file that contains the text."""
-        places = [path for path, content in _files("hf_lowprec").items() for _ in range(content.count(self.text))]
-        if len(places) != 1:
-            raise ValueError(f"{self.breaks}: {self.text!r} is in {len(places)} places of the package, not in one")
-        return places[0]
+        counts = {path: count for path, content in _files("hf_lowprec").items() if (count := content.count(self.text))}
+        if [*counts.values()] != [1]:
+            raise ValueError(f"{self.breaks}: {self.text!r} is not once in the package, but {counts}")
+        return next(iter(counts))
 
     def content(self) -> str:
         """The content of this file with the fault."""
@@ -95,7 +95,7 @@ def _start(fault: Fault | None, tests: list[str], folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="plant faults and see whether the tests notice them")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true", help="only see whether the faults can be planted")
     parser.add_argument("-k", default="", metavar="TEXT", help="only faults with this in their entry or path")
     parser.add_argument("-n", type=int, default=2, metavar="PROCESSES")
@@ -106,24 +106,23 @@ if __name__ == "__main__":
     for module in PRELOADED:
         importlib.import_module(module)
     tests = sorted({test for fault in faults for test in fault.tests})
-    jobs: list[Any] = [
-        *((None, tests[k :: args.n]) for k in range(min(args.n, len(tests)))),
-        *((one, one.tests) for one in faults),
-    ]
+    jobs: list[Any] = [(None, part) for k in range(args.n) if (part := tests[k :: args.n])]
+    jobs += [(fault, fault.tests) for fault in faults]
     running, counts = dict[int, tuple[Fault | None, Any]](), Counter[str]()
     while jobs or running:
         while jobs and len(running) < args.n:
+            fault, tests = jobs.pop(0)
             folder = tempfile.TemporaryDirectory()
-            running[_start(*jobs[0], Path(folder.name))] = jobs.pop(0)[0], folder
+            running[_start(fault, tests, Path(folder.name))] = fault, folder
         pid, status = os.wait()
         fault, folder = running.pop(pid)
         output = Path(folder.name, "output").read_text(errors="replace")
-        folder.cleanup()
         code = 2 if "pytest-timeout" in output else os.waitstatus_to_exitcode(status)
         outcome = {0: "survived", 1: "killed"}.get(code, "not tested") if fault else "failed" if code else "passed"
         room = fault.path().parts[1] if fault else "without fault"
         counts[f"{outcome:<10} {room}"] += 1
         print(f"{outcome:<10} {room:<14} {fault.breaks if fault else ''}", flush=True)
         print(output[-4000:] if outcome in ("not tested", "failed") else "", end="", flush=True)
+        folder.cleanup()
     print(*(f"{counts[line]:4}  {line}" for line in sorted(counts)), sep="\n")
     sys.exit(any(not line.startswith(("killed", "passed")) for line in counts))
