@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-fast test-distributed test-arm test-ptx test-gpu pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
+.PHONY: help .venv drawings demo test test-fast test-distributed test-arm test-ptx test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-ptx: $(STAMP) ## the compiled GPU kernels, executed without a GPU, with eve
 test-gpu: ## the step's tests on the GPU of this machine
 	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
 	  tests/gpu tests/optim -k "not native" $(ARGS)
+
+mutants: $(STAMP) ## plant faults in copies of the package: the tests must notice each
+	@$(BIN)/python -m tools.mutants $(ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	@$(BIN)/ruff check $(CODE)

@@ -511,4 +511,5 @@ def test_lora_has_as_many_parameters_as_with_peft():
     )
     trained, every = wrapped.get_nb_trainable_parameters()
     assert row.memory.parameters == every
+    assert row.memory.weights.total() == 2 * (every - trained) + 4 * trained
     assert row.memory.gradients.total() == 4 * trained and row.memory.state.total() == 8 * trained

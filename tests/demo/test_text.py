@@ -34,8 +34,8 @@ def test_blocks_are_the_documents_end_to_end() -> None:
     from datasets import Dataset
 
     documents = text.Text("x", Dataset.from_dict({"text": ["abc", "defgh", "i"]}), Dataset.from_dict({"text": ["xyz"]}))
-    blocks = text.token_blocks(documents, text.encode_bytes, 3, 2, 10)
-    assert [bytes(row) for row in blocks.train["input_ids"]] == [b"abc", b"def"]
+    blocks = text.token_blocks(documents, text.encode_bytes, 3, 4, 10)
+    assert [bytes(row) for row in blocks.train["input_ids"]] == [b"abc", b"def", b"ghi"]
     assert blocks.train["labels"] == blocks.train["input_ids"]
     with pytest.raises(InputError, match="too little text"):
         text.token_blocks(documents, text.encode_bytes, 4, 2, 10)

@@ -1,12 +1,14 @@
 """A planned run has the learning rates, the optimizer and the rounding of the run that Trainer would start."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
+from hf_lowprec.tools.doctor.advice import find_problems
 from hf_lowprec.tools.doctor.planned_run import STOCK, plan_run
 from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
@@ -133,3 +135,11 @@ def test_every_name_is_planned_or_says_why():
         else:
             with pytest.raises(ValueError, match="are not predicted"):
                 plan(name)
+
+
+@pytest.mark.parametrize(("share", "is_problem"), [(0.05, False), (0.2, True)])
+def test_a_weight_decay_that_does_not_arrive_in_a_tenth_of_the_steps_is_a_problem(share, is_problem):
+    """`1 - lr·wd` rounds to 1 below 2^-9. The learning rate falls linearly to zero."""
+    run = plan(lr=0.1, wd=2.0**-9 / 0.1 / share, steps=100)
+    found = [problem for problem in find_problems(SimpleNamespace(run=run, requested={})) if "Weight decay" in problem]
+    assert bool(found) == is_problem

@@ -27,9 +27,10 @@ def test_rows_are_evenly_spaced_elements_and_short_ones_end_in_zeros(tensors):
     assert samples.positions[0, :3].tolist() == [0, samples.strides[0], 2 * samples.strides[0]]
 
 
-def test_a_sample_visits_all_columns():
-    tensor = torch.arange(64 * 64.0).reshape(64, 64)
-    samples = ParameterSamples([tensor], 64)  # every 64th element would be one column
+@pytest.mark.parametrize("rows", [64, 66])
+def test_a_sample_visits_all_columns(rows):
+    tensor = torch.arange(rows * 64.0).reshape(rows, 64)
+    samples = ParameterSamples([tensor], 64)  # every 64th element would be one column, every 66th half of them
     columns = samples.gather([tensor])[0] % 64
     assert len(columns.unique()) > 60
 

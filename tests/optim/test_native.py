@@ -102,6 +102,23 @@ print(len(os.listdir(os.environ["HF_LOWPREC_CACHE"])))
     assert run(tmp_path, body, tmp_path / "cache").split() == ["1", "2"]
 
 
+def test_what_another_compiler_flag_or_processor_made_is_not_loaded(monkeypatch):
+    names = []
+    monkeypatch.setattr(native.library_cache, "load", lambda name, *_: names.append(name))
+    changes = {
+        "FLAGS": ("-O1",),
+        "require_compiler": lambda: ("gcc", "-O1"),
+        "compiler_identity": lambda compiler: "a new version",
+        "_cpu_identity": lambda: "a newer processor",
+    }
+    native._compiled("the step", [])
+    for name, value in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(native, name, value)
+            native._compiled("the step", [])
+    assert len(set(names)) == 5
+
+
 @pytest.mark.parametrize("kind", ["read-only", "below a file"])
 def test_without_a_writable_cache_the_step_still_works(kind, tmp_path):
     cache = tmp_path / "cache"

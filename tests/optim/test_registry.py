@@ -13,6 +13,7 @@ import torch
 import hf_lowprec
 from hf_lowprec import optim
 from hf_lowprec.optim import ALGORITHMS
+from hf_lowprec.rounding.random_bits import random_bits
 
 SIGN_SGD = """
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
@@ -95,9 +96,20 @@ def test_scalars_of_tensors_are_those_of_numbers(cls):
 
 @pytest.mark.parametrize("cls", ALGORITHMS.values())
 def test_every_state_has_random_bits_of_its_own(cls):
-    """Role 0 is the weight's; two states of one role would round together."""
+    """Role 0 is the weight's; two states of one role would round together. The first step begins with equal states."""
     options = {name: True for name in ("amsgrad", "nesterov") if name in inspect.signature(cls).parameters}
     options |= {"momentum": 0.9} if options.get("nesterov") else {}
-    optimizer = cls([torch.nn.Parameter(torch.zeros(2, 2))], **options)
-    roles = [state.role for state in optimizer.states(optimizer.param_groups[0])]
+    states = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        param = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        param.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+        optimizer = cls([param], state_dtype=dtype, seed=3, first_parameter=0, **options)
+        optimizer.step()
+        states[dtype] = optimizer.state[param]
+    declared = optimizer.states(optimizer.param_groups[0])
+    roles = [state.role for state in declared]
     assert sorted({0, *roles}) == sorted([0, *roles])
+    for state in (state for state in declared if state.averages):
+        bits = random_bits(seed=3, step=1, parameter=0, role=state.role, index=torch.arange(64)).view(8, 8)
+        upper = (states[torch.float32][state.name].view(torch.int32) + bits) >> 16
+        assert torch.equal(states[torch.bfloat16][state.name].view(torch.int16), upper.to(torch.int16)), state.name

@@ -5,10 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hf_lowprec.optim import AdamW, sharding
 from tests.support.processes.ranks import run_ranks, run_script
+from tests.support.processes.shards import has_shard_of, shard
 from tests.support.triton_available import require_triton
 
 
@@ -32,9 +34,26 @@ def test_sharded_states_in_8_bits_are_those_of_the_full_tensors_or_refused():
     assert "6 shardings over 4 ranks agree, 2 are refused" in printed
 
 
+def test_columns_are_stepped_as_in_the_full_tensor(two_fake_ranks, backend):
+    """Rank 0 of two has half of each row, so its elements are at other places than in the full tensor."""
+    mesh, random = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    full, grad = (torch.randn(6, 10, generator=random).bfloat16() for _ in range(2))
+    optimizers = []
+    for place in (lambda tensor: tensor.clone(), lambda tensor: shard(tensor, mesh, [Shard(1)])):
+        param = torch.nn.Parameter(place(full))
+        param.grad = place(grad)
+        optimizers.append(AdamW([param], rounding="stochastic", first_parameter=0, backend=backend))
+        optimizers[-1].step()
+    (whole, states), (half, states_of_half) = (next(iter(optimizer.state.items())) for optimizer in optimizers)
+    assert has_shard_of(half, whole)
+    assert all(has_shard_of(states_of_half[name], states[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
 def fake_dtensor(shape, shard, *placements, mesh=(4,), coordinate=(0,)) -> SimpleNamespace:
     """The attributes of a DTensor that `contiguous_runs` reads."""
-    device_mesh = SimpleNamespace(size=lambda dim: mesh[dim], get_coordinate=lambda: coordinate)
+    device_mesh = SimpleNamespace(
+        ndim=len(mesh), size=lambda dim: mesh[dim], get_coordinate=lambda: coordinate, get_group=lambda dim: dim
+    )
     return SimpleNamespace(
         shape=torch.Size(shape), _local_tensor=torch.empty(shard), placements=placements, device_mesh=device_mesh
     )
@@ -79,6 +98,9 @@ def test_replicas_are_not_summed():
     assert sharding.sharding_of(fake_dtensor((4,), (4,), Replicate())) is None
     found = sharding.sharding_of(fake_dtensor((4, 4), (4, 2), Replicate(), Shard(1), mesh=(2, 2), coordinate=(0, 0)))
     assert (found.mesh.size(1), found.mesh_dims) == (2, (1,))
+    with mock.patch("torch.distributed.all_reduce") as all_reduce:
+        sharding.sum_over_shards(torch.ones(()), found)
+    assert [call.kwargs["group"] for call in all_reduce.call_args_list] == [1]
 
 
 @pytest.mark.parametrize("gradient", ["plain", "elsewhere", "partial"])

@@ -561,6 +561,15 @@ def test_checksums_are_of_whole_files_where_reads_return_less(tmp_path, monkeypa
     assert checksums([path]) == expected
 
 
+def test_every_part_of_a_large_file_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_lowprec.integrations.transformers.checkpoints.checksums.CHUNK_BYTES", 1000)
+    path, found = tmp_path / "model.safetensors", set()
+    for flipped in (0, 999, 1000, 2500, 2999):
+        path.write_bytes(bytes(k == flipped for k in range(3000)))
+        found |= set(checksums([path]).values())
+    assert len(found) == 5
+
+
 def test_checkpoints_of_others_stay_as_they_are(tmp_path):
     Trainer(llama(), arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=counting_data()).train()
     assert not list(tmp_path.glob(f"*/{MANIFEST_NAME}*"))
