@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.chosen_cases import every_case
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
         ("fsdp2", 2, "sharded"),
         ("fsdp2", 3, "sharded"),
         ("fsdp2", 2, "full"),
-        pytest.param("hsdp", 4, "sharded", marks=many_ranks),
+        pytest.param("hsdp", 4, "sharded", marks=every_case),
     ],
 )
 def test_an_accelerate_loop(tmp_path, kind, ranks, format):

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.chosen_cases import every_case
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROUNDINGS = ("stochastic", "kahan", "split", "split24", "split-int8")
@@ -17,7 +18,7 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
     return {line.rpartition(" ")[0]: line.split()[2] for line in lines if len(line.split()) == 3}
 
 
-MORE = [pytest.param(6, "fsdp2,hsdp", marks=many_ranks), pytest.param(8, "ddp,fsdp2,hsdp", marks=many_ranks)]
+MORE = [pytest.param(6, "fsdp2,hsdp", marks=every_case), pytest.param(8, "ddp,fsdp2,hsdp", marks=every_case)]
 
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "ddp,fsdp2"), (4, "fsdp2,hsdp"), *MORE])

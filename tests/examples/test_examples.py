@@ -13,8 +13,9 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_lowprec.metrics_file.records import METRICS_NAME
+from tests.support.chosen_cases import every_case
 from tests.support.processes import forkserver
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -73,7 +74,7 @@ def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
-LAUNCHES = [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), pytest.param("hsdp", 4, "HSDP", marks=many_ranks)]
+LAUNCHES = [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), pytest.param("hsdp", 4, "HSDP", marks=every_case)]
 
 
 @pytest.mark.slow

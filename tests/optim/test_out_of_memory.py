@@ -82,6 +82,7 @@ def first_step(name, dtype, options, backend, failing=None, shapes=SHAPES, then=
 
 
 @pytest.mark.filterwarnings("ignore:the low bits that cast_model:RuntimeWarning")
+@pytest.mark.combinations(1)
 @every_mode
 def test_whichever_allocation_fails(name, dtype, options):
     """All but `Muon`, which needs memory after its first matrix, but no more than for this one."""
