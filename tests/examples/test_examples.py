@@ -39,8 +39,11 @@ RECIPES = {
 }
 
 
+SHORT = ("full_finetuning", "lora_sft", "classification")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name in SHORT else every_case) for name in RECIPES])
 def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")
@@ -74,7 +77,8 @@ def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
-LAUNCHES = [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), pytest.param("hsdp", 4, "HSDP", marks=every_case)]
+LAUNCHES = [pytest.param(*case, marks=every_case) for case in (("ddp", 2, "DDP"), ("hsdp", 4, "HSDP"))]
+LAUNCHES.append(("fsdp2", 2, "FSDP2"))
 
 
 @pytest.mark.slow
