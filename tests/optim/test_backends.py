@@ -148,6 +148,7 @@ LOOKING_AT_WHOLE_TENSORS = [(StableAdamW, {"weight_decay": 0.1}), (StableAdamW, 
 LOOKING_AT_WHOLE_TENSORS += [(muon, {}), (muon, {"max_grad_norm": 0.1, "nesterov": False, "skip_nonfinite": True})]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize(("make", "options"), LOOKING_AT_WHOLE_TENSORS, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_backends_agree_on_what_whole_tensors_say(other, make, options, rounding):
