@@ -27,11 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     cases = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not EVERY_CASE:
+        if not item.get_closest_marker("every_case"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    left_out = {case for tests in cases.values() for case in {*tests} - {*chosen(tests)}}
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    kept = {*items} if EVERY_CASE else {case for tests in cases.values() for case in chosen(tests)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True, scope="module")

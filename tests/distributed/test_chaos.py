@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
-from tests.support.chosen_cases import every_case
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
 
@@ -67,7 +66,7 @@ def digest(done: forkserver.Done) -> str:
 
 @pytest.mark.parametrize(
     "mode",
-    [SHARDED, *(pytest.param(mode, marks=every_case) for mode in MORE_MODES)],
+    [SHARDED, *(pytest.param(mode, marks=pytest.mark.every_case) for mode in MORE_MODES)],
     ids=lambda mode: ",".join([*mode[:2], *mode[2]]),
 )
 def test_nothing_is_lost_by_kills(mode, tmp_path):

@@ -13,7 +13,6 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_lowprec.metrics_file.records import METRICS_NAME
-from tests.support.chosen_cases import every_case
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import run_ranks
 
@@ -43,7 +42,9 @@ SHORT = ("full_finetuning", "lora_sft", "classification")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name in SHORT else every_case) for name in RECIPES])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in SHORT else pytest.mark.every_case) for name in RECIPES]
+)
 def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")
@@ -77,7 +78,7 @@ def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
-LAUNCHES = [pytest.param(*case, marks=every_case) for case in (("ddp", 2, "DDP"), ("hsdp", 4, "HSDP"))]
+LAUNCHES = [pytest.param(*case, marks=pytest.mark.every_case) for case in (("ddp", 2, "DDP"), ("hsdp", 4, "HSDP"))]
 LAUNCHES.append(("fsdp2", 2, "FSDP2"))
 
 
