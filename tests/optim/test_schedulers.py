@@ -98,6 +98,7 @@ def test_rates_momenta_and_weights_are_torchs(ours, theirs, schedule, tensor):
         assert (first - second).abs().max() <= 1.5e-5
 
 
+@pytest.mark.combinations(1)
 @every_schedule
 @every_algorithm
 def test_a_step_uses_what_a_scheduler_wrote(name, schedule):
@@ -117,6 +118,7 @@ def test_a_step_uses_what_a_scheduler_wrote(name, schedule):
     assert (schedule in ("CyclicLR", "OneCycleLR")) == (len(changed) > 1)
 
 
+@pytest.mark.combinations(1)
 @every_schedule
 @every_algorithm
 def test_optimizer_and_scheduler_resume_together_bit_for_bit(name, schedule):
@@ -160,6 +162,7 @@ def test_a_scheduler_may_begin_where_a_loaded_optimizer_is(name):
     assert resumed.get_last_lr() == scheduler.get_last_lr()
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     "schedule", [("ReduceLROnPlateau",), ("LinearLR",), ("StepLR", "ExponentialLR", "ReduceLROnPlateau")], ids="+".join
 )
