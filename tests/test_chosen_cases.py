@@ -54,7 +54,7 @@ def test_what_pytest_collects(tmp_path, monkeypatch, request):
 
     class Plugin:
         pytest_collection_modifyitems = staticmethod(conftest.pytest_collection_modifyitems)
-        items: list = []
+        items = ()
 
         def pytest_collection_finish(self, session):
             Plugin.items = [item.name for item in session.items]
