@@ -46,7 +46,7 @@ pytest: $(STAMP) ## the tests alone
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-all: export HF_LOWPREC_EVERY_CASE = 1
-test-all: pytest ## every case of every test, more ranks, all compiled kernels: takes an hour or two
+test-all: pytest ## the tests with all of their cases: takes three times as long
 
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
