@@ -69,6 +69,7 @@ def test_adapters_learn_as_in_fp32(tmp_path, method, name, base):
     assert all(("lost_updates" in keys) == ("loss" in keys) for keys in logged)
 
 
+@pytest.mark.every_case
 def test_the_loss_lies_within_the_noise_of_seeds(tmp_path):
     """Adapters that begin elsewhere end elsewhere; BF16 changes the final loss by less than a tenth of that."""
 
