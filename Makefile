@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 CODE  := hf_lowprec hf_lowprec_cli.py tests $(wildcard examples benchmarks tools docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv drawings demo test test-fast test-distributed test-arm test-ptx test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
+.PHONY: help .venv drawings demo test test-all test-fast test-gpu mutants pytest lint format format-check typecheck docs docs-serve bench bench-gpu report-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,26 +42,19 @@ drawings: $(STAMP) ## the drawings of the documentation, into docs/images
 test: lint format-check typecheck pytest ## everything CI checks
 
 # Tests start processes by the dozen, which need not compile this package's modules again, whatever the environment says.
-pytest: $(STAMP) ## the tests alone, all of them
+pytest: $(STAMP) ## the tests alone
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-distributed: $(STAMP) ## the tests that start processes, with more ranks than `make test` takes time for
-	HF_LOWPREC_MANY_RANKS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m distributed $(ARGS)
+test-all: export HF_LOWPREC_EVERY_CASE = 1
+test-all: pytest ## the tests with all of their cases: takes three times as long
 
 test-fast: $(STAMP) ## the tests that take moments: not slow, no worker processes, no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
 	  -m "not slow and not distributed and not gpu" $(ARGS)
 
-test-arm: $(STAMP) ## the step's C code on an emulated ARM processor, with every optimizer in every mode
-	HF_LOWPREC_EVERY_CASE_ON_ARM=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/optim/test_arm.py $(ARGS)
-
-test-ptx: $(STAMP) ## the compiled GPU kernels, executed without a GPU, with every optimizer in every mode
-	HF_LOWPREC_EVERY_COMPILED_KERNEL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-	  tests/optim/test_compiled_kernels.py $(ARGS)
-
 # Where a GPU is, an environment often is too: without .venv the interpreter PYTHON is used as it is.
 test-gpu: ## the step's tests on the GPU of this machine
-	PYTHONPATH=. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
+	PYTHONPATH=. HF_LOWPREC_EVERY_CASE=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -o minversion=8.0 \
 	  tests/gpu tests/optim -k "not native" $(ARGS)
 
 mutants: $(STAMP) ## plant faults in copies of the package: the tests must notice each

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 # One thread per worker; and nothing asks a hub for anything.
@@ -17,6 +18,20 @@ pytest.register_assert_rewrite("tests.support")
 
 if not torch.cuda.is_available():  # then Triton's kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without HF_LOWPREC_EVERY_CASE, run the chosen cases of each test."""
+    from tests.support.chosen_cases import EVERY_CASE, chosen
+
+    cases = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("every_case"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {*items} if EVERY_CASE else {case for tests in cases.values() for case in chosen(tests)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -57,6 +57,7 @@ def errors_of_mypy(folder: Path, cache: Path) -> dict[Path, dict[int, set[str]]]
     return found
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_mypy_reports_every_mistake_and_nothing_else(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     lines = enumerate(WITH_MISTAKES.read_text(encoding="utf-8").splitlines(), 1)

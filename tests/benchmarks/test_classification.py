@@ -131,6 +131,7 @@ def test_a_norm_table_has_a_row_for_each_way():
     assert "25.0% exactly 1" in table
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_everything_runs_once(tmp_path, capsys):
     sizes = ["--steps", "4", "--seeds", "0", "--passages", "8", "--norm-steps", "2", "--length", "16"]

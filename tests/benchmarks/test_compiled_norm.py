@@ -28,6 +28,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 """
 
 
+@pytest.mark.every_case
 def test_instructions_of_the_norm():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -47,6 +47,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.every_case
 def test_kernels_stay_within_their_ceilings(tmp_path):
     """Exit status 0 also says that nothing is spilled, and that full chunks are accessed in 128 bits."""
     output = tmp_path / "rows.json"
@@ -75,6 +76,7 @@ FAULTS = {
 """Faults to plant, the kernel that shows each, and the words that must report it."""
 
 
+@pytest.mark.every_case
 def test_planted_faults_are_reported():
     program = f"""
 import functools, sys, triton

@@ -16,6 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))  # as when the script runs
 import gpu_report  # noqa: E402
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_the_rehearsal_leaves_one_file(tmp_path, capsys, monkeypatch):
     # All of them would take the interpreter all the time there is.
@@ -43,6 +44,7 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_it_runs_what_runs_on_a_gpu():
     """Every file whose tests run there, and of these little else: the time is short."""

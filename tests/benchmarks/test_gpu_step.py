@@ -25,6 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_the_rehearsal_runs_every_part(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
@@ -64,6 +65,7 @@ def test_missing_packages_are_not_our_failure(monkeypatch, capsys):
     assert "pip install no_such_package" in capsys.readouterr().err
 
 
+@pytest.mark.every_case
 def test_a_trial_says_why_a_candidate_cannot_step(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     trial = importlib.import_module("gpu.trial")

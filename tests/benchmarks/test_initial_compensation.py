@@ -58,6 +58,7 @@ def test_low_bits_are_gone_after_the_first_step() -> None:
     assert ratios.keys() == {"low_bits", "dither"} and min(ratios.values()) > 0
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_everything_runs_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--elements", "1000", "--seeds", "0", "--rates", "2e-5", "--steps", "2", "--validation", "8"]

@@ -40,6 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.every_case
 def test_fast_paths_assemble_for_every_gpu_and_are_those_of_the_exact_instructions():
     rows = run(FAST_PATHS)
     assert len(rows) == 12
@@ -67,6 +68,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.every_case
 def test_bounded_divisions_and_random_bits_assemble_for_every_gpu():
     """The bits of eight elements: four pairs with two permutations each, for two roles, and a dot product per sum."""
     rows = run(OTHERS)

@@ -16,6 +16,7 @@ from text_quality import main  # noqa: E402
 from hf_lowprec.tools.demo import stages  # noqa: E402
 
 
+@pytest.mark.every_case
 def test_differences_are_paired_by_seed_and_recordings_are_joined(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_differences_are_paired_by_seed_and_recordings_are_joined(
         main(["--join", str(written), str(tmp_path / "other.json")])
 
 
+@pytest.mark.every_case
 def test_further_ways_and_learning_rates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,8 @@
-"""One class of every model type of transformers, against the page that says which of them train."""
+"""One class of a model type of transformers, against the page that says which of them train.
+
+The short suite takes types that reach between them every branch of `hf_lowprec.casting` that any type reaches, every
+layer of `torch.nn` in any of them, and every class listed in `fp32_classes`; `make test-all` takes all types.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -7,6 +11,7 @@ import pytest
 import transformers
 
 from tests.support.broken_kernels.broken_layers import report
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.every_architecture.architecture_check import FAILS, NO_REFERENCE, TRAINS
 from tests.support.every_architecture.batch_exceptions import LONG
 from tests.support.every_architecture.model_classes import classes_by_type, main_class, try_class
@@ -21,6 +26,14 @@ SAID = {
     for model_type, names in TYPES.items()
     for name in names
 }
+REPRESENTATIVES = (
+    *("afmoe", "autoformer", "bark", "bit", "blip_2", "bros", "chameleon", "clvp", "convbert", "dab-detr"),
+    *("deepseek_v4", "diffllama", "distilbert", "edgetam", "edgetam_video", "efficientnet", "fastspeech2_conformer"),
+    *("fnet", "focalnet", "fun_asr_nano_encoder", "granite_speech", "hiera", "hy_v4", "minicpm_ocr_vision"),
+    *("minimax_m3_vl", "mobilenet_v1", "mra", "oneformer", "pp_ocrv6_tiny_rec", "qwen2_5_omni", "reformer", "sam"),
+    *("sam2", "sam2_video", "sam3_tracker", "sam3_tracker_video", "sam_hq", "sapiens2", "slanet", "squeezebert"),
+    *("swin2sr", "timesfm", "tipsv2", "xlnet", "xlstm"),
+)
 ADVICE = f"if that is right, write the page anew: {model_support.COMMAND}"
 
 
@@ -34,7 +47,7 @@ def silence() -> Iterator[None]:
     transformers.logging.set_verbosity(level)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [name for name in TYPES if EVERY_CASE or name in REPRESENTATIVES])
 def test_trains_as_the_page_says(model_type: str) -> None:
     name = main_class(TYPES[model_type])
     said = SAID[model_type, name]

@@ -110,7 +110,13 @@ def test_a_full_disk(saved, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("ranks", "state_dict_type"), [(1, ""), (2, ""), (1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT")]
+    ("ranks", "state_dict_type"),
+    [
+        (2, ""),
+        (1, "SHARDED_STATE_DICT"),
+        pytest.param(1, "", marks=pytest.mark.every_case),
+        pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.every_case),
+    ],
 )
 def test_no_file_is_run_when_it_is_unpickled(tmp_path, ranks, state_dict_type):
     """Resumed with a manifest that lists the poisoned files, and read without one."""

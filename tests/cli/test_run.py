@@ -147,6 +147,7 @@ def launched(command: list[str], **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_the_command_that_is_given_for_trl_trains(tmp_path):
     """With the processes that accelerate and TRL start by themselves; nothing is patched."""

@@ -181,6 +181,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_a_script_and_the_processes_that_it_spawns_have_the_names(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WORKER)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -34,10 +34,10 @@ def saved(tmp_path_factory):
         ("dcp", 1, "ddp", "kahan"),
         ("dcp", 2, "fsdp2", "split"),
         ("full", 2, "fsdp2", "kahan"),
-        pytest.param("full", 2, "fsdp2", "split", marks=many_ranks),
-        pytest.param("dcp", 3, "fsdp2", "kahan", marks=many_ranks),
-        pytest.param("sharded", 3, "fsdp2", "kahan", marks=many_ranks),
-        pytest.param("sharded", 3, "fsdp2", "split", marks=many_ranks),
+        pytest.param("full", 2, "fsdp2", "split", marks=pytest.mark.every_case),
+        pytest.param("dcp", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),
+        pytest.param("sharded", 3, "fsdp2", "kahan", marks=pytest.mark.every_case),
+        pytest.param("sharded", 3, "fsdp2", "split", marks=pytest.mark.every_case),
     ],
 )
 def test_four_ranks_save_and_others_go_on(saved, format, ranks, kind, rounding):

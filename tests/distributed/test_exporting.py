@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import hf_lowprec
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
     ("kind", "ranks", "format"),
     [
         ("ddp", 2, "full"),
-        ("fsdp2", 2, "sharded"),
+        pytest.param("fsdp2", 2, "sharded", marks=pytest.mark.every_case),
         ("fsdp2", 3, "sharded"),
         ("fsdp2", 2, "full"),
-        pytest.param("hsdp", 4, "sharded", marks=many_ranks),
+        pytest.param("hsdp", 4, "sharded", marks=pytest.mark.every_case),
     ],
 )
 def test_an_accelerate_loop(tmp_path, kind, ranks, format):
@@ -42,7 +42,7 @@ def test_an_accelerate_loop(tmp_path, kind, ranks, format):
         assert torch.equal(loaded(tokens).logits, logits)
 
 
-@pytest.mark.parametrize("format", ["sharded", "full"])
+@pytest.mark.parametrize("format", ["sharded", pytest.param("full", marks=pytest.mark.every_case)])
 def test_sharded_adapters(tmp_path, format):
     pytest.importorskip("peft")
     run_ranks("exported_on_ranks.py", 2, "fsdp2", format, str(tmp_path), "adapters")
@@ -61,7 +61,10 @@ def test_sharded_adapters(tmp_path, format):
     assert found == expected
 
 
-@pytest.mark.parametrize(("kind", "format"), [("ddp", "FULL"), ("fsdp2", "FULL"), ("fsdp2", "SHARDED")])
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [("ddp", "FULL"), ("fsdp2", "SHARDED"), pytest.param("fsdp2", "FULL", marks=pytest.mark.every_case)],
+)
 def test_a_run_of_trainer(tmp_path, kind, format):
     """Its checkpoint, exported, is what `save_pretrained` writes; `Trainer.save_model` writes the stored weights."""
     words = ["--optim", "adamw_bf16_kahan", "--max_steps", "3", "--save_strategy", "steps", "--save_steps", "3"]

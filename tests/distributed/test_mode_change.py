@@ -14,7 +14,7 @@ import hf_lowprec
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
 from hf_lowprec.integrations.transformers.optim_args import optim_args_of
 from tests.scripts import trainer_ranks
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -40,9 +40,9 @@ SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
     ("first", "then", "kind"),
     [
         ("sr", "kahan", SHARDED),
-        ("kahan", "sr", SHARDED),
+        pytest.param("kahan", "sr", SHARDED, marks=pytest.mark.every_case),
         ("kahan", "sr", FULL),
-        pytest.param("sr", "kahan", FULL, marks=many_ranks),
+        pytest.param("sr", "kahan", FULL, marks=pytest.mark.every_case),
     ],
 )
 def test_the_mode_changes_by_the_option_alone(tmp_path, first, then, kind):
@@ -61,8 +61,8 @@ def test_the_mode_changes_by_the_option_alone(tmp_path, first, then, kind):
     [
         ("adamw_torch", "adamw_bf16_kahan", SHARDED),
         ("adamw_bf16_kahan", "adamw_torch", FULL),
-        pytest.param("adamw_torch", "adamw_bf16_kahan", FULL, marks=many_ranks),
-        pytest.param("adamw_bf16_kahan", "adamw_torch", SHARDED, marks=many_ranks),
+        pytest.param("adamw_torch", "adamw_bf16_kahan", FULL, marks=pytest.mark.every_case),
+        pytest.param("adamw_bf16_kahan", "adamw_torch", SHARDED, marks=pytest.mark.every_case),
     ],
 )
 def test_checkpoints_of_other_optimizers_are_refused_with_the_way_out(tmp_path, saver, loader, kind):
@@ -92,8 +92,8 @@ def digest_of_one_process(checkpoint, optim: str, optim_args: str) -> str:
     ("first", "then"),
     [
         ("bf16", "int8"),
-        pytest.param("int8", "fp32", marks=many_ranks),
-        pytest.param("exp_avg:int8|exp_avg_sq:fp32", "exp_avg_sq:int8", marks=many_ranks),
+        pytest.param("int8", "fp32", marks=pytest.mark.every_case),
+        pytest.param("exp_avg:int8|exp_avg_sq:fp32", "exp_avg_sq:int8", marks=pytest.mark.every_case),
     ],
 )
 def test_the_dtype_of_states_changes_by_the_option_alone(tmp_path, first, then):

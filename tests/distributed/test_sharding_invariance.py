@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROUNDINGS = ("stochastic", "kahan", "split", "split24", "split-int8")
@@ -17,10 +17,13 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
     return {line.rpartition(" ")[0]: line.split()[2] for line in lines if len(line.split()) == 3}
 
 
-MORE = [pytest.param(6, "fsdp2,hsdp", marks=many_ranks), pytest.param(8, "ddp,fsdp2,hsdp", marks=many_ranks)]
+MORE = [(2, "ddp,fsdp2"), (4, "fsdp2"), (6, "fsdp2,hsdp"), (8, "ddp,fsdp2,hsdp")]
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), [(2, "ddp,fsdp2"), (3, "ddp,fsdp2"), (4, "fsdp2,hsdp"), *MORE])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [(3, "ddp,fsdp2"), (4, "hsdp"), *(pytest.param(*case, marks=pytest.mark.every_case) for case in MORE)],
+)
 def test_weights_and_states_are_those_of_one_process(ranks, kinds):
     """Random bits belong to elements of the full tensor; Kahan's compensation is rounded stochastically as well."""
     alone = digests(1, "ddp")
@@ -28,11 +31,12 @@ def test_weights_and_states_are_those_of_one_process(ranks, kinds):
     assert digests(ranks, kinds) == {f"{k} {r}": alone[f"ddp {r}"] for k in kinds.split(",") for r in ROUNDINGS}
 
 
-DDP = ["static_graph", "find_unused_parameters", "gradient_as_bucket_view", "gradient_checkpointing", "compiled"]
-FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta", "compiled"]
+DDP = ["static_graph", "find_unused_parameters", "gradient_as_bucket_view", "gradient_checkpointing"]
+FSDP2 = ["checkpointing", "gradient_checkpointing", "gathered", "meta"]
+COMPILED = [pytest.param(kind, ["compiled"], marks=pytest.mark.every_case) for kind in ("ddp", "fsdp2")]
 
 
-@pytest.mark.parametrize(("kind", "variants"), [("ddp", DDP), ("fsdp2", FSDP2)])
+@pytest.mark.parametrize(("kind", "variants"), [("ddp", DDP), ("fsdp2", FSDP2), *COMPILED])
 def test_what_else_is_switched_on_changes_nothing(kind, variants):
     kinds = [f"{kind}-{variant}" for variant in variants]
     alone = digests(1, "ddp")["ddp kahan"]

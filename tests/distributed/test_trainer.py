@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from hf_lowprec.metrics_file import METRICS_NAME, read_metrics
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -26,7 +26,7 @@ def four_ranks(optim: str) -> dict[str, str]:
     return trained(4, "ddp", "--optim", optim, "--save_strategy", "no")
 
 
-@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", pytest.param("adamw_bf16_sr", marks=many_ranks)])
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", pytest.param("adamw_bf16_sr", marks=pytest.mark.every_case)])
 def test_four_ranks_are_one_rank_with_four_micro_batches(optim):
     """Bit for bit: sums over ranks and over micro-batches have the same order, and Trainer divides the loss by the
     number of tokens in the whole batch in both cases, so the scales differ by a power of two."""
@@ -55,7 +55,7 @@ def test_the_last_batches_of_an_epoch_may_be_uneven():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=many_ranks), "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_the_best_weights_are_loaded_at_the_end(tmp_path, kind):
     words = ["--optim", "adamw_bf16_kahan", "--save_strategy", "steps", "--save_steps", "3"]
     words += ["--eval_strategy", "steps", "--eval_steps", "3", "--load_best_model_at_end", "True"]

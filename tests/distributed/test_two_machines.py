@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
-from tests.support.processes.ranks import SCRIPTS, many_ranks, run_ranks
+from tests.support.processes.ranks import SCRIPTS, run_ranks
 from tests.support.processes.two_machines import CABLE, Machine, two_machines
 from tests.support.processes.watched import Process, Processes
 
@@ -93,7 +93,8 @@ def assert_same_states(ours: Path, theirs: Path) -> None:
             assert torch.equal(tensor, other[key][name]), (key, name)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=many_ranks)])
+@pytest.mark.every_case
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_path, ranks):
     """Nine steps, the last three of them after a loss of the network, are those of as many ranks on one machine."""
     whole, out = tmp_path / "whole", tmp_path / "out"  # which both machines see

@@ -146,6 +146,7 @@ def assert_foretold(prediction: dict, lost: dict[int, float]) -> None:
     assert abs(found - expected) <= INTERVAL, (expected, lost)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_a_run_logs_the_foretold_step(tmp_path, pretrained, kind, scheduler):

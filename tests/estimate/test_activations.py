@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(("name", "attention", "optim", "checkpointing"), CASES)
 def test_activations_are_those_of_training(tmp_path, name, attention, optim, checkpointing):
     """Within 10%: Trainer's own tensors, such as losses, and scratch memory of kernels are not counted."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.processes import forkserver
-from tests.support.processes.ranks import many_ranks, run_ranks
+from tests.support.processes.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -38,8 +38,13 @@ RECIPES = {
 }
 
 
+SHORT = ("full_finetuning", "lora_sft", "classification")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in SHORT else pytest.mark.every_case) for name in RECIPES]
+)
 def test_a_recipe_learns(tmp_path, recipe):
     if recipe in ("lora_sft", "dpo"):
         pytest.importorskip("trl")
@@ -73,7 +78,8 @@ def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
         assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items()), step
 
 
-LAUNCHES = [("ddp", 2, "DDP"), ("fsdp2", 2, "FSDP2"), pytest.param("hsdp", 4, "HSDP", marks=many_ranks)]
+LAUNCHES = [pytest.param(*case, marks=pytest.mark.every_case) for case in (("ddp", 2, "DDP"), ("hsdp", 4, "HSDP"))]
+LAUNCHES.append(("fsdp2", 2, "FSDP2"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Training through accelerate: in one process, on two and three ranks under DDP and FSDP2, and by Trainer.
 
-    processes.py FILE
+    processes.py FILE RUN...
 
 Without Trainer, every optimizer step has four micro-batches, and `Accelerator.clip_grad_norm_` clips it. FILE gets the
 digests as JSON. It is a program of its own, since accelerate keeps its state in the process; ranks are forked from it.
@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import hf_lowprec
 from tests.golden import trainer
 from tests.golden.exact import digest
 from tests.golden.models import MICRO_BATCHES, Scales, digests
-from tests.golden.steps import ALGORITHMS, MODES, OPTIONS
+from tests.golden.steps import ALGORITHMS, OPTIONS
 from tests.support.processes.fork_ranks import fork_ranks
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
@@ -78,10 +77,10 @@ def train(kind: str, algorithm: str, mode: str, accumulation: str) -> dict[str, 
     return {"norms": digest(norms), "gradients": digest(gradients), **trained}
 
 
-def record(kind: str) -> dict[str, Any]:
-    """Digests of every algorithm and mode, and of AdamW with each way to add micro-batches up; that alone on three."""
+def record(kind: str, runs: list[str]) -> dict[str, Any]:
+    """Digests of algorithms and modes, and of AdamW with each way to add micro-batches up; that alone on three."""
     found: dict[str, Any] = {}
-    for algorithm, mode in [("AdamW", "kahan")] if KINDS[kind] == 3 else product(ALGORITHMS, MODES):
+    for algorithm, mode in [("AdamW", "kahan")] if KINDS[kind] == 3 else map(str.split, runs):
         accumulations = ["nearest", "kahan", "fp32"] if (algorithm, mode) == ("AdamW", "kahan") else ["fp32"]
         if kind.startswith("FSDP2") and "kahan" in accumulations:
             accumulations.remove("kahan")  # which FSDP2 does not do
@@ -92,29 +91,29 @@ def record(kind: str) -> dict[str, Any]:
     return found
 
 
-def act(kind: str, rank: int, *, port: int, file: Path) -> None:
+def act(kind: str, rank: int, *, port: int, file: Path, runs: list[str]) -> None:
     """One rank, or the one process: its environment is what `torchrun` would give it."""
     if KINDS[kind] > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": KINDS[kind], "LOCAL_WORLD_SIZE": KINDS[kind]}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
         os.environ.update({name: str(value) for name, value in place.items()})
     if kind == "Trainer":
-        found = trainer.record(file.parent)
+        found = trainer.record(file.parent, runs)
     else:
         allow_fsdp_on_cpu()
-        found = record(kind)
+        found = record(kind, runs)
     if rank == 0:
         file.write_text(json.dumps(found))
     leave()
 
 
-def main(file: Path) -> None:
+def main(file: Path, runs: list[str]) -> None:
     found = {}
     for kind, ranks in KINDS.items():
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder, "digests.json")
-            failure = fork_ranks(partial(act, kind, port=store.port, file=part), ranks)
+            failure = fork_ranks(partial(act, kind, port=store.port, file=part, runs=runs), ranks)
             if failure is not None:
                 sys.exit(f"{kind}: {failure}")
             found[kind] = json.loads(part.read_text())
@@ -122,4 +121,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import hf_lowprec
-from tests.golden import casting, checkpoints, steps
+from tests.golden import casting, checkpoints, steps, trainer
 from tests.support.processes import forkserver
 
 FILE = Path(__file__).with_name("recording.json")
 PROCESSES = Path(__file__).with_name("processes.py")
 RUNS = [f"{algorithm} {mode}" for algorithm in steps.ALGORITHMS for mode in steps.MODES]
 """Every algorithm and mode."""
+FEW_RUNS = [f"{algorithm} {steps.MODES[number % 5 - 1]}" for number, algorithm in enumerate(steps.ALGORITHMS)]
+"""Every algorithm in one mode and every mode with one algorithm; "AdamW kahan" among them."""
 BACKENDS = ("native", "eager", "triton")
 QUICK = {"native": (50, ()), "eager": (10, ()), "triton": (3, ("mixed dtypes",))}
 """Of each backend, the last step and the cases (none: all) that `make test` runs."""
@@ -57,11 +59,11 @@ def in_this_process(run: str, backend: str) -> dict[str, Any]:
     }
 
 
-def in_other_processes() -> dict[str, Any]:
+def in_other_processes(runs: list[str] = RUNS) -> dict[str, Any]:
     """Trainings with accelerate and Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
-        done = forkserver.run(PROCESSES, [str(file)], timeout=280)
+        done = forkserver.run(PROCESSES, [str(file), *runs], timeout=280)
         if done.returncode:
             raise RuntimeError(f"{PROCESSES.name} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
         return json.loads(file.read_text())
@@ -84,10 +86,11 @@ def record() -> dict[str, Any]:
     }
 
 
-def differences_apart(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+def differences_apart(recorded: dict[str, Any], found: dict[str, Any], runs: list[str] = RUNS) -> Iterator[str]:
     """Of what `in_other_processes` has found."""
+    entries = {*runs, *trainer.entries(runs)}
     for kind, section in SECTIONS.items():
-        wanted = recorded[section]
+        wanted = {run: case for run, case in recorded[section].items() if run in entries}
         if kind.startswith("FSDP2"):
             wanted = {
                 run: {name: entry for name, entry in case.items() if name != "grad_accumulation=kahan"}

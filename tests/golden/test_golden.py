@@ -6,6 +6,7 @@ import pytest
 
 import hf_lowprec
 from tests.golden import casting, checkpoints, recording, steps
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.triton_available import quiet_interpreter, require_triton
 
 RECORDED = recording.read()
@@ -25,11 +26,22 @@ def test_the_recording_is_of_what_there_is():
 
 
 @pytest.mark.parametrize("run", recording.RUNS)
-@pytest.mark.parametrize("backend", recording.BACKENDS)
-def test_steps(backend, run):
+def test_steps(run):
     """Weights, states, norms and FP32 estimates, after up to 50 steps."""
+    assert_steps("native", run)
+
+
+@pytest.mark.combinations(1)  # that backends agree is for tests/optim/test_backends.py
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("algorithm", steps.ALGORITHMS)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_steps_of_other_backends(backend, algorithm, mode):
     if backend == "triton":
         require_triton()
+    assert_steps(backend, f"{algorithm} {mode}")
+
+
+def assert_steps(backend: str, run: str) -> None:
     last, names = recording.QUICK[backend]
     found = steps.record(*run.split(), backend, last, names)
     wanted = {
@@ -63,8 +75,8 @@ def test_cast_model(name):
 @pytest.mark.distributed
 def test_accelerate_and_trainer():
     """One process, ranks under DDP and FSDP2, and every `optim=` string in Trainer; an old checkpoint resumes."""
-    found = recording.in_other_processes()
-    different = list(recording.differences_apart(RECORDED, found))
+    runs = recording.RUNS if EVERY_CASE else recording.FEW_RUNS
+    different = list(recording.differences_apart(RECORDED, recording.in_other_processes(runs), runs))
     assert not different, "\n".join([f"{len(different)} results differ from tests/golden/recording.json", *different])
 
 

@@ -53,11 +53,18 @@ def write(folder: Path, target: Path = CHECKPOINT) -> None:
     shutil.copytree(folder / f"checkpoint-{SAVED_AT}", target)
 
 
-def record(folder: Path, checkpoint: Path = CHECKPOINT) -> dict[str, Any]:
+def entries(runs: list[str]) -> list[str]:
+    """The `optim=` strings of runs, if they have one, and what is resumed."""
+    names = [run.lower().replace("stochastic", "sr").replace(" ", "_bf16_") for run in runs]
+    return [*(name for name in names if name in hf_lowprec.OPTIMIZER_NAMES), f"{RESUMED}, resumed"]
+
+
+def record(folder: Path, runs: list[str], checkpoint: Path = CHECKPOINT) -> dict[str, Any]:
     """Digests of trainings from the start, and from the checkpoint of an earlier commit."""
-    found = {optim: train(optim, folder / optim) for optim in hf_lowprec.OPTIMIZER_NAMES}
+    *names, resumed = entries(runs)
+    found = {optim: train(optim, folder / optim) for optim in names}
     saved = torch.load(checkpoint / "training_args.bin", weights_only=False)
     started = folder / "started" / f"checkpoint-{SAVED_AT}"
     shutil.copytree(checkpoint, started)
-    found[f"{RESUMED}, resumed"] = train(saved.optim, folder / "started", started)
+    found[resumed] = train(saved.optim, folder / "started", started)
     return found

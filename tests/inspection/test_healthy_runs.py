@@ -22,6 +22,7 @@ def codes(*folders: Path) -> list[str]:
     return [finding.message for finding in inspect_checkpoints(*map(str, folders)).findings]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(("seed", "optim", "lr"), RUNS)
 def test_no_alarm(tmp_path, seed, optim, lr):
     start, end = tmp_path / "start", tmp_path / "end"

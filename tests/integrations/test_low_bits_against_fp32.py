@@ -51,6 +51,7 @@ def distances(build, seed: int, kinds: list[str]) -> list[float]:
     return found
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_a_hundred_steps_from_an_fp32_checkpoint(build, seed):

@@ -40,8 +40,10 @@ def adapters(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.combinations(1)
+@pytest.mark.parametrize(("name", "base"), [("adamw_bf16_kahan", FP32), ("adamw_bf16_sr", BF16)])
 @pytest.mark.parametrize("method", METHODS)
-def test_adapters_learn_as_in_fp32(tmp_path, method):
+def test_adapters_learn_as_in_fp32(tmp_path, method, name, base):
     """The trained weights end where FP32's do: along FP32's displacement they go the whole way, and not far beside it.
 
     Kahan from an FP32 base, stochastic rounding from a base that is in BF16 already. Weights that lost their updates
@@ -52,22 +54,22 @@ def test_adapters_learn_as_in_fp32(tmp_path, method):
     start = trainable(adapted(method))
     reference = trained(tmp_path, model=adapted(method), optim="adamw_torch")
     way = moved(reference.model, start)
-    for name, base in (("adamw_bf16_kahan", FP32), ("adamw_bf16_sr", BF16)):
-        trainer = trained(tmp_path, model=adapted(method, base), optim=name)
-        assert {p.dtype for p in adapters(trainer.model).values()} == {BF16}
-        assert frozen_dtypes(trainer.model) == {BF16}
-        assert {p.dtype for n, p in trainer.model.named_parameters() if "norm" in n} == {FP32}
-        assert trainer.get_num_trainable_parameters() == reference.get_num_trainable_parameters() == len(way)
-        ours = moved(trainer.model, start)
-        assert 0.95 < (ours @ way) / (way @ way) < 1.05
-        assert (ours - way).norm() < 0.25 * way.norm()
-        for one, two in zip(losses(trainer), losses(reference), strict=True):
-            assert abs(one - two) < LOSS_NOISE
-        logged, theirs = ([set(entry) for entry in one.state.log_history] for one in (trainer, reference))
-        assert [keys - PRECISION_LOGS for keys in logged] == theirs
-        assert all(("lost_updates" in keys) == ("loss" in keys) for keys in logged)
+    trainer = trained(tmp_path, model=adapted(method, base), optim=name)
+    assert {p.dtype for p in adapters(trainer.model).values()} == {BF16}
+    assert frozen_dtypes(trainer.model) == {BF16}
+    assert {p.dtype for n, p in trainer.model.named_parameters() if "norm" in n} == {FP32}
+    assert trainer.get_num_trainable_parameters() == reference.get_num_trainable_parameters() == len(way)
+    ours = moved(trainer.model, start)
+    assert 0.95 < (ours @ way) / (way @ way) < 1.05
+    assert (ours - way).norm() < 0.25 * way.norm()
+    for one, two in zip(losses(trainer), losses(reference), strict=True):
+        assert abs(one - two) < LOSS_NOISE
+    logged, theirs = ([set(entry) for entry in one.state.log_history] for one in (trainer, reference))
+    assert [keys - PRECISION_LOGS for keys in logged] == theirs
+    assert all(("lost_updates" in keys) == ("loss" in keys) for keys in logged)
 
 
+@pytest.mark.every_case
 def test_the_loss_lies_within_the_noise_of_seeds(tmp_path):
     """Adapters that begin elsewhere end elsewhere; BF16 changes the final loss by less than a tenth of that."""
 

@@ -51,6 +51,7 @@ def only(findings: list, code: str):
     return finding
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("way", ["fp32", "kahan", "stochastic"])
 def test_healthy_runs_raise_nothing(way, seed):

@@ -6,7 +6,6 @@ and integers of 8 bits have no sign unless they are declared with one.
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from hf_lowprec.optim import SGD, AdamW
 from hf_lowprec.optim.backends.c import native
 from hf_lowprec.optim.backends.c.compiler import FLAGS
-from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missing_programs
-from tests.support.optim.every_kind_of_value import EVERY_MODE, SPECIAL_MODES, STATE_DTYPES, TWO_MODES, same, trained
+from tests.support.optim.every_kind_of_value import EVERY_MODE, TWO_MODES, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
 
 pytestmark = [
@@ -48,45 +46,15 @@ def emulated(folder: Path, processor: str, flags=FLAGS) -> Iterator[list[Emulate
         yield libraries
 
 
-Case = tuple[str, tuple[torch.dtype, dict[str, object]], str]
-"""The optimizer, the dtype of weights with options, and the processor."""
 OTHERS = [name for name in NAMES if name not in ("AdamW", "Muon")]
 """Muon's matrix products are torch's."""
 CASES = [*itertools.product(["AdamW"], EVERY_MODE, PROCESSORS), *itertools.product(OTHERS, TWO_MODES, ["armv8-a"])]
 
 
-def once_each() -> Iterator[Case]:
-    """Every mode, state dtype and optimizer in some case."""
-    modes = [
-        (BF16, {"rounding": rounding, "state_dtype": dtype})
-        for rounding, dtype in zip(MODES, itertools.cycle(STATE_DTYPES), strict=False)
-    ]
-    for mode, processor in zip([*modes, *SPECIAL_MODES], itertools.cycle(["SVE", "armv8-a"]), strict=False):
-        yield "AdamW", mode, processor
-    for name, mode in zip(OTHERS, itertools.cycle(TWO_MODES), strict=False):
-        yield name, mode, "armv8-a"
-
-
-ONCE_EACH = [*once_each()]
-FURTHER = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get("HF_LOWPREC_EVERY_CASE_ON_ARM"),
-        reason="runs with make test-arm: only the combination is new, and a case takes a second to compile and emulate",
-    ),
-]
-
-
+@pytest.mark.combinations(1)  # a case takes a second to compile and emulate
 @pytest.mark.parametrize(
     ("name", "mode", "processor"),
-    [
-        pytest.param(
-            *case,
-            id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}-{case[2]}",
-            marks=() if case in ONCE_EACH else FURTHER,
-        )
-        for case in CASES
-    ],
+    [pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}-{case[2]}") for case in CASES],
 )
 def test_a_step_has_the_same_bits(name, mode, processor, tmp_path):
     dtype, options = mode
@@ -99,14 +67,6 @@ def test_a_step_has_the_same_bits(name, mode, processor, tmp_path):
     weight = on_arm[0]
     assert weight.isnan().any()
     assert not weight.isnan().all()
-
-
-def test_one_case_each_is_a_choice_of_all_cases():
-    assert all(case in CASES for case in ONCE_EACH)
-    modes = [mode for name, mode, _ in ONCE_EACH if name == "AdamW"]
-    assert [options["rounding"] for _, options in modes[: len(MODES)]] == list(MODES)
-    assert {options["state_dtype"] for _, options in modes if "state_dtype" in options} == set(STATE_DTYPES)
-    assert {name for name, _, _ in ONCE_EACH} == {"AdamW", *OTHERS}
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)

@@ -293,6 +293,7 @@ def test_a_change_between_steps_counts(change, any_backend):
     assert_equal(params, optimizer, copies, other)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("change", CHANGES_OF_TENSORS, ids=lambda change: change.__name__)
 def test_a_change_before_or_after_clipping_counts(change, any_backend):
     """The norm reads gradients alone; the step notices changes of weights and states."""

@@ -127,6 +127,7 @@ def test_the_norm_is_taken_once_where_it_was_asked_for_before(backend, monkeypat
 
 
 # No rounding ever sees the value: each mode gets one of them.
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize(
     ("rounding", "bad"),
     [("kahan", math.nan), ("split", math.inf), ("split24", math.nan), ("stochastic", -math.inf)],

@@ -4,7 +4,6 @@ Kernels, tables and launches are the backend's own; only the GPU is emulated. Se
 """
 
 import itertools
-import os
 import re
 from collections.abc import Callable
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.rounding import MODES
 from tests.support.optim.emulated_gpu import CAPABILITIES, EmulatedGpu
-from tests.support.optim.every_kind_of_value import EVERY_MODE, SPECIAL_MODES, same, trained
+from tests.support.optim.every_kind_of_value import EVERY_MODE, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
 from tests.support.optim.fp64_sums import BOUND
 from tests.support.optim.ptx_interpreter import APPROXIMATIONS
@@ -28,24 +26,10 @@ CLIPPED = (BF16, {"rounding": "kahan", "max_grad_norm": 1.0, "skip_nonfinite": T
 CASES = [*itertools.product(NAMES, EVERY_MODE), ("SGD", CLIPPED)]
 
 
-def once_each() -> list[tuple]:
-    """Every mode with AdamW, and every other optimizer with one of them."""
-    modes = [(BF16, {"rounding": rounding, "state_dtype": BF16}) for rounding in MODES]
-    of_adamw = [*modes, (BF16, {"rounding": "split", "state_dtype": torch.int8}), *SPECIAL_MODES[:3]]
-    others = [name for name in NAMES if name not in ("AdamW", "SGD")]
-    return [*(("AdamW", mode) for mode in of_adamw), *zip(others, itertools.cycle(modes)), ("SGD", CLIPPED)]
-
-
-EVERY_CASE = bool(os.environ.get("HF_LOWPREC_EVERY_COMPILED_KERNEL"))
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES if EVERY_CASE else (90, 100))
+@pytest.mark.combinations(1)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}")
-        for case in (CASES if EVERY_CASE else once_each())
-    ],
+    ("name", "mode"), [pytest.param(*case, id=f"{case[0]}-{str(case[1][0])[6:]}-{case[1][1]}") for case in CASES]
 )
 def test_a_step_has_the_same_bits(name, mode, capability):
     """Whatever approximations give within their error: each case takes one choice of four."""

@@ -33,10 +33,9 @@ from tests.support.optim.optimizer_contents import assert_equal, everything, ref
 # Steps.
 
 
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
 @every_configuration
-def test_the_loss_goes_in_the_right_direction(name, dtype, options, contiguous):
-    problem = Problem(dtype, contiguous)
+def test_the_loss_goes_in_the_right_direction(name, dtype, options):
+    problem = Problem(dtype)
     optimizer = build(name, problem.params, lr=0.01, **options)
     closure = problem.closure(optimizer)
     first = problem.loss()

@@ -94,6 +94,7 @@ everywhere = pytest.mark.parametrize("approximation", APPROXIMATIONS)
 on_both = pytest.mark.parametrize("capability", [90, 100])
 
 
+@pytest.mark.combinations(1)
 @on_both
 @everywhere
 def test_quotients_are_correctly_rounded(capability, approximation):
@@ -104,6 +105,7 @@ def test_quotients_are_correctly_rounded(capability, approximation):
         assert same_numbers(result, a / b)
 
 
+@pytest.mark.combinations(1)
 @on_both
 @pytest.mark.parametrize("floor", [2.0**-27, 2.0**-40, 2.0**-41, 2.0**-60, 0.0])
 def test_quotients_above_a_floor_are_correctly_rounded(capability, floor):
@@ -115,6 +117,7 @@ def test_quotients_above_a_floor_are_correctly_rounded(capability, floor):
         assert same_numbers(result, a / b)
 
 
+@pytest.mark.combinations(1)
 @on_both
 @everywhere
 def test_roots_are_correctly_rounded(capability, approximation):

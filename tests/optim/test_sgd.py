@@ -13,12 +13,10 @@ from tests.support.optim.against_formula import (
     FP32,
     MODES,
     assert_rounded_once,
-    assert_stepped_as_if_alone,
     assert_update_is_not_rounded,
     gradients,
     parameter,
     train,
-    train_groups,
 )
 
 KINDS = [
@@ -107,42 +105,6 @@ def test_the_first_step_takes_the_whole_gradient_whatever_the_dampening(dtype, d
 def test_the_update_uses_the_buffer_before_it_is_rounded():
     hyper = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
     assert_update_is_not_rounded(SGD, formula, update_error=12, **hyper)
-
-
-GROUPS = [
-    {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
-    {"lr": 1e-3, "weight_decay": 0.3},
-    {"lr": 3e-3, "momentum": 0.5, "dampening": 0.1, "maximize": True},
-]
-
-
-def test_groups_have_their_own_hyperparameters_as_in_torch():
-    ours, theirs = (train_groups(cls, GROUPS, clamped_gradients(20), lr=1.0) for cls in (SGD, torch.optim.SGD))
-    for mine, reference, group in zip(ours, theirs, GROUPS, strict=True):
-        assert (mine - reference).abs().max() <= fp32_bound(20, group["lr"], reference.abs().max().item())
-
-
-MIXED = [
-    (BF16, {"rounding": "stochastic", "momentum": 0.9}),
-    (BF16, {"rounding": "kahan", "state_rounding": "nearest", "momentum": 0.9, "state_dtype": FP32}),
-    (BF16, {"rounding": "nearest", "momentum": 0.0}),
-    (FP32, {"rounding": "kahan", "momentum": 0.9, "nesterov": True}),
-    (FP16, {"rounding": "kahan", "momentum": 0.0, "state_rounding": "nearest"}),
-]
-
-
-def test_groups_of_any_mode_and_dtype_share_an_optimizer():
-    states = assert_stepped_as_if_alone(SGD, MIXED, lr=1e-2)
-    assert ["compensation" in state for state in states] == [False, True, False, False, True]
-    assert ["momentum_buffer" in state for state in states] == [True, True, False, True, False]
-    assert states[1]["momentum_buffer"].dtype is FP32
-
-
-def test_fp16_cannot_be_rounded_stochastically():
-    with pytest.raises(ValueError, match="stochastic") as error:
-        SGD([parameter(FP16)], rounding="stochastic")
-    for word in ("rounding", "float16", "kahan"):  # the argument, the value, and what would be right
-        assert word in str(error.value)
 
 
 def test_two_parameters_of_one_group_draw_different_bits():

@@ -149,6 +149,7 @@ def has_compiler() -> bool:
         return False
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C++ compiler")
 def test_compiled_by_inductor(tmp_path):

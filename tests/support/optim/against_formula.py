@@ -131,17 +131,6 @@ def assert_update_is_not_rounded(cls, formula: Formula, update_error: int = 16, 
         assert ((estimate(optimizer) - update).abs() <= 2.0**-16 * update.abs() + update_error * EPS * size).all()
 
 
-def train_groups(cls, groups: list[dict], grads: list[torch.Tensor], **defaults) -> list[torch.nn.Parameter]:
-    """Equal FP32 parameters, one per group, after training in one optimizer with the same gradients."""
-    params = [parameter() for _ in groups]
-    optimizer = cls([{"params": [param], **group} for param, group in zip(params, groups, strict=True)], **defaults)
-    for grad in grads:
-        for param in params:
-            param.grad = grad.clone()
-        optimizer.step()
-    return params
-
-
 def assert_stepped_as_if_alone(cls, settings: list[tuple[torch.dtype, dict]], **defaults) -> list[dict]:
     """Train a group per `(dtype, options)` in one optimizer, and each in an optimizer of its own: all bits are equal.
 

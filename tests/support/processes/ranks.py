@@ -4,12 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from tests.support.processes import forkserver
 
-many_ranks = pytest.mark.skipif(not os.environ.get("HF_LOWPREC_MANY_RANKS"), reason="runs with make test-distributed")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 """The programs that tests start."""
 

@@ -562,7 +562,7 @@ def test_checksums_are_of_whole_files_where_reads_return_less(tmp_path, monkeypa
 
 
 def test_every_part_of_a_large_file_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_lowprec.integrations.transformers.checkpoints.checksums.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("hf_lowprec.integrations.transformers.checkpoints.manifest.CHUNK_BYTES", 1000)
     path, found = tmp_path / "model.safetensors", set()
     for flipped in (0, 999, 1000, 2500, 2999):
         path.write_bytes(bytes(k == flipped for k in range(3000)))
