@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_lowprec.casting.cast_plan import CastPlan, TensorPlan
 from hf_lowprec.casting.earlier_casts import remove_mark, was_cast
-from hf_lowprec.casting.fp32_rules.rotary import is_rotary
+from hf_lowprec.casting.fp32_rules.rotary import Restoration, is_rotary, restore_table
 from hf_lowprec.casting.hooks.hook_placement import HookKind
 from hf_lowprec.casting.hooks.input_hooks import forget_numbers, install_input_downcast, remove_input_downcast
 from hf_lowprec.casting.hooks.loss_hooks import install_fp32_loss, remove_fp32_loss
@@ -26,7 +26,6 @@ from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove
 from hf_lowprec.casting.notices.rounded_numbers import rounded_number_warnings
 from hf_lowprec.casting.notices.rounded_weights import LoadedTensor, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
-from hf_lowprec.casting.rotary_tables import Restoration, restore_table
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import earlier_entries, marks_in
-from hf_lowprec.casting.fp32_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
 from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     Entry,
@@ -19,12 +18,11 @@ from hf_lowprec.casting.fp32_rules.keep_fp32_entries import (
     check_not_rounded,
     named_by_caller,
 )
-from hf_lowprec.casting.fp32_rules.listed_classes import listed_classes
+from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32, listed_classes
 from hf_lowprec.casting.fp32_rules.loss_weights import loss_weights
 from hf_lowprec.casting.fp32_rules.losses import is_loss, losses
 from hf_lowprec.casting.fp32_rules.model_attributes import named_by_model_class
 from hf_lowprec.casting.fp32_rules.norms import norms
-from hf_lowprec.casting.fp32_rules.quantized_weights import quantized_as_fp32
 from hf_lowprec.casting.fp32_rules.rotary import rotary_embeddings
 from hf_lowprec.casting.fp32_rules.tied_weights import keep_tied_weights
 from hf_lowprec.casting.hooks.hook_placement import (
@@ -44,7 +42,7 @@ from hf_lowprec.casting.hooks.hook_placement import (
 )
 from hf_lowprec.casting.hooks.torch_losses import modules_with_torch_losses
 from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
-from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors
+from hf_lowprec.casting.quantized import acts_as_fp32, frozen_tensors, quantized_as_fp32
 
 FP32_RULES: tuple[Callable[[ModuleTree], Fp32Parts], ...] = (
     quantized_as_fp32,

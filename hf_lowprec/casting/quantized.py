@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_lowprec.casting.module_tree import ModelTensor
+from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts, Reason
+from hf_lowprec.casting.module_tree import ModelTensor, ModuleTree
 
 # Not every floating dtype: 8-bit and 4-bit floats are a quantizer's storage.
 CASTABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -74,3 +75,13 @@ def frozen_tensors(tensors: Iterable[ModelTensor]) -> dict[str, str]:
 
 def _attribute(tensor_name: str) -> str:
     return tensor_name.rpartition(".")[2]
+
+
+def quantized_as_fp32(tree: ModuleTree) -> Fp32Parts:
+    """Keep every module that owns a quantized weight which acts as FP32."""
+    parts = Fp32Parts()
+    for target in tree.tensors:
+        if acts_as_fp32(target.tensor):
+            text = f"weights quantized as {type(target.tensor.data).__name__} of {target.tensor.dtype}"
+            parts.modules |= {owner.module: Reason("quantized", text) for owner in target.owners}
+    return parts

@@ -9,13 +9,13 @@ from typing import Literal
 
 import torch
 
-from hf_lowprec.casting.fp32_classes import (
+from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
+from hf_lowprec.casting.fp32_rules.listed_classes import (
     CLASSES_CALLED_WITH_FP32,
     CLASSES_COMPUTING_IN_FP32,
     CLASSES_PREDICTING_IN_FP32,
     CLASSES_RETURNING_FP32,
 )
-from hf_lowprec.casting.fp32_rules.fp32_parts import Fp32Parts
 from hf_lowprec.casting.fp32_rules.losses import is_loss
 from hf_lowprec.casting.fp32_rules.rotary import is_rotary
 from hf_lowprec.casting.hooks.loss_hooks import calls_loss_function, has_loss_function

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_lowprec
-from hf_lowprec.casting.fp32_classes import CLASSES_COMPUTING_IN_FP32
+from hf_lowprec.casting.fp32_rules.listed_classes import CLASSES_COMPUTING_IN_FP32
 from hf_lowprec.casting.hooks.fp32_outputs import upcast_predictions
 from hf_lowprec.monitor.layer_probes.probes import Probe
 from tests.support.broken_kernels.broken_layers import broken_layers
