@@ -19,7 +19,7 @@ def test_a_checkpoint_of_trainer(tmp_path):
     options = {"optim": "adamw_bf16_kahan", "optim_args": "state_dtype=int8"}
     trainer = trained(tmp_path, max_steps=4, save_strategy="steps", save_steps=4, **options)
     folder = tmp_path / "checkpoint-4"
-    (facts,), _, findings = inspect_checkpoints(str(folder), given=Hyperparameters())
+    (facts,), _, findings = inspect_checkpoints(str(folder), hyperparameters=Hyperparameters())
     assert findings == []
     parameters, optimizer = dict(trainer.model.named_parameters()), optimizer_of(trainer)
     for state in facts.states:

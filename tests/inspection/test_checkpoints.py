@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 def inspect(*folders, **given):
-    return inspect_checkpoints(*map(str, folders), given=Hyperparameters(**given))
+    return inspect_checkpoints(*map(str, folders), hyperparameters=Hyperparameters(**given))
 
 
 def refused(*folders) -> str:

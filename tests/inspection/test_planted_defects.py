@@ -16,7 +16,7 @@ STEPS = 40
 
 def findings(*folders, **given):
     """The tensors of each finding by its code."""
-    inspection = inspect_checkpoints(*map(str, folders), given=Hyperparameters(**given))
+    inspection = inspect_checkpoints(*map(str, folders), hyperparameters=Hyperparameters(**given))
     found = {finding.code: [*finding.tensors] for finding in inspection.findings}
     assert len(found) == len(inspection.findings)
     for finding in inspection.findings:

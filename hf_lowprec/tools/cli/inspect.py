@@ -61,7 +61,11 @@ def inspect(
     try:
         with Console(stderr=True).status("reading") as status:
             inspection = inspect_checkpoints(
-                model, other, update=update, given=Hyperparameters(lr, weight_decay, steps), progress=status.update
+                model,
+                other,
+                update=update,
+                hyperparameters=Hyperparameters(lr, weight_decay, steps),
+                progress=status.update,
             )
         if plot is not None:
             from hf_lowprec.tools.inspection.plot import plot as draw

@@ -24,24 +24,26 @@ _COARSE_SHARE = 0.5
 """The share of weights whose spacing exceeds the learning rate, from which on rounding to nearest is reported."""
 
 
-def findings_in_one(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str] = ()) -> list[Finding]:
+def findings_in_one(
+    facts: CheckpointFacts, hyperparameters: Hyperparameters, compared: Collection[str] = ()
+) -> list[Finding]:
     """Everything that is wrong in a checkpoint.
 
     Args:
         facts: the checkpoint.
-        given: the hyperparameters that the user has named.
+        hyperparameters: those that the user has named.
         compared: tensors of which an earlier checkpoint tells whether they moved.
     """
     return [
         *_not_finite(facts),
-        *_norms_never_moved(facts, given, compared),
-        *_never_moved(facts, given),
+        *_norms_never_moved(facts, hyperparameters, compared),
+        *_never_moved(facts, hyperparameters),
         *_left_in_fp32(facts),
         *_norms_of_16_bits(facts),
         *_not_trained(facts),
         *_second_moment_frozen(facts),
-        *_updates_lost(facts, given),
-        *_weight_decay_lost(facts, given),
+        *_updates_lost(facts, hyperparameters),
+        *_weight_decay_lost(facts, hyperparameters),
     ]
 
 
@@ -60,11 +62,13 @@ def _not_finite(facts: CheckpointFacts) -> list[Finding]:
     )
 
 
-def _norms_never_moved(facts: CheckpointFacts, given: Hyperparameters, compared: Collection[str]) -> list[Finding]:
+def _norms_never_moved(
+    facts: CheckpointFacts, hyperparameters: Hyperparameters, compared: Collection[str]
+) -> list[Finding]:
     """Norms that still have their initial value in a model that was trained."""
     norms, states = facts.norms(), facts.state_of()
     at_start = [name for name, norm in norms.items() if at_initial_value(norm)]
-    stepped = [name for name in at_start if name in states and has_been_stepped(facts, states[name], given)]
+    stepped = [name for name in at_start if name in states and has_been_stepped(facts, states[name], hyperparameters)]
     if stepped:
         return finding(
             "norms_never_moved",
@@ -106,7 +110,7 @@ def _layer_was_trained(facts: CheckpointFacts, name: str) -> bool:
     return not states or any(layer(other) == layer(name) for other, state in states.items() if state.has_gradients)
 
 
-def _never_moved(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def _never_moved(facts: CheckpointFacts, hyperparameters: Hyperparameters) -> list[Finding]:
     """Other tensors that are all 0.0 or 1.0 although gradients have reached them."""
     norms, states = facts.norms(), facts.state_of()
     names = [
@@ -115,7 +119,7 @@ def _never_moved(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding
         if name not in norms
         and at_initial_value(tensor)
         and name in states
-        and has_been_stepped(facts, states[name], given)
+        and has_been_stepped(facts, states[name], hyperparameters)
     ]
     return finding(
         "never_moved",
@@ -125,12 +129,12 @@ def _never_moved(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding
     )
 
 
-def has_been_stepped(facts: CheckpointFacts, state: StateFacts, given: Hyperparameters) -> bool:
+def has_been_stepped(facts: CheckpointFacts, state: StateFacts, hyperparameters: Hyperparameters) -> bool:
     """Return whether an optimizer has applied gradients to a parameter with a learning rate above zero."""
     steps = state.step if state.step is not None else facts.step
     if not state.has_gradients or not steps:
         return False
-    rates = given.rate_sum(state.group, facts.record, 0, steps)
+    rates = hyperparameters.rate_sum(state.group, facts.record, 0, steps)
     return rates > 0 if rates is not None else steps > 1 and bool(state.group.initial_lr)
 
 
@@ -233,11 +237,11 @@ def _rounded_to_nearest(facts: CheckpointFacts) -> Iterator[tuple[TensorFacts, S
             yield tensor, state
 
 
-def _updates_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def _updates_lost(facts: CheckpointFacts, hyperparameters: Hyperparameters) -> list[Finding]:
     """Weights rounded to nearest whose spacing is too large for the learning rate, about the size of Adam's updates."""
     names, coarse, total, highest = [], 0, 0, 0.0
     for tensor, state in _rounded_to_nearest(facts):
-        rate = given.highest_rate(state.group, facts.record)
+        rate = hyperparameters.highest_rate(state.group, facts.record)
         if rate:
             names.append(state.name)
             highest = max(highest, rate)
@@ -254,11 +258,11 @@ def _updates_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Findin
     )
 
 
-def _weight_decay_lost(facts: CheckpointFacts, given: Hyperparameters) -> list[Finding]:
+def _weight_decay_lost(facts: CheckpointFacts, hyperparameters: Hyperparameters) -> list[Finding]:
     """Weights in 16 bits that are multiplied by `1 - lr * weight_decay`, which rounding to nearest undoes in all."""
     names, factor = [], 1.0
     for tensor, state in _rounded_to_nearest(facts):
-        rate = given.highest_rate(state.group, facts.record)
+        rate = hyperparameters.highest_rate(state.group, facts.record)
         decay = (rate or 0.0) * state.group.weight_decay
         if state.group.decays_in_a_step_of_its_own and 0 < decay < torch.finfo(tensor.dtype).eps / 4:
             names.append(state.name)

@@ -32,17 +32,17 @@ _FEWEST_LOST = 0.05
 """A share of weights that did not follow updates, below which it is not reported."""
 
 
-def findings_in_two(comparison: Comparison, given: Hyperparameters) -> list[Finding]:
+def findings_in_two(comparison: Comparison, hyperparameters: Hyperparameters) -> list[Finding]:
     """Everything that is wrong between two checkpoints; what is wrong in each alone is not repeated.
 
     Args:
         comparison: the two checkpoints.
-        given: the hyperparameters that the user has named.
+        hyperparameters: those that the user has named.
     """
     moved = {name: comparison.has_moved(name) for name in comparison.changes}
     if not any(moved.values()):
         return _nothing_moved(comparison)
-    trained = _trained_but_unmoved(comparison, given, moved)
+    trained = _trained_but_unmoved(comparison, hyperparameters, moved)
     unmoved = dict.fromkeys([*trained, *_odd_ones_out(comparison, moved), *_all_norms(comparison, moved)])
     kinds = comparison.later.kinds
     norms = [name for name in unmoved if kinds[name] == "norms"]
@@ -91,15 +91,17 @@ def _nothing_moved(comparison: Comparison) -> list[Finding]:
     )
 
 
-def _trained_but_unmoved(comparison: Comparison, given: Hyperparameters, moved: Mapping[str, bool]) -> list[str]:
+def _trained_but_unmoved(
+    comparison: Comparison, hyperparameters: Hyperparameters, moved: Mapping[str, bool]
+) -> list[str]:
     """Tensors that did not move although an optimizer has applied gradients that should have moved some elements."""
     later, steps = comparison.later, comparison.steps
     found = []
     for name, state in later.state_of().items():
-        if not steps or moved.get(name, True) or not has_been_stepped(later, state, given):
+        if not steps or moved.get(name, True) or not has_been_stepped(later, state, hyperparameters):
             continue
         last = later.step or steps
-        rates = given.rate_sum(state.group, later.record, last - steps, last)
+        rates = hyperparameters.rate_sum(state.group, later.record, last - steps, last)
         distance = _SMALL_UPDATE * (rates or 0.0) / math.sqrt(steps)  # of a random walk
         if later.tensors[name].movers(distance, _dtype_of_steps(comparison.changes[name], state)) >= _FEWEST_MOVERS:
             found.append(name)

@@ -35,7 +35,7 @@ def inspect_checkpoints(
     other: str | None = None,
     *,
     update: float | None = None,
-    given: Hyperparameters | None = None,
+    hyperparameters: Hyperparameters | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Inspection:
     """Inspect a checkpoint, or compare it with a later one.
@@ -44,13 +44,13 @@ def inspect_checkpoints(
         model: a folder, or a model on the Hub.
         other: a later checkpoint of the same model.
         update: the size of an update with which spacings are compared; None for the learning rate in the checkpoint.
-        given: hyperparameters that the user has named.
+        hyperparameters: those that the user has named.
         progress: called with a line about what is read next.
 
     Raises:
         InputError: a checkpoint cannot be opened, or the two do not belong together.
     """
-    given = given or Hyperparameters()
+    hyperparameters = hyperparameters or Hyperparameters()
     opened = [open_checkpoint(name, argument) for name, argument in ((model, "MODEL"), (other, "OTHER")) if name]
     damaged = [finding for checkpoint in opened for finding in _damaged(checkpoint)]
     facts = [
@@ -58,12 +58,14 @@ def inspect_checkpoints(
         for checkpoint in opened
     ]
     if len(opened) == 1:
-        return Inspection(facts, None, damaged + findings_in_one(facts[0], given))
+        return Inspection(facts, None, damaged + findings_in_one(facts[0], hyperparameters))
     comparison = compare_checkpoints(
-        (opened[0], facts[0]), (opened[1], facts[1]), given, lambda name: progress(f"comparing {name}")
+        (opened[0], facts[0]), (opened[1], facts[1]), hyperparameters, lambda name: progress(f"comparing {name}")
     )
-    in_later = findings_in_one(facts[1], given, compared=comparison.changes)
-    return Inspection(facts, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison, given)))
+    in_later = findings_in_one(facts[1], hyperparameters, compared=comparison.changes)
+    return Inspection(
+        facts, comparison, damaged + _without_repetitions(in_later, findings_in_two(comparison, hyperparameters))
+    )
 
 
 def _damaged(checkpoint: Checkpoint) -> list[Finding]:

@@ -74,7 +74,7 @@ class Comparison:
 def compare_checkpoints(
     earlier: tuple[Checkpoint, CheckpointFacts],
     later: tuple[Checkpoint, CheckpointFacts],
-    given: Hyperparameters,
+    hyperparameters: Hyperparameters,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
     """Compare all tensors that both checkpoints have.
@@ -82,14 +82,14 @@ def compare_checkpoints(
     Args:
         earlier: the earlier checkpoint and its facts.
         later: the later one.
-        given: the hyperparameters that the user has named.
+        hyperparameters: those that the user has named.
         progress: called with the name of each tensor before it is compared.
 
     Raises:
         InputError: they have no tensor of equal name and shape in common, or the second one is the earlier.
     """
     (before, before_facts), (after, after_facts) = earlier, later
-    steps = _steps_between(before_facts, after_facts, given)
+    steps = _steps_between(before_facts, after_facts, hyperparameters)
     pairs = _pairs(before_facts.tensors, after_facts.tensors)
     if not pairs:
         raise InputError(
@@ -102,7 +102,7 @@ def compare_checkpoints(
             reshaped[name] = shapes
             continue
         progress(name)
-        decay = _decay(name, states.get(name), after_facts, given, steps)
+        decay = _decay(name, states.get(name), after_facts, hyperparameters, steps)
         changes[name] = tensor_change(before.weights.read(earlier_name), after.weights.read(name), decay)
     if not changes:
         name, (old, new) = next(iter(reshaped.items()))
@@ -141,10 +141,10 @@ def _pairs(earlier: Iterable[str], later: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _steps_between(earlier: CheckpointFacts, later: CheckpointFacts, given: Hyperparameters) -> int | None:
+def _steps_between(earlier: CheckpointFacts, later: CheckpointFacts, hyperparameters: Hyperparameters) -> int | None:
     """The number of steps from the earlier to the later; a model folder without a step counts as the beginning."""
-    if given.steps is not None:
-        return given.steps
+    if hyperparameters.steps is not None:
+        return hyperparameters.steps
     if later.step is None:
         return None
     steps = later.step - (earlier.step or 0)
@@ -157,16 +157,16 @@ def _steps_between(earlier: CheckpointFacts, later: CheckpointFacts, given: Hype
 
 
 def _decay(
-    name: str, state: StateFacts | None, facts: CheckpointFacts, given: Hyperparameters, steps: int | None
+    name: str, state: StateFacts | None, facts: CheckpointFacts, hyperparameters: Hyperparameters, steps: int | None
 ) -> float:
     """The share of a tensor that weight decay should have taken away."""
     if not steps or (facts.states and (state is None or not state.step)):
         return 0.0
     group = state.group if state else None
     last = facts.step or steps
-    rates = given.rate_sum(group, facts.record, last - steps, last)
+    rates = hyperparameters.rate_sum(group, facts.record, last - steps, last)
     decayed = is_decayed_by_trainer(name, facts.kinds[name])
-    return min(1.0, (rates or 0.0) * given.decay_rate(group, decayed))
+    return min(1.0, (rates or 0.0) * hyperparameters.decay_rate(group, decayed))
 
 
 def _second_moment_changes(
