@@ -20,7 +20,7 @@ from gpu.shapes import LLAMA_8B, Shapes
 
 from hf_lowprec import AdamW
 from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK
-from hf_lowprec.optim.backends.triton.tables import divide
+from hf_lowprec.optim.backends.triton.chunks import divide
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments
 

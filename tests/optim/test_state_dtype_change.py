@@ -133,7 +133,7 @@ def test_without_a_state_dtype_states_keep_theirs():
         source, target = adamw(3, state_dtype=before), adamw()
         (note,) = notes_of_loading(target, source.state_dict())
         assert f"state_dtype={before!r} (was None)" in note
-        assert "a state_dtype that groups have before loading converts them" in note
+        assert "to convert them, set state_dtype before loading" in note
         assert_equal(target.state_dict(), source.state_dict())
 
 
