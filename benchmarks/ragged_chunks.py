@@ -19,8 +19,8 @@ from cpu_step.optimizers import smollm2_135m
 from gpu.shapes import LLAMA_8B, Shapes
 
 from hf_lowprec import AdamW
-from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK
 from hf_lowprec.optim.backends.triton.chunks import divide
+from hf_lowprec.optim.backends.triton.launch import BLOCK, CHUNK
 from hf_lowprec.optim.step.kernel_spec import KernelSpec
 from hf_lowprec.optim.step.segments import Segments
 

@@ -86,7 +86,7 @@ def convert_tensors(model: nn.Module, plan: CastPlan, keep_low_bits: bool) -> Co
         for planned in to_cast
         if _is_trainable(planned.target.tensor) and not was_cast(modules[planned.target.owners[0].module])
     ]
-    # Quantized weights are loaded in 16 bits, as the guide says; what norms lose by that is less than what they lost.
+    # Norms of quantized models are loaded in 16 bits, as the guide says. They lose less by that than quantized weights.
     quantized = any(map(holds_quantized_weights, modules.values()))
     lost = [name for name, outcome in restorations.items() if outcome == "lost"]
     return ConvertedTensors(

@@ -79,7 +79,7 @@ def _not_finite(evidence: Evidence) -> Finding | None:
     if getattr(evidence.optimizer, "skip_nonfinite", None) is False and gradient_release_of(evidence.optimizer) is None:
         remedy += "; skip_nonfinite=True skips such steps"
     shown = f"{listed(names)} or their updates, in step {precision.step} ({_describe(evidence)})"
-    return Finding.of("not_finite", f"{shown}. They remain so, and Trainer logs such losses as 0", names, remedy)
+    return Finding.of("not_finite", f"{shown}. They stay so, and Trainer logs losses that are NaN as 0", names, remedy)
 
 
 def _updates_lost(evidence: Evidence) -> Finding | None:

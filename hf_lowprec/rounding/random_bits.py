@@ -145,7 +145,7 @@ _SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-14}
 
 
 def dither(weight: Tensor, bits: Tensor) -> Tensor:
-    """A random number such that `weight` plus it rounds to `weight`.
+    """A random number for a weight's first compensation, such that `weight` plus it rounds to `weight`.
 
     16-bit weights all begin exactly on the grid of their dtype, and none moves before its updates add up to half a
     spacing. With a dither as first compensation (see `kahan.py`), it is as if they had been rounded from FP32 weights:
@@ -163,7 +163,8 @@ def dither(weight: Tensor, bits: Tensor) -> Tensor:
         infinities and NaN.
     """
     dropped, exact = _DROPPED_BITS[weight.dtype], weight.float()
-    # In FP32's bit patterns, the values that round to the weight are those less than half a 16-bit pattern away.
+    # In FP32's bit patterns, the values that round to the weight are less than half the distance between two 16-bit
+    # patterns away. Odd offsets are as often positive as negative, and never a tie.
     offset = ((bits >> (16 - dropped)) | 1) - (1 << (dropped - 1))
     value = (exact.view(torch.int32) + offset).view(torch.float32) - exact
     return torch.where(exact.abs() >= _SMALLEST[weight.dtype], value, 0.0)

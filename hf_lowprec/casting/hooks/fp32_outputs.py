@@ -50,10 +50,11 @@ def return_float32(model: nn.Module, next_to_loss: bool = True) -> None:
 
 
 def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
-    """Upcast the predictions of models of transformers that compute their loss in `forward`: the loss is FP32 then.
+    """Upcast the predictions of models of transformers that compute their loss in `forward`, so that the loss is FP32.
 
-    The children of such a model, and of the modules around it, downcast their inputs, so that a 16-bit module that is
-    given a copy does not fail.
+    The same for layers whose results a contrastive loss compares. The children of such a model, and of the modules
+    around it, downcast their inputs, so that a 16-bit module that is given an FP32 prediction does not fail. If user
+    code around the model multiplies tensors, its outputs stay in 16 bits, and only torch's losses compute in FP32.
 
     Args:
         model: a cast model, or one with cast models inside.
@@ -66,7 +67,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
         if not layers and computes_loss_itself(tree.modules[name]):
             layers = prediction_layers(tree, name)
         upcast = [layer for layer in layers if tree.computes_in(layer, dtype)]
-        if upcast and _is_called_by_products(tree, name):
+        if upcast and _user_code_multiplies(tree, name):
             install_fp32_torch_losses(tree.modules[name])
             continue
         for layer in upcast:
@@ -76,7 +77,7 @@ def upcast_predictions(model: nn.Module, dtype: torch.dtype) -> None:
                 install_input_downcast(tree.modules[part], dtype)
 
 
-def _is_called_by_products(tree: ModuleTree, model: str) -> bool:
+def _user_code_multiplies(tree: ModuleTree, model: str) -> bool:
     """Return whether user code around a model multiplies tensors: it may do so with the predictions and 16-bit ones."""
     parts = model.split(".") if model else []
     around = [tree.modules[".".join(parts[:depth])] for depth in range(len(parts))]

@@ -28,7 +28,7 @@ class Fp32TorchLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A checkpoint compares dtypes, and the mode is not active when it runs the code again in backward.
+        # Activation checkpointing runs the code again in backward, without the mode, and compares dtypes.
         if func in _IN_FP32 and not runs_in_checkpoint():
             args, kwargs = to_fp32_copies(args), to_fp32_copies(kwargs)
         return func(*args, **kwargs)

@@ -96,7 +96,11 @@ class StoredOptimizer(NamedTuple):
 
 
 def read_optimizers(folder: Path, names: ParameterNames | None) -> list[StoredOptimizer]:
-    """Read the optimizers in a checkpoint whose parameters have these names; their states are read when asked for.
+    """Read all optimizers in a checkpoint. Tensors are read only when asked for.
+
+    Args:
+        folder: the checkpoint.
+        names: the names of their parameters, if the checkpoint has them.
 
     Raises:
         ValueError: see `read_optimizer`.
@@ -104,7 +108,8 @@ def read_optimizers(folder: Path, names: ParameterNames | None) -> list[StoredOp
     found = []
     for k in range(max(1, len(names.optimizers) if names else 0)):
         of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
-        for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else ("optimizer.pt", "optimizer.bin", "optimizer_0"):
+        first = ("optimizer.pt", "optimizer.bin", "optimizer_0")  # Trainer's, accelerate's, and that of FSDP2
+        for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else first:
             if (folder / name).exists():
                 found.append(read_optimizer(folder / name, of_optimizer))
     return found

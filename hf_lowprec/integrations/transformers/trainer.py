@@ -77,6 +77,7 @@ def register(unpickle: Callable[[str], Any]) -> None:
 
 
 def _wrap_once(name: str, wrapper: Wrapper, ours_only: bool) -> None:
+    """Wrap a method of Trainer; skip one that this version of transformers does not have."""
     if not hasattr(Trainer, name) or hasattr(getattr(Trainer, name), _WRAPPED):
         return
 

@@ -1,4 +1,7 @@
-"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The decay is part of the update, which is rounded once."""
+"""AdamW (Loshchilov & Hutter, arXiv:1711.05101, Alg. 2). The formula is in `_two_moments.py`.
+
+The decay is part of the update, which is rounded once.
+"""
 
 from __future__ import annotations
 

@@ -61,17 +61,21 @@ def initialize_compensation(optimizer: Algorithm, compensation: Tensor, param: T
     # All ranks must come to the same conclusions, since they save one state dict.
     is_missing = _on_any_rank(kept is None, param)
     if kept is not None and not is_missing:
-        flat, stream = kept.reshape(-1), dither_stream_of(param)
-        if stream == (seed, number) and kept.dtype == compensation.dtype:  # the dither that this optimizer would draw
+        flat, dither_to_subtract = kept.reshape(-1), dither_stream_of(param)
+        if dither_to_subtract == (seed, number) and kept.dtype == compensation.dtype:  # it is this optimizer's own
             optimizer.dithered.add(param)
-            stream = None
-        store_values(param, compensation, lambda weight, part, index: undithered(weight, flat[part], index, stream))
+            dither_to_subtract = None
+
+        def without_foreign_dither(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+            return undithered(weight, flat[part], index, dither_to_subtract)
+
+        store_values(param, compensation, without_foreign_dither)
     else:
 
-        def dithered(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        def with_dither(weight: Tensor, part: slice, index: Tensor) -> Tensor:
             return weight.float() + _draw(weight, index, seed, number)
 
-        store_values(param, compensation, dithered)
+        store_values(param, compensation, with_dither)
         if _on_any_rank(bool(local_shard(compensation).any()), param):  # zeros are not dithered
             optimizer.dithered.add(param)
 

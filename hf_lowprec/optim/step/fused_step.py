@@ -81,8 +81,9 @@ def _store(spec: KernelSpec, stored: StoredState, value: Tensor, draw: RandomBit
         code, scale = encode(value, draw(stored.role), stored.nonnegative)
         return {stored.name: code, spec.scales[stored.name]: scale}
     if stored.dtype.is_floating_point:
-        rounds = stored.stochastic
-        value = round_stochastic(value, draw(stored.role)) if rounds else round_nearest(value, stored.dtype)
+        if stored.stochastic:
+            return {stored.name: round_stochastic(value, draw(stored.role))}
+        return {stored.name: round_nearest(value, stored.dtype)}
     return {stored.name: value}
 
 

@@ -56,7 +56,9 @@ class ContiguousCopy:
 class StepPlan:
     """The fused groups of an optimizer's steps, while the same parameters have gradients of the same kind.
 
-    As a context manager, it releases what belongs to a single step at the end of the block.
+    Building it creates missing states. If a group was given another rounding mode, it also rounds what the former mode
+    kept beside the weights into them, see `mode_change.py`. As a context manager, it releases what belongs to a single
+    step at the end of the block.
 
     Attributes:
         fused_groups: the parameters, in groups that are stepped together. Groups of orthogonalized matrices come first,
@@ -74,9 +76,6 @@ class StepPlan:
     Raises:
         RuntimeError: a gradient is sparse, complex or not floating point.
         ValueError: a parameter, mode or dtype is not supported. States may have been created, nothing else is changed.
-
-    If a group was given another rounding mode, the weights take in what the former one has kept out of them; see
-    `mode_change.py`.
     """
 
     def __init__(self, optimizer: Algorithm, clipped: bool, param_ids: Set[int] | None = None) -> None:
@@ -94,8 +93,8 @@ class StepPlan:
             with interrupts.deferred():
                 convert_states(optimizer, entry.param, entry.group, entry.number)
         scalars_on_device = optimizer.capturable or optimizer.skip_nonfinite
-        groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
-        self.fused_groups = sorted(groups, key=_size_of_temporaries, reverse=True)
+        fused_groups = [FusedGroup(*key, entries, scalars_on_device) for key, entries in entries_by_key.items()]
+        self.fused_groups = sorted(fused_groups, key=_size_of_temporaries, reverse=True)
 
         entries = [entry for fused_group in self.fused_groups for entry in fused_group.entries]
         self.param_dtypes = {entry.param: entry.param.dtype for entry in entries}

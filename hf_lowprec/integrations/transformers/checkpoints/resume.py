@@ -67,7 +67,8 @@ def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output
 
     Raises:
         ValueError: the named checkpoint is not good, or there are checkpoints but none is good; the message names the
-            damaged files. Or the ranks name different checkpoints, or not all of them see the checkpoint.
+            damaged files. Or it is the output folder of a run. Or the ranks name different checkpoints, or not all of
+            them see the checkpoint.
     """
     _read_manifest.cache_clear()
     if isinstance(resume_from_checkpoint, os.PathLike):
