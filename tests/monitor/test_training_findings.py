@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Adafactor
 
 import hf_lowprec
+from hf_lowprec.monitor.training_findings import is_lost
 from hf_lowprec.rounding.nearest import spacing
 from tests.support.training.tiny_trainer import counting_data, llama
 
@@ -40,6 +41,13 @@ def train(model: nn.Module, make: Callable, every: int = 4, steps: int = STEPS, 
         found |= {finding.code: finding for finding in monitor.findings()}
     assert monitor.unused == list(unused)
     return list(found.values())
+
+
+def test_a_share_is_lost_if_it_is_above_one_half_by_three_standard_errors():
+    numbers = {"lost_updates": 0.75, "lost_updates_error": 0.0625}  # four standard errors
+    assert is_lost(numbers, "lost_updates") and is_lost({"lost_updates": 0.75}, "lost_updates")
+    assert not is_lost({**numbers, "lost_updates_error": 0.125}, "lost_updates")  # two
+    assert not is_lost(numbers, "lost_weight_decay")
 
 
 def adamw(lr: float = 1e-3, **options) -> Callable:
