@@ -1,4 +1,4 @@
-"""What is said once per process."""
+"""Messages that are given once per process."""
 
 from __future__ import annotations
 

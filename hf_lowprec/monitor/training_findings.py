@@ -104,7 +104,7 @@ def _updates_lost(evidence: Evidence) -> Finding | None:
 
 
 def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:
-    """Whether some weights lose most of their updates, by their numbers."""
+    """Return whether the weights with these numbers lose most of their updates."""
     if "changed" not in numbers:
         return is_lost(numbers, "lost_updates")
     rate_is_zero = evidence.precision.learning_rate == 0  # as in the first step of a warm-up
@@ -112,7 +112,7 @@ def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:
 
 
 def _rounds_to_nearest(evidence: Evidence, numbers: dict[str, float]) -> bool:
-    """Whether an optimizer of another library rounds to nearest, as those of torch and transformers do.
+    """Return whether an optimizer of another library rounds to nearest. Those of torch and transformers do.
 
     If few weights change in a step, rounding to nearest changes the same ones again and again. Stochastic rounding and
     compensations get to the others in time.

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import Trainer
 
 import hf_lowprec
-from hf_lowprec import once
 from hf_lowprec.integrations.transformers import setup_warnings
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
@@ -20,7 +19,6 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(once, "_said", set())
     monkeypatch.setattr(setup_warnings, "_searches", Counter())
 
 
@@ -53,7 +51,7 @@ def test_the_callback_that_was_forgotten(tmp_path, caplog):
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2)
     assert len([text for text in said(caplog) if "LowPrecisionCallback" in text]) == 1
     caplog.clear()
-    once._said.clear()
+    setup_warnings._searches.clear()
     callbacks = [hf_lowprec.LowPrecisionCallback(report=False)]
     trained(tmp_path, optimizer_cls_and_kwargs=wanted, max_steps=2, callbacks=callbacks)
     assert not [text for text in said(caplog) if "FP32" in text]
@@ -185,6 +183,14 @@ def test_an_optimizer_per_parameter_searches_a_few_times_only(monkeypatch):
         for _ in range(setup_warnings._SEARCHES):
             stepped(model, params=[param])
     assert len(looked) == setup_warnings._SEARCHES
+
+
+def test_nothing_is_looked_for_after_its_warning(monkeypatch, caplog):
+    looked = []
+    monkeypatch.setattr(setup_warnings, "_in_fp32_model", lambda params: looked.append(params) is None)
+    for _ in range(3):
+        stepped(llama())
+    assert len(looked) == len(said(caplog)) == 1
 
 
 def test_a_trainer_with_one_of_our_names_says_nothing(tmp_path, caplog):

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_lowprec
-from hf_lowprec import once
 from hf_lowprec.integrations.transformers import setup_warnings
 from hf_lowprec.reduction import reduce_in_fp32, reduce_scatter_in_fp32
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
@@ -39,7 +38,6 @@ def cast() -> nn.Module:
 
 def report(name: str, model: nn.Module, optimizer=None) -> None:
     setup_warnings._searches.clear()
-    once._said.clear()
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
@@ -69,7 +67,6 @@ SAID = {
 
 def report_fsdp2(name: str, model: nn.Module, optimizer=None) -> None:
     setup_warnings._searches.clear()
-    once._said.clear()
     messages.clear()
     optimizer = optimizer or hf_lowprec.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):

@@ -31,6 +31,7 @@ from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_sav
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
+_FIRST_OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_0")  # Trainer's, accelerate's, that of FSDP2
 
 
 class StoredParameter(NamedTuple):
@@ -108,8 +109,7 @@ def read_optimizers(folder: Path, names: ParameterNames | None) -> list[StoredOp
     found = []
     for k in range(max(1, len(names.optimizers) if names else 0)):
         of_optimizer = names.optimizers[k] if names and k < len(names.optimizers) else None
-        first = ("optimizer.pt", "optimizer.bin", "optimizer_0")  # Trainer's, accelerate's, and that of FSDP2
-        for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else first:
+        for name in (f"optimizer_{k}.bin", f"optimizer_{k}") if k else _FIRST_OPTIMIZER:
             if (folder / name).exists():
                 found.append(read_optimizer(folder / name, of_optimizer))
     return found

@@ -21,7 +21,6 @@ from hf_lowprec.casting.earlier_casts import cast_dtypes
 from hf_lowprec.casting.hooks.module_hooks import upcasts_inputs
 from hf_lowprec.casting.quantized import holds_quantized_weights
 from hf_lowprec.integrations.live_modules import live_modules
-from hf_lowprec.once import first_time
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.reduction.private_torch_apis import comm_hook_states, reduce_scatters_in_16_bits
@@ -32,6 +31,7 @@ _MATRIX = 1024
 _SEARCHES = 8
 """Limit of searches of each kind (0.1 s each) per process, since there may be one optimizer per parameter."""
 _searches: Counter[Callable[..., str | None]] = Counter()
+"""Searches of each kind so far; `_SEARCHES` once its warning was given."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,12 @@ def _has_gradient(optimizer: LowPrecisionOptimizer, param: Tensor) -> bool:
 
 
 def _search(find: Callable[..., str | None], params: list[Tensor], *further: Any) -> None:
-    """Log the warning that `find` returns for `params`, once. Stops searching after a number of searches."""
+    """Log the warning that `find` returns for `params`. Stops searching after that, or after a number of searches."""
+    if _searches[find] == _SEARCHES:
+        return
     _searches[find] += 1
-    if _searches[find] <= _SEARCHES and (text := find(params, *further)) and first_time(find):
+    if text := find(params, *further):
+        _searches[find] = _SEARCHES
         logger.warning("hf_lowprec: %s", text)
 
 

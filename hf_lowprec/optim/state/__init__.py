@@ -1,1 +1,1 @@
-"""What an optimizer keeps for each parameter: created, saved, loaded and converted."""
+"""The optimizer state of each parameter: how it is created, saved, loaded and converted."""

@@ -1,1 +1,1 @@
-"""What a run measures, prints, writes to its metrics file and sends to trackers."""
+"""Reports of a run: its measurements, the precision report, the metrics file, trackers."""
