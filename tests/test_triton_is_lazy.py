@@ -1,21 +1,23 @@
-"""Importing the package does not import triton, listened to in a new interpreter."""
+"""Importing the package does not import triton, listened to in a process of its own."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import forkserver
+
 PACKAGE = "hf_lowprec"
 ROOT = Path(__file__).resolve().parents[1]
 
-# Runs before the code under test: prints the file of whoever asks for triton, whether it is installed or not.
+# Runs before the import, in a process that has imported torch already: forgets the package, and prints the file of
+# whoever asks for triton, whether it is installed or not.
 # `importlib.util.find_spec("triton")` only asks whether it is there, and is no import.
 LISTENER = """
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("hf_lowprec", "triton")]:
+    del sys.modules[name]
 class Listener:
     def find_spec(self, name, path=None, target=None):
         if name == "triton":
@@ -29,23 +31,18 @@ sys.meta_path.insert(0, Listener())
 """
 
 
-def _who_imports_triton(code: str, directory: Path) -> list[str]:
-    """The files under `directory` that import triton while `code` runs in a new interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", LISTENER + code],
-        env={**os.environ, "PYTHONPATH": str(directory)},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _who_imports_triton(directory: Path, folder: Path) -> list[str]:
+    """The files under `directory` that import triton while the package in it is imported."""
+    script = folder / "listen.py"
+    script.write_text(f"{LISTENER}sys.path.insert(0, {str(directory)!r})\nimport {PACKAGE}\n")
+    done = forkserver.run(script, [], timeout=120)
     assert done.returncode == 0, done.stderr
     wanted = [line.removeprefix("triton wanted by ") for line in done.stdout.splitlines()]
     return [name for name in wanted if Path(name).is_relative_to(directory / PACKAGE)]
 
 
-def test_importing_the_package_does_not_import_triton() -> None:
-    assert _who_imports_triton(f"import {PACKAGE}", ROOT) == []
+def test_importing_the_package_does_not_import_triton(tmp_path: Path) -> None:
+    assert _who_imports_triton(ROOT, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -60,4 +57,4 @@ def test_a_planted_import_of_triton_is_heard(tmp_path: Path, statement: str, is_
     (tmp_path / PACKAGE).mkdir()
     planted = tmp_path / PACKAGE / "__init__.py"
     planted.write_text(f"try:\n    {statement}\nexcept ImportError:\n    pass\n")
-    assert _who_imports_triton(f"import {PACKAGE}", tmp_path) == [str(planted)] * is_import
+    assert _who_imports_triton(tmp_path, tmp_path) == [str(planted)] * is_import

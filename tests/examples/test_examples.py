@@ -1,15 +1,14 @@
 """The examples run as a reader would run them, and learn."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from hf_lowprec.metrics_file import METRICS_NAME
@@ -38,7 +37,7 @@ RECIPES = {
 }
 
 
-SHORT = ("full_finetuning", "lora_sft", "classification")
+SHORT = ("full_finetuning", "lora_sft")
 
 
 @pytest.mark.slow
@@ -63,6 +62,7 @@ def test_a_recipe_learns(tmp_path, recipe):
     assert {tensor.dtype for tensor in saved.values()} >= {torch.bfloat16}
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
     """The switch is at step 48 of 60; checkpoints of 40 and 50 give what an uninterrupted run gives, bit for bit."""
@@ -86,30 +86,23 @@ LAUNCHES.append(("fsdp2", 2, "FSDP2"))
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "ranks", "kind"), LAUNCHES)
 def test_launch_configurations(tmp_path, name, ranks, kind):
-    """As the reader would, but for a CPU, fewer processes, and `--mixed_precision bf16` left on by habit."""
-    words = (
-        f"--config_file {EXAMPLES}/configs/{name}.yaml --num_machines 1 --num_processes {ranks} --mixed_precision bf16"
-    )
+    """In the environment that `accelerate launch` makes, with fewer processes, and autocast left on by habit."""
+    words = f"--config_file {EXAMPLES}/configs/{name}.yaml --num_machines 1 --num_processes {ranks}"
     if name == "hsdp":
         words += " --parallelism_config_dp_shard_size 2 --main_process_ip 127.0.0.1"
-    training = (
-        f"--output_dir {tmp_path} --max_steps 4 --logging_steps 2 --use_cpu --disable_tqdm True --save_strategy no"
-    )
-    root = EXAMPLES.parent
-    script = f"{root}/tests/scripts/example_on_cpu.py {EXAMPLES}/continued_pretraining.py --smoke {training}"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *words.split(), "--main_process_port", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    result = subprocess.run(
-        [*command, *script.split()], env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert f"{kind}: FP32 sums over {ranks} ranks, 16-bit gradients on the wire" in result.stdout
-    assert result.stdout.count("'bf16' was requested but is off") == 1
-    assert "bfloat16" in result.stdout
-    assert result.stdout.count("validation loss") == 1
+    words += f" --main_process_port 0 --mixed_precision bf16 {EXAMPLES}/continued_pretraining.py --smoke --use_cpu"
+    words += f" --output_dir {tmp_path} --max_steps 4 --logging_steps 2 --disable_tqdm True --save_strategy no"
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words.split()))
+    script = [args.training_script, *args.training_script_args]
+    out = run_ranks("example_on_cpu.py", ranks, *script, **prepare_multi_gpu_env(args))
+    assert f"{kind}: FP32 sums over {ranks} ranks, 16-bit gradients on the wire" in out
+    assert out.count("'bf16' was requested but is off") == 1
+    assert "bfloat16" in out
+    assert out.count("validation loss") == 1
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
     out = run("accelerate_loop.py", "--smoke", "--rounding", "stochastic", "--output", tmp_path)

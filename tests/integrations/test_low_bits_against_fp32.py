@@ -52,17 +52,14 @@ def distances(build, seed: int, kinds: list[str]) -> list[float]:
 
 
 @pytest.mark.combinations(1)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_a_hundred_steps_from_an_fp32_checkpoint(build, seed):
-    """Measured 0.006 (Llama) and 0.010 (GPT-2) on each seed.
+    """Measured 0.006 (Llama) and 0.010 (GPT-2) on each seed; without low bits 0.13 and 0.11.
 
-    Without low bits 0.13 and 0.11: weights of σ 0.1 are spaced 2**-11 on average, so what the cast rounds off has a
-    standard deviation of 1.4e-4, a tenth of the displacement of 100 steps of up to 2e-5.
+    Weights of σ 0.1 are spaced 2**-11 on average, so what the cast rounds off has a standard deviation of 1.4e-4, a
+    tenth of the displacement of 100 steps of up to 2e-5.
     """
-    (low_bits,) = distances(build, seed, ["low_bits"])
+    low_bits, dither = distances(build, seed, ["low_bits", "dither"])
     assert low_bits <= 0.03
-
-
-def test_without_low_bits_the_digits_that_the_cast_dropped_stay_lost():
-    assert min(distances(llama, 0, ["dither", "zero"])) >= 0.1
+    assert dither >= 0.1

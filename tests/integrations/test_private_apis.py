@@ -23,6 +23,7 @@ import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
+from tests.support.processes import forkserver
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -245,10 +246,12 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert ours.splitlines()[-1] == plain
 
 
-def test_importing_survives_a_private_name_that_went_away():
+def test_importing_survives_a_private_name_that_went_away(tmp_path):
     program = """
-import warnings
+import sys, warnings
 from transformers import Trainer, trainer_optimizer
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_lowprec"]:
+    del sys.modules[name]
 del trainer_optimizer._OPTIMIZER_HANDLERS
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -256,7 +259,8 @@ with warnings.catch_warnings(record=True) as caught:
 assert any("optimizer_factory" in str(warning.message) for warning in caught), caught
 hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf16_sr")
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    (tmp_path / "program.py").write_text(program)
+    result = forkserver.run(tmp_path / "program.py", [], timeout=120)
     assert result.returncode == 0, result.stderr
 
 

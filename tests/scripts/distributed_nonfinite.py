@@ -129,10 +129,11 @@ def everywhere(value: object) -> object:
     return value
 
 
-def cases() -> Iterator[tuple[str, torch.Tensor]]:
-    """Every place and every value, which decide nothing together once they have arrived."""
-    places = itertools.cycle(PLACES)
-    return zip(places, map(bf16, VALUES.values()), strict=False)
+def cases(number: int, modes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every place in each of several modes, and every value in one: they decide nothing together once they arrived."""
+    count = -(-len(VALUES) // modes)
+    values = itertools.islice(itertools.cycle(VALUES.values()), number * count, (number + 1) * count)
+    return zip(itertools.cycle(PLACES), map(bf16, values), strict=False)
 
 
 def check_without_skipping(sharded: bool, accumulation: str) -> None:
@@ -155,7 +156,7 @@ def check_without_skipping(sharded: bool, accumulation: str) -> None:
             assert arrived.isnan() if value.isnan() else arrived == value, (accumulation, key, element, arrived)
 
 
-def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
+def check_skipping(sharded: bool, accumulation: str, damages: Iterator[tuple[str, torch.Tensor]], clip: bool) -> None:
     """The step leaves no trace, nor do its sums over micro-batches: all is as if its batch had never been."""
     without = Run(sharded, accumulation, {}, skip_nonfinite=True)
     for step in range(1, STEPS + 1):
@@ -164,7 +165,7 @@ def check_skipping(sharded: bool, accumulation: str, clip: bool) -> None:
             without.step(clip)
     assert without.low.skipped_steps == 0
     expected = everywhere(without.bits(whole=True))
-    for place, value in cases():
+    for place, value in damages:
         case = accumulation, place, value
         damage = {place: {PLACES[place][1]: value}}
         run = Run(sharded, accumulation, damage, skip_nonfinite=True)
@@ -226,9 +227,10 @@ def main(kind: str) -> None:
     sharded = kind == "fsdp2"
     if sharded:
         allow_fsdp_on_cpu()
-    for accumulation in ("nearest", "fp32") if sharded else ("nearest", "kahan", "fp32"):
+    modes = ("nearest", "fp32") if sharded else ("nearest", "kahan", "fp32")
+    for number, accumulation in enumerate(modes):
         check_without_skipping(sharded, accumulation)
-        check_skipping(sharded, accumulation, clip=accumulation != "nearest")
+        check_skipping(sharded, accumulation, cases(number, len(modes)), clip=accumulation != "nearest")
     for clip in (False, True):
         check_after_reduction(sharded, clip)
     if not sharded:

@@ -246,11 +246,3 @@ def test_liger_and_a_head_in_fp32():
         check_liger(args, ("lm_head",))
     args.liger_kernel_config = {"fused_linear_cross_entropy": False}
     check_liger(args, ("lm_head",))
-
-
-def test_a_gpu_too_many_is_refused(tmp_path, monkeypatch):
-    """Trainer would use DataParallel."""
-    args = arguments(tmp_path, optim=OURS[0])
-    monkeypatch.setattr(type(args), "n_gpu", 2)
-    with pytest.raises(ValueError, match=r"one process with 2 GPUs \(DataParallel\)"):
-        Trainer(model=llama(), args=args, train_dataset=counting_data())

@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import Trainer
 
 from hf_lowprec.integrations.transformers import optim_args
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of
 from hf_lowprec.integrations.transformers.training_arguments import optimizer_arguments
-from tests.support.training.tiny_trainer import arguments, llama, optimizer_of, trained
+from tests.support.training.tiny_trainer import arguments, optimizer_of, trained
 
 
 def test_optim_args_reach_every_keyword(tmp_path):
@@ -110,10 +109,3 @@ def test_several_values_separated_by_commas_are_answered_with_a_text_that_trains
     suggested = str(error.value).partition("optim_args='")[2].rstrip("'")
     assert suggested == corrected
     trained(tmp_path, optim=optim, optim_args=suggested, max_steps=1)
-
-
-def test_unknown_optim_args_fail_before_anything_is_cast(tmp_path):
-    model = llama()
-    with pytest.raises(ValueError, match="'beta'"):
-        Trainer(model=model, args=arguments(tmp_path, optim="adamw_bf16_kahan", optim_args="beta=0.9"))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}

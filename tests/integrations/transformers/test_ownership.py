@@ -79,7 +79,7 @@ def test_a_field_and_a_different_value_in_optim_args_are_an_error(tmp_path, word
         trained(tmp_path, optim="adamw_bf16_kahan", optim_args=words, **field)
 
 
-@pytest.mark.parametrize("words", ["rounding=foo", "betas=2|3", "backend=foo", "state_dtype=nope:bf16", "eps=-1"])
+@pytest.mark.parametrize("words", ["beta=0.9", "rounding=foo", "betas=2|3", "state_dtype=nope:bf16", "eps=-1"])
 def test_a_model_is_untouched_when_its_arguments_are_wrong(tmp_path, words):
     model = llama()
     with pytest.raises(ValueError, match=words.split("=")[0]):
@@ -112,9 +112,3 @@ def test_the_users_callbacks_see_the_lost_updates(tmp_path, strategy):
     losses = [logs for logs in seen if "loss" in logs]
     assert losses
     assert all("lost_updates" in logs for logs in losses)
-
-
-def test_a_model_of_another_optimizer_has_no_estimate(tmp_path):
-    trainer = trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1)
-    with pytest.raises(ValueError, match="has none of the model's parameters"):
-        hf_lowprec.fp32_state_dict(llama(), trainer.optimizer)

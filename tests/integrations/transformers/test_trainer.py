@@ -3,10 +3,6 @@
 import pytest
 import torch
 from transformers import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -15,7 +11,6 @@ import hf_lowprec
 from hf_lowprec.optim import LowPrecisionOptimizer
 from tests.support.training.tiny_trainer import (
     LOAD_BEST,
-    VOCABULARY,
     arguments,
     assert_pure_bf16,
     counting_data,
@@ -31,10 +26,8 @@ SETTINGS = {
     "clipping": {"max_grad_norm": 0.05},
     "warmup_and_cosine": {"warmup_steps": 4, "lr_scheduler_type": "cosine"},
     "weight_decay": {"weight_decay": 0.1},
-    "gradient_checkpointing": {"gradient_checkpointing": True},
     "bf16_by_habit": {"bf16": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 4},
-    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4},
     "label_smoothing": {"label_smoothing_factor": 0.1},
 }
 
@@ -93,21 +86,6 @@ def test_best_model_is_loaded_at_the_end(tmp_path):
     history = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(history), abs=1e-6)
     assert_pure_bf16(trainer.model)
-
-
-def test_seq2seq_trainer(tmp_path):
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
-        )
-    )
-    args = arguments(tmp_path, cls=Seq2SeqTrainingArguments, optim="adamw_bf16_sr", predict_with_generate=True)
-    trainer = Seq2SeqTrainer(model=model, args=args, train_dataset=counting_data(), eval_dataset=counting_data(16))
-    trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
-    assert model.shared.weight.dtype == torch.bfloat16
-    assert trainer.predict(counting_data(8), max_length=4).predictions.shape[0] == 8
 
 
 def test_optimizer_factory_feeds_trainer(tmp_path):

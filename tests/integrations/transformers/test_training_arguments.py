@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations.transformers.training_arguments import checked_arguments, optimizer_arguments
+from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import arguments
 
 
@@ -77,6 +76,10 @@ def test_saved_arguments_bring_their_names_along(tmp_path):
     torch.save([arguments(tmp_path, optim=name) for name in hf_lowprec.OPTIMIZER_NAMES], tmp_path / "training_args.bin")
     body = f"""
 import sys, torch
+from transformers import trainer_optimizer
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_lowprec"]:
+    del sys.modules[name]
+trainer_optimizer._OPTIMIZER_HANDLERS.clear()
 sys.modules["hf_lowprec"] = None  # as if it were not installed
 try:
     torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
@@ -86,8 +89,10 @@ del sys.modules["hf_lowprec"]
 found = torch.load({str(tmp_path / "training_args.bin")!r}, weights_only=False)
 assert {{type(args.optim).__name__ for args in found}} == {{"OptimizerNames"}}
 print(*(args.optim.value for args in found))
+assert {{args.optim for args in found}} <= trainer_optimizer._OPTIMIZER_HANDLERS.keys(), "registered"
 """
-    result = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=False, timeout=120)
+    (tmp_path / "load.py").write_text(body)
+    result = forkserver.run(tmp_path / "load.py", [], timeout=120)
     assert result.returncode == 0, result.stderr
     without, names = result.stdout.splitlines()
     assert "hf_lowprec" in without
