@@ -132,9 +132,9 @@ def test_a_layer_that_cannot_run_here_is_named_and_is_no_fault(monkeypatch, own_
     assert "cpu: 29 convolutions" in found["layers"][1] and "; not supported in BF16: video, pat" in found["layers"][1]
 
 
-def test_next_to_a_wrong_layer_one_that_cannot_run_is_told_apart(monkeypatch, own_kernels):
-    monkeypatch.setattr(torch.nn.functional, "conv3d", lambda **tensors: torch.zeros(1) @ torch.zeros(2, 2))
-    break_function(monkeypatch, "scaled_dot_product_attention", off_by(0.05), "input")
+def test_next_to_a_wrong_layer_one_that_cannot_run_is_told_apart(monkeypatch):
+    wrong = Probe("attention", {"grad_query": 0.5})
+    monkeypatch.setattr(checks, "probe_layers", lambda device: ([wrong], ["video, patches: RuntimeError"]))
     status, found = doctor()
     assert (status, found["layers"][0]) == (1, "FAILED")
     wrong, _, missing = found["layers"][1].partition("; not supported in BF16: ")

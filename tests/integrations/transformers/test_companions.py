@@ -20,7 +20,7 @@ from tests.support.training.tiny_trainer import (
     trained,
 )
 
-OURS = ("adamw_bf16_kahan", "adamw_bf16_sr")
+OURS = "adamw_bf16_kahan"
 # The second is the older name, deprecated where both are known.
 CHECKPOINTING = next(
     name
@@ -74,10 +74,9 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_trainer(tmp_path, setting):
     reference = trained(tmp_path, optim="adamw_torch", **SETTINGS[setting])
-    for optim in OURS:
-        trainer = trained(tmp_path, optim=optim, **SETTINGS[setting])
-        assert_pure_bf16(trainer.model)
-        assert_follows(trainer, reference)
+    trainer = trained(tmp_path, optim=OURS, **SETTINGS[setting])
+    assert_pure_bf16(trainer.model)
+    assert_follows(trainer, reference)
 
 
 def test_attention_in_eager_mode(tmp_path):
@@ -86,7 +85,7 @@ def test_attention_in_eager_mode(tmp_path):
         model.set_attn_implementation("eager")
         return trained(tmp_path, model=model, optim=optim)
 
-    assert_follows(run(OURS[0]), run("adamw_torch"))
+    assert_follows(run(OURS), run("adamw_torch"))
 
 
 def test_batches_of_similar_length(tmp_path):
@@ -97,7 +96,7 @@ def test_batches_of_similar_length(tmp_path):
         trainer.train()
         return trainer
 
-    assert_follows(run(OURS[0]), run("adamw_torch"))
+    assert_follows(run(OURS), run("adamw_torch"))
 
 
 def test_metrics_see_fp32_predictions_inputs_and_losses(tmp_path):
@@ -114,7 +113,7 @@ def test_metrics_see_fp32_predictions_inputs_and_losses(tmp_path):
         trainer.train()
         return trainer
 
-    trainer, reference = run(OURS[0]), run("adamw_torch")
+    trainer, reference = run(OURS), run("adamw_torch")
     assert_follows(trainer, reference)
     right = [[e["eval_right"] for e in t.state.log_history if "eval_right" in e] for t in (trainer, reference)]
     assert right[0] == pytest.approx(right[1], abs=0.02)
@@ -136,7 +135,7 @@ def test_a_batch_size_that_is_found_by_trying(tmp_path):
     """Sums of the first try are forgotten."""
     settings = {"trainer_cls": OutOfMemory, "auto_find_batch_size": True, "gradient_accumulation_steps": 2}
     reference = trained(tmp_path, optim="adamw_torch", **settings)
-    trainer = trained(tmp_path, optim=OURS[0], optim_args="grad_accumulation=kahan", **settings)
+    trainer = trained(tmp_path, optim=OURS, optim_args="grad_accumulation=kahan", **settings)
     assert trainer._train_batch_size == reference._train_batch_size == 7
     assert trainer.accelerator.mixed_precision == "no"
     assert_follows(trainer, reference)
@@ -160,7 +159,7 @@ def test_compiled_by_inductor(tmp_path):
         model.model.layers = model.model.layers[:1]
         return trained(tmp_path, model=model, optim=optim, max_steps=3, logging_steps=1, **more)
 
-    assert_follows(run(OURS[0], torch_compile=True), run("adamw_torch"))
+    assert_follows(run(OURS, torch_compile=True), run("adamw_torch"))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_resuming_is_bit_exact_with(tmp_path, settings):
 
     def run(resume=None):
         saves = {"save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
-        return trained(tmp_path, model=dropping_llama(), optim=OURS[0], resume=resume, max_steps=8, **saves, **settings)
+        return trained(tmp_path, model=dropping_llama(), optim=OURS, resume=resume, max_steps=8, **saves, **settings)
 
     whole = run()
     resumed = run(str(tmp_path / "checkpoint-4"))
@@ -190,7 +189,7 @@ def test_weights_saved_alone_are_trained_on(tmp_path):
         def on_train_begin(self, args, state, control, model=None, **kwargs):
             found.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
 
-    saves = {"optim": OURS[0], "save_strategy": "steps", "save_steps": 4, "save_only_model": True}
+    saves = {"optim": OURS, "save_strategy": "steps", "save_steps": 4, "save_only_model": True}
     whole = trained(tmp_path, max_steps=4, **saves)
     assert not list(tmp_path.glob("checkpoint-4/optimizer*"))
     trained(tmp_path, resume=str(tmp_path / "checkpoint-4"), max_steps=5, callbacks=[AtTheStart()], **saves)
@@ -215,7 +214,7 @@ class TestLiger:
 
     def test_it_is_refused_on_a_cpu(self, tmp_path):
         with pytest.raises(ValueError, match="use_liger_kernel=True: Liger's Triton kernels do not run on a CPU"):
-            trained(tmp_path, optim=OURS[0], use_liger_kernel=True)
+            trained(tmp_path, optim=OURS, use_liger_kernel=True)
 
     @pytest.mark.parametrize("first", [True, False], ids=["patched_first", "cast_first"])
     def test_its_norms_keep_fp32_and_their_boundary(self, liger, first):

@@ -19,37 +19,17 @@ PROMPT = torch.arange(5)[None]
 GOES_ON = list(range(11))
 
 
-def saved_by_trainer(folder) -> LlamaForCausalLM:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[LlamaForCausalLM, str]:
+    """The trained model, and the folder it was saved to."""
+    folder = tmp_path_factory.mktemp("saved")
     args = arguments(folder / "run", optim="adamw_bf16_kahan", max_steps=STEPS)
     trainer = Trainer(llama(), args, train_dataset=counting_data(), processing_class=tokenizer())
     trainer.train()
     trainer.save_model(folder / "final")
-    return trainer.model
-
-
-def saved_in_a_loop(folder) -> LlamaForCausalLM:
-    model = llama()
-    hf_lowprec.cast_model(model)
-    optimizer = hf_lowprec.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.stack([row["input_ids"] for row in counting_data()])
-    for step in range(STEPS):
-        batch = tokens[8 * step % 64 :][:8]
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder / "final")
-    tokenizer().save_pretrained(folder / "final")
-    return model
-
-
-@pytest.fixture(scope="module", params=[saved_by_trainer, saved_in_a_loop], ids=["Trainer", "loop"])
-def saved(request, tmp_path_factory) -> tuple[LlamaForCausalLM, str]:
-    """The trained model, and the folder it was saved to."""
-    folder = tmp_path_factory.mktemp("saved")
-    model = request.param(folder).eval()
-    norm = model.model.norm.weight.detach()
+    norm = trainer.model.model.norm.weight.detach()
     assert not torch.equal(norm, norm.bfloat16().float()), "norms have learnt digits that BF16 does not have"
-    return model, str(folder / "final")
+    return trainer.model.eval(), str(folder / "final")
 
 
 def load(folder: str, **options) -> nn.Module:
