@@ -158,12 +158,10 @@ def test_a_training_that_stands_still_is_found(monkeypatch, layers_are_known):
 
 
 @pytest.mark.distributed
-def test_two_ranks_check_their_reduction(broken_here):
-    output = run_ranks("doctor_on_ranks.py", 2, fails=bool(broken_here))
+def test_two_ranks_check_their_reduction():
+    output = run_ranks("doctor_on_ranks.py", 2)
     found = _findings(output)
-    assert {name: word for name, (word, _) in found.items() if name != "layers"} == dict.fromkeys(
-        set(CHECKS) - {"layers"}, "ok"
-    ), output
+    assert {name: word for name, (word, _) in found.items()} == dict.fromkeys({*CHECKS} - {"layers"}, "ok"), output
     assert found["reduction"][1] == "2 ranks over gloo: FP32 means of BF16 gradients, the same on all"
     assert output.count("12 steps") == 1  # one rank speaks
 

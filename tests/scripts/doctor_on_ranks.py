@@ -33,8 +33,9 @@ def fail() -> None:
 
 
 gather = ddp._all_gather
+del checks.CHECKS["layers"]  # every rank by itself checks as one process does
 if WORD in ("broken", "differs", "alone"):
-    for check in ("packages", "names", "steps", "layers"):
+    for check in ("packages", "names", "steps"):
         del checks.CHECKS[check]
 if WORD == "broken":
     ddp.mean_in_rank_order = mean_in_bfloat16
