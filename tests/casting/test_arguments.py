@@ -13,7 +13,7 @@ from hf_lowprec.casting.hooks.argument_roles import role_of
 from tests.support.every_architecture.forward_arguments import ACTIVATIONS, MASKS, NOT_FLOATING, NUMBERS, REFERENCES
 from tests.support.every_architecture.model_classes import classes_by_type
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.every_case]
 # Of a tensor that may be floating, of a result that holds one, of a number, of anything.
 FLOATING = re.compile(r"(?<![A-Za-z])Tensor|FloatTensor|Output\b|\bfloat\b|\bAny\b")
 

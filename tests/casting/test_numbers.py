@@ -1,10 +1,7 @@
 """Numbers, counts, weights and positions among the arguments of a cast model arrive as they are, and it trains."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from hf_lowprec.casting import cast_model, return_float32, uncast_model
 from tests.support.models import tiny_models
 from tests.support.models.diffusion_models import DiT, Preconditioned, UNet
 from tests.support.models.inspection import BF16, FP16, FP32, gradient_dtypes, hook_counts
+from tests.support.processes import forkserver
 
 UNIT = 2.0**-8  # BF16 has 8 significant bits, so rounding to nearest errs by at most this much of the value
 FP32_UNIT = 2.0**-24
@@ -278,12 +276,11 @@ assert torch.equal(whole(**batch), model(**batch))
 """
 
 
-def test_compiled_as_one_graph() -> None:
+def test_compiled_as_one_graph(tmp_path: Path) -> None:
     """In a process of its own: what other tests have compiled decides how much of the model is traced again."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", FULLGRAPH], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    script = tmp_path / "one_graph.py"
+    script.write_text(FULLGRAPH)
+    done = forkserver.run(script, [], timeout=200)
     assert done.returncode == 0, done.stderr
 
 

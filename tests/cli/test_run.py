@@ -170,6 +170,7 @@ def test_the_command_that_is_given_for_trl_trains(tmp_path):
     assert "weights kahan" in output
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_that_is_given_for_torchrun_trains_on_every_rank(tmp_path):

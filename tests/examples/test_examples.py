@@ -38,7 +38,7 @@ RECIPES = {
 }
 
 
-SHORT = ("full_finetuning", "lora_sft", "classification")
+SHORT = ("full_finetuning", "classification")
 
 
 @pytest.mark.slow
@@ -63,6 +63,7 @@ def test_a_recipe_learns(tmp_path, recipe):
     assert {tensor.dtype for tensor in saved.values()} >= {torch.bfloat16}
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_a_cooldown_resumes_on_either_side_of_its_switch(tmp_path):
     """The switch is at step 48 of 60; checkpoints of 40 and 50 give what an uninterrupted run gives, bit for bit."""
@@ -122,6 +123,7 @@ def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
         assert torch.equal(full[name], tensor.float()), "without a compensation both are the same numbers"
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_accelerate_loop_saves_a_sharded_model(tmp_path):

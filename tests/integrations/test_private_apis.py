@@ -245,19 +245,10 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert ours.splitlines()[-1] == plain
 
 
-def test_importing_survives_a_private_name_that_went_away():
-    program = """
-import warnings
-from transformers import Trainer, trainer_optimizer
-del trainer_optimizer._OPTIMIZER_HANDLERS
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import hf_lowprec
-assert any("optimizer_factory" in str(warning.message) for warning in caught), caught
-hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf16_sr")
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
+def test_importing_survives_a_private_name_that_went_away(monkeypatch):
+    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
+    with pytest.warns(RuntimeWarning, match="optimizer_factory"):
+        hf_lowprec.register_or_warn()  # which importing calls
 
 
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Models that accelerate shards by several calls, in different orders: each ends with the weights and states of DDP.
 
-fsdp2_wraps.py
+fsdp2_wraps.py: the last case of each group, or all of them in `make test-all`.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_lowprec
 from tests.scripts.trainer_ranks import digest, llama
+from tests.support.chosen_cases import EVERY_CASE
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.ranks import leave
 
@@ -144,29 +145,33 @@ class Case:
 
 EMBEDDINGS = ("table", "head")
 CASES = [
-    # The tail is listed before the first call, and has a norm, or all there is.
-    Case(Plain, "no wrap"),
-    Case(Tied, "no wrap"),
-    Case(tied_llama, "no wrap"),
-    Case(tied_llama, "no wrap", options={"cpu_ram_efficient_loading": True}),
-    Case(Plain, "no wrap", models=2),
-    # The first call is for an FP32 module.
-    Case(Embedding, "no wrap", EMBEDDINGS),
-    Case(Plain, "every module"),
-    Case(Plain, "norms and blocks"),
-    Case(Outer, "every module"),
-    # A call is for a module around FP32 ones, or of FP32 ones alone.
-    Case(Plain, "blocks"),
-    Case(Plain, "blocks", ("blocks.0",), options={"activation_checkpointing": True}),
-    Case(Tied, "every module", EMBEDDINGS),
+    [  # The tail is listed before the first call, and has a norm, or all there is.
+        Case(Plain, "no wrap"),
+        Case(Tied, "no wrap"),
+        Case(tied_llama, "no wrap"),
+        Case(Plain, "no wrap", models=2),
+        Case(tied_llama, "no wrap", options={"cpu_ram_efficient_loading": True}),
+    ],
+    [  # The first call is for an FP32 module.
+        Case(Embedding, "no wrap", EMBEDDINGS),
+        Case(Plain, "every module"),
+        Case(Plain, "norms and blocks"),
+        Case(Outer, "every module"),
+    ],
+    [  # A call is for a module around FP32 ones, or of FP32 ones alone.
+        Case(Plain, "blocks"),
+        Case(Plain, "blocks", ("blocks.0",), options={"activation_checkpointing": True}),
+        Case(Tied, "every module", EMBEDDINGS),
+    ],
     # The root is not the model that was given.
-    Case(Plain, "no wrap", compiled=True),
+    [Case(Plain, "no wrap", compiled=True)],
     # A part is sharded already.
-    Case(Plain, "blocks", first=partly_sharded),
-    # Adapters between the model and the names of its modules.
-    Case(adapted, "no wrap"),
-    Case(saved_norms, "no wrap"),
-    Case(saved_norms, "layers"),
+    [Case(Plain, "blocks", first=partly_sharded)],
+    [  # Adapters between the model and the names of its modules.
+        Case(adapted, "no wrap"),
+        Case(saved_norms, "no wrap"),
+        Case(saved_norms, "layers"),
+    ],
 ]
 
 
@@ -205,10 +210,11 @@ def train(case: Case, sharded: bool) -> list[str]:
 if __name__ == "__main__":
     allow_fsdp_on_cpu()
     expected: dict[tuple, list[str]] = {}  # by what matters under DDP
-    for case in CASES:  # all before the first sharded one: an FSDP plugin stays in the environment
+    cases = [case for group in CASES for case in (group if EVERY_CASE else group[-1:])]
+    for case in cases:  # all before the first sharded one: an FSDP plugin stays in the environment
         if case.unwrapped not in expected:
             expected[case.unwrapped] = train(case, sharded=False)
-    for case in CASES:
+    for case in cases:
         assert train(case, sharded=True) == expected[case.unwrapped], case
         if PartialState().is_main_process:
             print(f"{case}: as DDP", flush=True)
