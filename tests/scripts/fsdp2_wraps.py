@@ -163,10 +163,10 @@ CASES = [
         Case(Plain, "blocks", ("blocks.0",), options={"activation_checkpointing": True}),
         Case(Tied, "every module", EMBEDDINGS),
     ],
-    # The root is not the model that was given.
-    [Case(Plain, "no wrap", compiled=True)],
-    # A part is sharded already.
-    [Case(Plain, "blocks", first=partly_sharded)],
+    [  # The root is not the model that was given; a part is sharded already.
+        Case(Plain, "no wrap", compiled=True),
+        Case(Plain, "blocks", first=partly_sharded),
+    ],
     [  # Adapters between the model and the names of its modules.
         Case(adapted, "no wrap"),
         Case(saved_norms, "no wrap"),
