@@ -39,7 +39,8 @@ demo: $(STAMP) ## what pure BF16 loses and what this package gives back, in a fe
 drawings: $(STAMP) ## the drawings of the documentation, into docs/images
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=. $(BIN)/python docs/drawings $(ARGS)
 
-test: lint format-check typecheck pytest ## everything CI checks
+test: lint format-check ## everything CI checks
+	@$(MAKE) --no-print-directory -j 2 typecheck pytest
 
 # Tests start processes by the dozen, which need not compile this package's modules again, whatever the environment says.
 pytest: $(STAMP) ## the tests alone

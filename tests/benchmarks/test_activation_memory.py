@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import activation_memory
 
 
+@pytest.mark.every_case
 def test_estimates_are_compared_with_allocations(tmp_path: Path) -> None:
     size = ["--hidden", "128", "--layers", "2", "--batch", "2", "--length", "64", "--models", "Qwen3"]
     results = activation_memory.main([*size, "--output", str(tmp_path / "result.json")])

@@ -114,6 +114,7 @@ def test_different_bits_count_before_errors():
     assert sharding.summary(verdicts) == "2 of 4 differ; 1 of 4 raise ValueError"
 
 
+@pytest.mark.every_case
 def test_everything_is_measured_without_other_packages(tmp_path, monkeypatch, capsys, no_peers):
     monkeypatch.setattr(compare_peers, "CANDIDATES", [BY_NAME[name] for name in (BASELINE, OURS, OPTIMI, FLASH)])
     monkeypatch.setattr(compare_peers, "CASES", displacement.CASES[:3])

@@ -49,6 +49,7 @@ def test_the_rehearsal_runs_every_part(tmp_path, monkeypatch):
         assert part in table
 
 
+@pytest.mark.every_case
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     done = forkserver.run(SCRIPT, [], timeout=120)

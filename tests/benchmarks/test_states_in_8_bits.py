@@ -10,6 +10,7 @@ from benchmarks.states_in_8_bits import CASES, STATES, Case, measure
 BOTH = "both moments in 8 bits"
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 def test_steps_have_the_length_of_fp32s():
     """Displacements of elements scatter by the error, 4.4% and 6.7%, so slopes over 8192 by at most 0.075%.

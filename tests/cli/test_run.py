@@ -168,6 +168,7 @@ def test_the_command_that_is_given_for_trl_trains(tmp_path):
     assert "weights kahan" in output
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_that_is_given_for_torchrun_trains(tmp_path):

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 @pytest.mark.parametrize(
     ("ranks", "kinds", "roundings"),
     [
-        (2, "ddp-small_buckets,fsdp2", "kahan"),
+        pytest.param(2, "ddp-small_buckets,fsdp2", "kahan", marks=pytest.mark.every_case),
         (3, "ddp-small_buckets,fsdp2", "split-int8"),
         (4, "hsdp", "kahan,split-int8"),
     ],

@@ -66,7 +66,7 @@ def test_a_rank_dies(processes, store, kind):
     assert_says_why(survivors, kind, DISCONNECTED)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.every_case)])
 def test_a_rank_hangs(processes, store, kind):
     timeout = 6
     victim, survivors = start(processes, store, kind, "SIGSTOP", timeout)

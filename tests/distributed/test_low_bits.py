@@ -21,7 +21,11 @@ def digests(ranks: int, kinds: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
-    [(2, "ddp,fsdp2,fsdp2-ram_efficient"), (3, "fsdp2,fsdp2-ram_efficient"), (4, "hsdp")],  # 36 rows on 3: uneven
+    [
+        pytest.param(2, "ddp,fsdp2,fsdp2-ram_efficient", marks=pytest.mark.every_case),
+        (3, "ddp,fsdp2,fsdp2-ram_efficient"),  # of 36 rows: uneven
+        (4, "hsdp"),
+    ],
 )
 def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds):
     (alone,) = digests(1, "ddp").values()
@@ -32,7 +36,7 @@ def test_training_continues_from_the_fp32_weights_as_in_one_process(ranks, kinds
     ("first", "second"),
     [
         ("adamw_bf16_split", "adamw_bf16_split"),  # the same seed: the second optimizer would draw the same dither
-        ("adamw_bf16_split", "adamw_bf16_kahan"),
+        pytest.param("adamw_bf16_split", "adamw_bf16_kahan", marks=pytest.mark.every_case),
         ("loop", "adamw_bf16_split"),
     ],
 )
@@ -49,7 +53,7 @@ def report(ranks: int, kind: str, *words: str, folder: str) -> dict[str, str]:
     return found | {"initial": next(line.strip() for line in lines if "starts with" in line)}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_trainer_starts_with_low_bits_and_resumes_bit_for_bit(tmp_path, kind):
     """Killed after the checkpoint of step 2, in effect: a new process, whose model comes in FP32 with its low bits."""
     words = ["--save_strategy", "steps", "--save_steps", "2"]

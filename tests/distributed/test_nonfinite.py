@@ -7,6 +7,6 @@ from tests.support.processes.ranks import run_ranks
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_one_rank_is_not_finite(kind):
     assert f"{kind}: 5 values in 2 places were skipped" in run_ranks("distributed_nonfinite.py", 2, kind)

@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing_that_was_complete(tm
     assert resumed["digest"] == trained(2, "fsdp2", *words, folder=str(tmp_path / "whole"))["digest"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.every_case), "fsdp2"])
 def test_resume_is_bit_exact(tmp_path, kind):
     words = ["--optim", "adamw_bf16_kahan", "--save_strategy", "steps", "--save_steps", "3"]
     whole = trained(2, kind, *words, folder=str(tmp_path))

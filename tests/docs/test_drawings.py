@@ -38,6 +38,7 @@ def plotted(path: Path) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.every_case
 def test_every_drawing_is_there_for_both_themes(drawn: Path) -> None:
     names = {path.name for path in drawn.iterdir()}
     assert names == {path.name for path in IMAGES.glob("*.svg")}
@@ -46,6 +47,7 @@ def test_every_drawing_is_there_for_both_themes(drawn: Path) -> None:
     }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", sorted(path.name for path in IMAGES.glob("*.svg")))
 def test_the_data_is_what_the_code_computes(name: str, drawn: Path) -> None:
     """To within half a point, the width of a thin line: matplotlib's versions differ in bytes and not in places."""

@@ -147,8 +147,8 @@ def assert_foretold(prediction: dict, lost: dict[int, float]) -> None:
 
 
 @pytest.mark.combinations(1)
-@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
-@pytest.mark.parametrize("kind", ["llama", "bert"])
+@pytest.mark.parametrize("scheduler", [pytest.param("linear", marks=pytest.mark.every_case), "cosine"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.every_case), "bert"])
 def test_a_run_logs_the_foretold_step(tmp_path, pretrained, kind, scheduler):
     settings = {"optim": "adamw_bf16_kahan", "optim_args": "rounding=nearest"}
     trainer = train(

@@ -37,7 +37,7 @@ RECIPES = {
 }
 
 
-SHORT = ("full_finetuning", "lora_sft")
+SHORT = ("full_finetuning", "classification")
 
 
 @pytest.mark.slow
@@ -115,6 +115,7 @@ def test_the_accelerate_loop_saves_what_it_knows(tmp_path):
         assert torch.equal(full[name], tensor.float()), "without a compensation both are the same numbers"
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_accelerate_loop_saves_a_sharded_model(tmp_path):

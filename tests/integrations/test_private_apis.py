@@ -23,7 +23,6 @@ import hf_lowprec
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
-from tests.support.processes import forkserver
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
 
@@ -246,22 +245,10 @@ def test_other_optimizers_are_untouched(tmp_path):
     assert ours.splitlines()[-1] == plain
 
 
-def test_importing_survives_a_private_name_that_went_away(tmp_path):
-    program = """
-import sys, warnings
-from transformers import Trainer, trainer_optimizer
-for name in [name for name in sys.modules if name.partition(".")[0] == "hf_lowprec"]:
-    del sys.modules[name]
-del trainer_optimizer._OPTIMIZER_HANDLERS
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import hf_lowprec
-assert any("optimizer_factory" in str(warning.message) for warning in caught), caught
-hf_lowprec.AdamW, hf_lowprec.cast_model, hf_lowprec.optimizer_factory("adamw_bf16_sr")
-"""
-    (tmp_path / "program.py").write_text(program)
-    result = forkserver.run(tmp_path / "program.py", [], timeout=120)
-    assert result.returncode == 0, result.stderr
+def test_importing_survives_a_private_name_that_went_away(monkeypatch):
+    monkeypatch.delattr(trainer_optimizer, "_OPTIMIZER_HANDLERS")
+    with pytest.warns(RuntimeWarning, match="optimizer_factory"):
+        hf_lowprec.register_or_warn()  # which importing calls
 
 
 def test_weights_are_loaded_where_we_look(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ SLACK = 3_000_000
 """Bytes of objects that are no tensors. A model of 40,000 parameters takes 1.5 MB, two thirds of them for names."""
 
 
+@pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_peak_of_function_and_command(tmp_path):
