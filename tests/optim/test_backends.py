@@ -16,7 +16,7 @@ from tests.support.same_numbers import same_numbers
 from tests.support.triton_available import device_of, quiet_interpreter, require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-pytestmark = [quiet_interpreter, pytest.mark.usefixtures("private_cache")]
+pytestmark = quiet_interpreter
 GPU = torch.cuda.is_available()
 STEPS = {"native": 20, "triton": 50 if GPU else 3}
 CHUNK = triton_launch.CHUNK if GPU else 2 * triton_launch.BLOCK
