@@ -134,7 +134,6 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
-@pytest.mark.combinations(3)  # a renderer may fail on one algorithm in one mode
 @pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):
