@@ -1,5 +1,6 @@
 """Results are bit for bit those of the recording, on every backend; tests/golden/README.md tells what to do if not."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,15 +26,20 @@ def test_the_recording_is_of_what_there_is():
     assert list(RECORDED["cast_model"]) == list(casting.MODELS)
 
 
-@pytest.mark.parametrize("run", recording.RUNS)
-def test_steps(run):
+every_algorithm_and_mode = pytest.mark.parametrize(
+    ("algorithm", "mode"), itertools.product(steps.ALGORITHMS, steps.MODES)
+)
+
+
+@pytest.mark.combinations(1)
+@every_algorithm_and_mode
+def test_steps(algorithm, mode):
     """Weights, states, norms and FP32 estimates, after up to 50 steps."""
-    assert_steps("native", run)
+    assert_steps("native", f"{algorithm} {mode}")
 
 
 @pytest.mark.combinations(1)  # that backends agree is for tests/optim/test_backends.py
-@pytest.mark.parametrize("mode", steps.MODES)
-@pytest.mark.parametrize("algorithm", steps.ALGORITHMS)
+@every_algorithm_and_mode
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_steps_of_other_backends(backend, algorithm, mode):
     if backend == "triton":

@@ -1,4 +1,4 @@
-"""Backends to run a test on, a cache for what it compiles, and a mesh for distributed tensors."""
+"""Backends to run a test on, and a mesh for distributed tensors."""
 
 from collections.abc import Iterator
 
@@ -25,14 +25,6 @@ def any_backend(backend) -> Iterator[str]:
         torch.set_default_device(device_of(backend))
     yield backend
     torch.set_default_device(None)
-
-
-@pytest.fixture(scope="module")
-def private_cache(tmp_path_factory) -> Iterator[None]:
-    """Compile into a folder of this file's own, not into the cache of whoever runs the tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_LOWPREC_CACHE", str(tmp_path_factory.mktemp("compiled")))
-        yield
 
 
 @pytest.fixture

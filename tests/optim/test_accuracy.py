@@ -35,6 +35,7 @@ DECOUPLED = [(AdamW, {}), (Lion, {}), (Adan, {})]
 DECOUPLED += [(cls, {"decoupled_weight_decay": True}) for cls in (Adam, RAdam)]
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic", "nearest"])
 @pytest.mark.parametrize(("cls", "options"), DECOUPLED, ids=str)
 def test_weight_decay_is_not_lost(cls, options, rounding):

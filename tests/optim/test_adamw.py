@@ -7,14 +7,10 @@ import torch
 
 from hf_lowprec.optim import AdamW
 from tests.support.optim.against_formula import (
-    BF16,
     EPS,
     FP16,
-    FP32,
     MODES,
-    TEXTBOOK,
     assert_rounded_once,
-    assert_stepped_as_if_alone,
     assert_update_is_not_rounded,
     gradients,
     parameter,
@@ -44,28 +40,17 @@ def fp32_bound(steps: int, lr: float, largest: float) -> float:
 def test_fp32_parameters_get_torchs_adamw(options, lr, betas):
     steps = 30
     ours, theirs = parameter(), parameter()
-    train(AdamW([ours], lr=lr, betas=betas, backend="eager", **options), gradients(steps))
-    train(torch.optim.AdamW([theirs], lr=lr, betas=betas, **options), gradients(steps))
+    mine = AdamW([ours], lr=lr, betas=betas, **options)
+    reference = torch.optim.AdamW([theirs], lr=lr, betas=betas, **options)
+    for optimizer in (mine, reference):
+        train(optimizer, gradients(steps))
     bound = fp32_bound(steps, float(lr), theirs.abs().max().item())
     assert (ours - theirs).abs().max().item() <= bound
     assert bound <= float(lr) / 20  # a twentieth of one step: a wrong term would show
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_fp32_states_are_torchs(amsgrad):
-    ours, theirs = parameter(), parameter()
-    mine, reference = (cls([p], amsgrad=amsgrad) for cls, p in ((AdamW, ours), (torch.optim.AdamW, theirs)))
-    for optimizer in (mine, reference):
-        train(optimizer, gradients(30))
-    expected = reference.state[theirs]
-    assert set(mine.state[ours]) == set(expected)
-    for name, value in expected.items():
-        state = mine.state[ours][name]
-        dtype = torch.int64 if name == "step" else value.dtype  # torch counts in FP32
-        assert (state.dtype, state.shape) == (dtype, value.shape), name
+    assert set(mine.state[ours]) == set(reference.state[theirs])
+    for name, value in reference.state[theirs].items():
         # Three roundings a step and implementation, of terms up to max g² < 25: at most 180 of them.
-        assert (state - value).abs().max() <= 180 * EPS * 25, name
-    assert mine.state[ours]["step"].item() == 30
+        assert (mine.state[ours][name] - value).abs().max() <= 180 * EPS * 25, name
 
 
 def formula(weight, grad, state, step, *, lr, betas, eps, weight_decay, amsgrad, maximize):
@@ -103,46 +88,6 @@ def test_the_update_uses_the_moments_before_they_are_rounded(state_rounding):
         return AdamW(params, state_rounding=state_rounding, **hyper)
 
     assert_update_is_not_rounded(adamw, formula, weight_decay=0.0, amsgrad=False, maximize=False, **HYPER)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_the_first_step_has_the_size_of_the_learning_rate(dtype):
-    """m̂ = g and √v̂ = |g|: the step is lr against the sign of the gradient, whatever its size."""
-    param = torch.nn.Parameter(torch.zeros(6, dtype=dtype))
-    lr = 2.0**-7  # every format holds it
-    grad = torch.tensor([4.0, -4.0, 0.25, -0.25, 100.0, 0.0])
-    train(AdamW([param], lr=lr, eps=1e-30, weight_decay=0.1), [grad.to(dtype)])
-    assert (param.detach().float() + lr * grad.sign()).abs().max() <= lr * 2.0**-8 / 2
-
-
-def test_decay_is_decoupled_from_the_gradient():
-    """With zero gradients the moments stay zero and the weight shrinks by lr · decay a step, and by nothing else."""
-    for dtype in (FP32, BF16):
-        param = torch.nn.Parameter(torch.full((64,), 1.5, dtype=dtype))
-        optimizer = AdamW([param], lr=0.1, weight_decay=0.5, backend="eager", **TEXTBOOK)
-        train(optimizer, [torch.zeros(64, dtype=dtype)] * 10)
-        total = param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(64)).double()
-        # BF16: the rest is 2**-8 at most, decays only once it is in the weight, and is stored to 2**-8 of itself.
-        bound = 10 * (0.05 * 2.0**-8 + 2.0**-16) if dtype is BF16 else 10 * 8 * EPS
-        assert ((total - 1.5 * 0.95**10).abs() <= bound).all()
-        assert not optimizer.state[param]["exp_avg"].any()
-        assert not optimizer.state[param]["exp_avg_sq"].any()
-
-
-MIXED = [
-    (BF16, {"rounding": "stochastic", "state_dtype": FP32}),
-    (BF16, {"rounding": "kahan", "state_rounding": "nearest", "lr": 1e-2}),
-    (BF16, {"rounding": "nearest", "state_dtype": {"exp_avg_sq": FP32}, "state_rounding": "nearest"}),
-    (FP32, {"rounding": "kahan", "amsgrad": True}),
-    (FP16, {"rounding": "nearest", "state_dtype": FP32}),
-]
-
-
-def test_groups_of_any_mode_and_dtype_share_an_optimizer():
-    states = assert_stepped_as_if_alone(AdamW, MIXED)
-    assert ["compensation" in state for state in states] == [False, True, False, False, False]
-    assert [state["exp_avg_sq"].dtype for state in states] == [FP32, BF16, FP32, FP32, FP32]
-    assert [state["exp_avg"].dtype for state in states] == [FP32, BF16, BF16, FP32, FP32]
 
 
 def test_fp16_cannot_be_rounded_stochastically():

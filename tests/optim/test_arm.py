@@ -20,13 +20,10 @@ from tests.support.optim.emulated_arm import PROCESSORS, EmulatedLibrary, missin
 from tests.support.optim.every_kind_of_value import EVERY_MODE, TWO_MODES, same, trained
 from tests.support.optim.every_optimizer import NAMES, OPTIONS
 
-pytestmark = [
-    pytest.mark.skipif(
-        bool(missing_programs()),
-        reason=f"{' and '.join(missing_programs())} not found: apt install gcc-aarch64-linux-gnu qemu-user",
-    ),
-    pytest.mark.usefixtures("private_cache"),
-]
+pytestmark = pytest.mark.skipif(
+    bool(missing_programs()),
+    reason=f"{' and '.join(missing_programs())} not found: apt install gcc-aarch64-linux-gnu qemu-user",
+)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 

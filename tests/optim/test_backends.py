@@ -16,7 +16,7 @@ from tests.support.same_numbers import same_numbers
 from tests.support.triton_available import device_of, quiet_interpreter, require_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-pytestmark = [quiet_interpreter, pytest.mark.usefixtures("private_cache")]
+pytestmark = quiet_interpreter
 GPU = torch.cuda.is_available()
 STEPS = {"native": 20, "triton": 50 if GPU else 3}
 CHUNK = triton_launch.CHUNK if GPU else 2 * triton_launch.BLOCK
@@ -134,7 +134,6 @@ FORMULAS += [(Adam, {"weight_decay": 0.1}), (RAdam, {"weight_decay": 0.1}), (Lio
 FORMULAS += [(Adan, {"weight_decay": 0.1}), (Adan, {"state_dtype": {"previous_grad": FP32, "exp_avg_diff": FP32}})]
 
 
-@pytest.mark.combinations(3)  # a renderer may fail on one algorithm in one mode
 @pytest.mark.parametrize("rounding", ["kahan", "split", "split24", "stochastic"])
 @pytest.mark.parametrize(("cls", "options"), FORMULAS, ids=str)
 def test_backends_agree_for_all_formulas(other, cls, options, rounding):

@@ -74,16 +74,6 @@ def test_an_option_changed_on_the_way_survives_a_checkpoint(cls, arguments, chan
     assert torch.equal(param, clone_param)
 
 
-@pytest.mark.parametrize("step", [1, 1.0, torch.tensor(1), torch.tensor([1.0])])
-def test_a_step_count_of_any_kind_goes_on_counting(step):
-    param, optimizer = stepped()
-    saved = optimizer.state_dict()
-    saved["state"][0]["step"] = step
-    optimizer.load_state_dict(saved)
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 2
-
-
 def converted_after_a_step(before: torch.dtype, after: torch.dtype, **arguments) -> tuple[nn.Parameter, AdamW]:
     """A parameter, with a gradient, that was converted between its first and its second step."""
     param = nn.Parameter(torch.linspace(-1, 1, 8, dtype=before))
@@ -280,6 +270,7 @@ def assert_equal(params, optimizer, copies, other) -> None:
             assert torch.equal(optimizer.state[param][name], value), name
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_between_steps_counts(change, any_backend):
     """Nothing kept from earlier steps is used by mistake: a new optimizer with the same states gives the same bits."""

@@ -138,47 +138,6 @@ def run_script(cache: Path | str, *changes: str, **environment: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> tuple[str, bytes]:
-    """The name and content of the file that the script leaves in the cache."""
-    cache = tmp_path_factory.mktemp("whole")
-    cache.chmod(0o700)
-    assert run_script(cache) == {"error": "", "auto_is_eager": True, "warnings": []}
-    (name,) = libraries(cache)
-    return name, (cache / name).read_bytes()
-
-
-def without_functions(content: bytes) -> bytes:
-    """A library that lacks the function `step`."""
-    return content.replace(b"\0step\0", b"\0stop\0")
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[:9000],
-        lambda content: bytes(byte ^ 1 if 4096 < k < 8192 else byte for k, byte in enumerate(content)),
-        lambda content: b"",
-        lambda content: b"not a library",
-        without_functions,
-    ],
-    ids=["truncated", "flipped", "empty", "garbage", "no function"],
-)
-def test_a_damaged_library_is_compiled_again(damage, library, tmp_path):
-    """A truncated library, if loaded, ends the process by SIGBUS; one with flipped bits computes something else."""
-    name, content = library
-    file = tmp_path / name
-    tmp_path.chmod(0o700)
-    file.write_bytes(damage(content))
-    file.chmod(0o600)
-    found = run_script(tmp_path)
-    assert (found["error"], found["auto_is_eager"]) == ("", True)
-    (message,) = found["warnings"]
-    assert f"{name} cannot be used and is compiled again: its checksum is wrong" in message
-    assert run_script(tmp_path)["warnings"] == []
-    assert libraries(tmp_path) == [name]
-
-
 def script(folder: Path, body: str) -> str:
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{body}\n")

@@ -12,7 +12,7 @@ import hf_lowprec
 from hf_lowprec.optim.optimizer import LowPrecisionOptimizer
 from hf_lowprec.optim.state import low_bits
 from hf_lowprec.tools.estimate.live_memory import LiveMemory
-from tests.support.optim.every_optimizer import BF16, FP32, build, every_algorithm, every_mode, give_gradients
+from tests.support.optim.every_optimizer import BF16, FP32, build, every_mode, give_gradients
 from tests.support.optim.optimizer_contents import assert_equal, everything
 
 SHAPES = [(3,), (4, 32), (4, 32)]
@@ -110,7 +110,7 @@ def whichever_allocation_fails(run):
     assert number > 10
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
 def test_however_little_memory_the_eager_backend_has(name):
     """It needs memory for each chunk, but for no other one more than for the first."""
     however_little_memory_there_is(partial(first_step, name, BF16, {"rounding": "split"}, "eager"))

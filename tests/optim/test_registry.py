@@ -53,7 +53,7 @@ for backend in ("eager", "native"):
 
 def test_a_new_file_gets_names_modes_and_backends(tmp_path):
     package = Path(hf_lowprec.__file__).parent
-    copy = shutil.copytree(package, tmp_path / "hf_lowprec", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(package, tmp_path / "hf_lowprec")
     (copy / "optim" / "algorithms" / "signsgd.py").write_text(SIGN_SGD)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],

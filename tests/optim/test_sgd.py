@@ -7,10 +7,7 @@ import torch
 
 from hf_lowprec.optim import SGD
 from tests.support.optim.against_formula import (
-    BF16,
     EPS,
-    FP16,
-    FP32,
     MODES,
     assert_rounded_once,
     assert_update_is_not_rounded,
@@ -90,28 +87,6 @@ def test_every_step_is_the_formula_rounded_once(dtype, rounding, state_rounding,
     assert_rounded_once(SGD, formula, dtype, rounding, state_rounding, lr=1e-2, **errors, **options)
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_the_first_step_takes_the_whole_gradient_whatever_the_dampening(dtype, dampening):
-    param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
-    optimizer = SGD([param], lr=0.5, momentum=0.5, dampening=dampening)
-    grad = torch.tensor([1.0, -2.0, 0.25, 0.0], dtype=dtype)  # every number here is exact in every format
-    train(optimizer, [grad])
-    assert torch.equal(param.detach(), -0.5 * grad)
-    train(optimizer, [grad])
-    assert torch.equal(param.detach(), -0.5 * grad - 0.5 * (0.5 + 1 - dampening) * grad)
-
-
 def test_the_update_uses_the_buffer_before_it_is_rounded():
     hyper = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.0, "maximize": False}
     assert_update_is_not_rounded(SGD, formula, update_error=12, **hyper)
-
-
-def test_two_parameters_of_one_group_draw_different_bits():
-    first, second = parameter(BF16), parameter(BF16)
-    optimizer = SGD([first, second], lr=1e-2, rounding="stochastic")
-    for grad in gradients(3, BF16):
-        first.grad, second.grad = grad.clone(), grad.clone()
-        optimizer.step()
-    assert not torch.equal(first, second)
-    assert (first.double() - second.double()).abs().max() <= 3 * 2.0**-7 * 8  # a spacing a step, below 8

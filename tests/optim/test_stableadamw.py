@@ -65,23 +65,6 @@ def test_fp32_parameters_get_the_papers_formula(backend, maximize, shape):
     assert bound <= HYPER["lr"] / 20  # a twentieth of one step: a wrong term would show
 
 
-def test_a_spike_moves_no_weight_far():
-    """After quiet steps a gradient of 1,000 times their size: AdamW's step is its √(1/(1-β2)), ours is below lr.
-
-    √v̂ is then about |g|·√(1-β2) = 0.32·|g|, RMS 3.2, and |m|/√v at most (0.1·|g| + quiet)/(0.32·|g|).
-    """
-    param = torch.nn.Parameter(torch.zeros(4096, dtype=BF16))
-    optimizer = StableAdamW([param], lr=0.1, betas=(0.9, 0.9), weight_decay=0.0)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        param.grad = torch.randn(4096, generator=generator).to(BF16)
-        optimizer.step()
-    before = param.detach().float()
-    param.grad = param.grad * 1000
-    optimizer.step()
-    assert (param.detach().float() - before).square().mean().sqrt().item() <= 0.1 * 0.35 / 3
-
-
 @pytest.mark.parametrize("eps", [1e-24, 1e-6])
 def test_rows_without_gradients_do_not_undo_the_clipping(eps):
     """0/0 would, and eps² is below FP32's numbers for the smaller eps."""
@@ -107,37 +90,6 @@ def test_the_mean_is_of_the_clipped_gradients(options):
         optimizer.step()
         paper.step(grad * min(1.0, 0.5 / (grad.double().norm().item() + 1e-6)))
     assert (param.detach().double() - paper.weight).abs().max().item() <= 20 * 2**-24 * (5 + 600 * 1e-2 * math.sqrt(20))
-
-
-@pytest.mark.parametrize(("rounding", "bias"), [("kahan", False), ("stochastic", False), ("nearest", True)])
-def test_bf16_weights_follow_the_paper(rounding, bias):
-    """500 steps of 1e-4 on weights of about 0.02 and gradients with a mean of their own (σ 0.3).
-
-    Kahan with BF16 state follows like AdamW (2e-2, test_accuracy.py). A stochastic weight walks beside it: each step
-    has a variance below |u|·spacing, 1e-4 · 2**-13 for weights below 2**-5; 500 steps give σ = 2.5e-3 per element,
-    0.05 of a displacement of 0.05, and a length along it that errs by 0.05/√8192. Nearest loses what is below half a
-    spacing, 2**-14 = 6e-5: every second update or so. Measured errors 0.4%, 7% and 51%, the last 36% too short.
-    """
-    count, random = 8192, torch.Generator().manual_seed(2)
-    start = (torch.randn(count, generator=random) * 0.02).to(BF16)
-    mean = torch.randn(count, generator=random) * 0.3
-    hyper = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-    param, paper = torch.nn.Parameter(start.clone()), Paper(start, **hyper)
-    options = {"state_rounding": "nearest"} if bias else {}
-    optimizer = StableAdamW([param], rounding=rounding, **hyper, **options)
-    for _ in range(500):
-        param.grad = (mean + torch.randn(count, generator=random)).to(BF16)
-        optimizer.step()
-        paper.step(param.grad)
-    moved = param.detach().double() + optimizer.state[param].get("compensation", torch.zeros(1)).double()
-    moved, wanted = moved - start.double(), paper.weight - start.double()
-    along = (torch.dot(moved, wanted) / torch.dot(wanted, wanted)).item()
-    error = ((moved - wanted).norm() / wanted.norm()).item()
-    if bias:
-        assert along <= 0.8
-    else:
-        assert abs(along - 1) <= 5e-3
-        assert error <= {"kahan": 2e-2, "stochastic": 0.25}[rounding]
 
 
 def test_a_large_tensor_is_measured_in_pieces_and_its_mean_is_exact():

@@ -48,6 +48,7 @@ def relative_error(total: float, exact: float) -> float:
     return abs(total / exact - 1)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("state_dtype", [BF16, FP32, torch.int8], ids=str)
 def test_the_sums_of_several_tensors(backend, state_dtype):
     """In the second step, with gradients that have grown or shrunk by up to 2¹⁶, so that terms differ as well."""

@@ -89,16 +89,16 @@ def test_registers_are_limited_by_the_option_of_the_gpu(monkeypatch, warp_size, 
     assert options["tensor_sum"] == shared | chunk | tail | sum_limit
 
 
-def test_hundreds_of_tensors_are_one_launch_per_spec(launches):
-    weights, norms = make([(k % 97,) for k in range(300)]), make([(5,)] * 40, FP32)
+def test_many_tensors_are_one_launch_per_spec(launches):
+    weights, norms = make([(k % 17,) for k in range(50)]), make([(5,)] * 10, FP32)
     reference = [nn.Parameter(p.detach().cpu()) for p in weights + norms]
     for param, source in zip(reference, weights + norms, strict=True):
         param.grad = source.grad.cpu()
     optimizer = AdamW(weights + norms, lr=0.1, backend="triton")
     optimizer.step()
     assert sum(launches.values()) == 2
-    not_empty = sum(k % 97 > 0 for k in range(300))
-    assert set(launches) == {(not_empty,), (40,)}  # one program per chunk, and each tensor here is one
+    not_empty = sum(k % 17 > 0 for k in range(50))
+    assert set(launches) == {(not_empty,), (10,)}  # one program per chunk, and each tensor here is one
     AdamW(reference, lr=0.1, backend="eager").step()
     for ours, theirs in zip(weights + norms, reference, strict=True):
         assert torch.equal(ours.cpu(), theirs)
@@ -141,24 +141,6 @@ def test_a_kernel_that_does_not_compile_leaves_everything_unchanged(fails, monke
     monkeypatch.undo()
     eager.step()
     assert_equal(everything(automatic), everything(eager))
-
-
-@pytest.mark.parametrize("shift", [1, 2, 4, 7, 8])
-def test_misaligned_tensors(shift):
-    """Gradients that are views into a bucket lie anywhere; so may everything else."""
-    size = 2 * triton_backend.CHUNK + 17
-    trained = {}
-    for backend, where in (("eager", torch.device("cpu")), ("triton", DEVICE)):
-        generator = torch.Generator().manual_seed(2)
-        storage = torch.randn(3 * size, generator=generator).bfloat16().to(where)
-        param = nn.Parameter(storage[shift : shift + size])
-        optimizer = AdamW([param], lr=0.1, backend=backend)
-        for step in range(2):
-            room = torch.empty(size + 8, dtype=BF16, device=where)[step + 1 : step + 1 + size]
-            param.grad = room.copy_(storage[size + shift * step : 2 * size + shift * step])
-            optimizer.step()
-        trained[backend] = param.detach().cpu()
-    assert torch.equal(*trained.values())
 
 
 @pytest.mark.parametrize("start", [2**31 - 8192, 2**31, 2**32 - 8192, 2**33, 2**40])
@@ -205,6 +187,7 @@ def muon(groups, **options) -> Muon:
     return Muon([{**group, "use_muon": k == 0} for k, group in enumerate(groups)], **options)
 
 
+@pytest.mark.combinations(1)
 @pytest.mark.parametrize("backend", ["eager", "native", "triton"])
 @pytest.mark.parametrize(
     ("cls", "options"),

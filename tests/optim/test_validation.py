@@ -159,7 +159,7 @@ def test_an_unknown_keyword_is_named_with_the_class():
         Lion(bf16(), nonsense=1)
 
 
-@pytest.mark.parametrize("name", ["backend", "capturable", "max_grad_norm", "skip_nonfinite"])
+@pytest.mark.parametrize("name", ["backend", "capturable", "initial_compensation", "max_grad_norm", "skip_nonfinite"])
 def test_arguments_of_the_whole_optimizer_raise_in_a_group(name):
     with pytest.raises(ValueError, match=rf"'{name}' in param group 0 cannot be set per group; pass it to AdamW\("):
         AdamW([{"params": bf16(), name: None}])

@@ -134,15 +134,6 @@ def test_fp32_is_returned_as_it_is():
     assert torch.equal(patterns(round_nearest(value, FP32)), patterns(value))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 5)])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_shape_is_kept_and_the_argument_unchanged(shape, dtype):
-    value = torch.linspace(-3, 3, math.prod(shape)).reshape(shape)
-    before = value.clone()
-    assert round_nearest(value, dtype).shape == shape
-    assert torch.equal(value, before)
-
-
 def exact_sqrt(value: float) -> float:
     """The FP32 value nearest to the root of a positive FP32 value, in integers; a root of 24 bits is never a tie."""
     mantissa, exponent = math.frexp(value)

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hf_lowprec.optim import AdamW, LowPrecisionOptimizer, Muon, StableAdamW
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
+from tests.support.chosen_cases import one_in_turn
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.shards import has_shard_of, shard
 from tests.support.processes.worlds import run_worlds
@@ -140,9 +141,9 @@ def check_refusal(mesh: DeviceMesh, shape: tuple[int, ...], placements: list[Pla
 def check() -> None:
     """All cases for this number of ranks."""
     ranks = dist.get_world_size()
-    for sizes, shapes, placements in AGREE[ranks]:
+    for number, (sizes, shapes, placements) in enumerate(AGREE[ranks], ranks):
         mesh = init_device_mesh("cpu", sizes)
-        for make, options in MAKE:
+        for make, options in one_in_turn(MAKE, number):
             check_agreement(make, mesh, shapes, placements, **options)
     for sizes, shape, placements in CUT_BLOCKS[ranks]:
         check_refusal(init_device_mesh("cpu", sizes), shape, placements)

@@ -20,6 +20,7 @@ from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.optim.sharding import shard_like
 from hf_lowprec.optim.step import whole_tensor_quantities
 from hf_lowprec.rounding.low_bits import low_bits, set_low_bits
+from tests.support.chosen_cases import one_in_turn
 from tests.support.optim.backward_pass import give_gradients
 from tests.support.processes.ranks import leave
 from tests.support.processes.shards import has_shard_of, shard
@@ -139,22 +140,24 @@ def main(backend: str) -> None:
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
     cases = CASES if backend != "triton" else {name: CASES[name] for name in FOR_THE_INTERPRETER}
-    for name, (kind, shapes, placements) in cases.items():
+    for number, (name, (kind, shapes, placements)) in enumerate(cases.items()):
         mesh = {"line": line, "square": square}[kind]
         arguments = (mesh, shapes, placements, backend)
-        for rounding in ("kahan", "split", "split24", "stochastic"):
+        for rounding in one_in_turn(("kahan", "split", "split24", "stochastic"), number):
             released = {"gradient_release": True} if rounding == "split" else {}
             check(name, AdamW, *arguments, rounding=rounding, **released)
         if backend == "native" and name != "tensor parallel below data parallel":  # which torch's AdamW cannot step
             check_monitor_of_torch(name, mesh, shapes, placements)
         if backend == "native":  # no backend initializes compensations or converts them to another mode
-            for rounding in ("kahan", "split"):
+            for rounding in one_in_turn(("kahan", "split"), number // 2):
                 check(name, AdamW, *arguments, rounding=rounding, low=True)
-            for first, then in (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"), ("kahan", "split24")):
+            changes = (("kahan", "stochastic"), ("kahan", "split"), ("split", "kahan"), ("kahan", "split24"))
+            for first, then in one_in_turn(changes, number // 2):
                 check(name, AdamW, *arguments, rounding=first, then=then)
         # A limit that no gradient reaches: the factor is one, whatever the norm's last bits.
         check(name, AdamW, *arguments, max_grad_norm=1e6, skip_nonfinite=True)
-        for algorithm in LOOKING_AT_WHOLE_TENSORS if backend == "native" else ():  # of no backend's doing
+        # No backend looks at whole tensors.
+        for algorithm in one_in_turn(LOOKING_AT_WHOLE_TENSORS, number) if backend == "native" else ():
             check(name, algorithm, *arguments, max_grad_norm=1e6)
     if backend == "native":
         check("matrices that are one batch", muon, line, [(5, 3), (7,), (5, 3)], [Shard(0)], backend)

@@ -1,15 +1,20 @@
-"""Which cases of a test with several parameters the short suite runs."""
+"""Which cases the short suite runs, of a test with several parameters and of a script."""
 
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
 import pytest
 
 EVERY_CASE = bool(os.environ.get("HF_LOWPREC_EVERY_CASE"))
+
+
+def one_in_turn(options: Sequence[Any], number: int) -> Sequence[Any]:
+    """Of the options of case `number` in a script, all or one, which is another one for the next case."""
+    return options if EVERY_CASE else [options[number % len(options)]]
 
 
 def chosen(tests: list[pytest.Function]) -> list[pytest.Function]:
