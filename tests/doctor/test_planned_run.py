@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.tools.doctor.advice import find_problems
 from hf_lowprec.tools.doctor.planned_run import STOCK, plan_run
-from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION
 from tests.support.training.tiny_trainer import arguments, counting_data, llama
 
 SCHEDULERS = {

@@ -15,7 +15,7 @@ from hf_lowprec.integrations.transformers.rounding_schedule import RoundingSched
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.optim.state.state_tensors import state_dtype
 from hf_lowprec.rounding import MODES
-from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION, Storage
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION, Storage
 from hf_lowprec.tools.doctor.update_sizes import GAUSSIAN, PREDICTED_ALGORITHMS
 from hf_lowprec.tools.inspection.optimizer_states import read_parameter_states
 

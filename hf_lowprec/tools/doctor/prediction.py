@@ -12,7 +12,7 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import StoredTensor
 from hf_lowprec.monitor.tensor_names import PARAMETER_KINDS, parameter_kinds
 from hf_lowprec.rounding import MODES
 from hf_lowprec.tools.doctor.planned_run import PlannedRun
-from hf_lowprec.tools.doctor.predicted_rounding import RoundedUpdates, count_spacings, round_updates
+from hf_lowprec.tools.doctor.rounded_updates import RoundedUpdates, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import ALL, LION, measured_directions, noise_directions
 
 VANISHING = 0.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_lowprec
-from hf_lowprec.tools.doctor.predicted_rounding import COMPENSATION, Storage, count_spacings, round_updates
+from hf_lowprec.tools.doctor.rounded_updates import COMPENSATION, Storage, count_spacings, round_updates
 from hf_lowprec.tools.doctor.update_sizes import Directions, noise_directions
 
 NEAREST, STOCHASTIC = Storage(((1.0, 1.0),), False), Storage(((1.0, 1.0),), True)
