@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from hf_lowprec.tools.cli.plot_option import require_matplotlib
+from hf_lowprec.tools.cli.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_lowprec.tools.cli.plot_option import require_matplotlib
+from hf_lowprec.tools.cli.plot import require_matplotlib
 
 if TYPE_CHECKING:
     from rich.console import Console

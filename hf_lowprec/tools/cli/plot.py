@@ -89,3 +89,14 @@ def _print_summary(run: Run) -> None:
         typer.echo(f"  step {finding.last_step}: {finding.message}")
     for note in run.notes():
         typer.echo(f"  {note}")
+
+
+def require_matplotlib(path: Path | None) -> Path | None:
+    """Refuse `--plot` of another command without matplotlib; a callback of typer, which names the option.
+
+    Raises:
+        typer.BadParameter: a file was given, and matplotlib is not installed.
+    """
+    if path is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("it needs matplotlib: pip install '.[plot]' in a clone of hf_lowprec")
+    return path
