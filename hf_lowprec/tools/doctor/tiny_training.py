@@ -1,10 +1,16 @@
-"""A training run that takes seconds: a tiny Llama learns to count, with the stock Trainer."""
+"""A training run that takes seconds, on all ranks of a launch: a tiny Llama learns to count, with the stock Trainer."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from tempfile import gettempdir
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 from hf_lowprec import LowPrecisionCallback
@@ -23,6 +29,22 @@ def training_arguments(**options: object) -> TrainingArguments:
     }
     use_cpu = not torch.accelerator.is_available()  # otherwise accelerate starts no process group on a CPU
     return TrainingArguments(gettempdir(), use_cpu=use_cpu, **quiet, **options)  # type: ignore[arg-type]
+
+
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """Join the process group of an `accelerate launch` or `torchrun`, as Trainer would, and leave it at the end."""
+    _ = training_arguments().device  # reading this property starts the process group
+    yield
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def abort_launch() -> NoReturn:
+    """End this process and with it the launch: other ranks may be waiting in a collective that this one left."""
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def train() -> tuple[Trainer, dict[str, torch.Tensor]]:
