@@ -20,6 +20,11 @@ if not torch.cuda.is_available():  # then Triton's kernels run in its interprete
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection() -> None:
+    """Collecting imports a million objects that stay. Garbage collections in between would double its time."""
+    gc.disable()
+
+
 @pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without HF_LOWPREC_EVERY_CASE, run the chosen cases of each test."""
@@ -32,6 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {*items} if EVERY_CASE else {case for tests in cases.values() for case in chosen(tests)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
