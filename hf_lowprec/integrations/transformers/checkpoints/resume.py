@@ -1,7 +1,7 @@
 """Decides which checkpoint a run resumes from: the last good one, or the one that the user names, if it is good.
 
-A checkpoint is good if it was saved completely and none of its files is damaged (see `damage.py`). File
-times are not used, since copying changes them.
+A checkpoint is good if it has a `trainer_state.json`, which Trainer writes last, and none of its files is damaged or
+missing (see `damage.py`). File times are not used, since copying changes them.
 
 All ranks reach the same decision: one process per machine checks the files that it sees, and a checkpoint that is
 damaged for one is damaged for all.
@@ -53,7 +53,9 @@ class Problem(NamedTuple):
     reason: str
 
 
-def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output_dir: str) -> str | bool | None:
+def choose_checkpoint(
+    resume_from_checkpoint: str | os.PathLike[str] | bool | None, output_dir: str
+) -> str | bool | None:
     """Return what Trainer should resume from, the same on all ranks. Every rank must call it.
 
     Args:
@@ -152,18 +154,17 @@ def check_best(checkpoint: Path) -> None:
 
 
 def _changed_weights(checkpoint: Path) -> list[str]:
-    """A line for every file that is loaded with the best weights, and is unsafe or contradicts the manifest."""
-    unsafe = [line for line in damage.unsafe_files(checkpoint) if not _NOT_WEIGHTS.match(line)]
+    """A line for every file that is loaded with the best weights, and is damaged."""
     manifest = _manifest_or_none(checkpoint)
-    if manifest is None or unsafe:
-        return unsafe
-    files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
-    return damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
+    if manifest is not None:
+        files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
+        manifest = dataclasses.replace(manifest, files=files)
+    return [line for line in damage.damaged_files(checkpoint, manifest) if not _NOT_WEIGHTS.match(line)]
 
 
-def manifest_of(resolved: str | bool | None) -> Manifest | None:
-    """The manifest of the checkpoint that `resolve` has returned; None without a manifest or a checkpoint."""
-    return None if not resolved or resolved is True else _read_manifest(Path(resolved))
+def manifest_of(chosen: str | bool | None) -> Manifest | None:
+    """The manifest of what `choose_checkpoint` has returned; None without a manifest or a checkpoint."""
+    return None if not chosen or chosen is True else _read_manifest(Path(chosen))
 
 
 def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
@@ -341,19 +342,15 @@ def _problem_here(checkpoint: Path) -> Problem | None:
         manifest = _read_manifest(checkpoint)
     except ValueError as error:
         return Problem(_DAMAGED, str(error))
-    if manifest is None:
+    if manifest is None or not manifest.complete:
         try:
             read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
             return Problem(_UNFINISHED, str(error))
-        damaged = damage.unreadable_files(checkpoint)
-    elif not manifest.complete:
-        return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
-    else:
-        damaged = damage.changed_files(checkpoint, manifest) or damage.unsafe_files(checkpoint)
+    damaged = damage.damaged_files(checkpoint, manifest)
     if not damaged:
         return None
-    return Problem(_DAMAGED, _listing(damaged))
+    return Problem(_DAMAGED if manifest is None or manifest.complete else _UNFINISHED, _listing(damaged))
 
 
 def _listing(files: list[str]) -> str:

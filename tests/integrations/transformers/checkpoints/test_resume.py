@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import save as save_shards
 from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
@@ -129,20 +129,20 @@ def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
     unfinished = cut_short(tmp_path, 1000, damage)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-2000").write_text("a file")
-    assert resolve(True, str(tmp_path)) == str(last)
+    assert choose_checkpoint(True, str(tmp_path)) == str(last)
     assert "checkpoint-1000 was not finished" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint-1000' was not finished: trainer_state.json .*checkpoint-900'"):
-        resolve(str(unfinished), str(tmp_path))
-    assert resolve(str(last), str(tmp_path)) == str(last)
-    assert resolve(None, str(tmp_path)) is None
-    assert resolve(False, str(tmp_path)) is False
+        choose_checkpoint(str(unfinished), str(tmp_path))
+    assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
+    assert choose_checkpoint(None, str(tmp_path)) is None
+    assert choose_checkpoint(False, str(tmp_path)) is False
 
 
 def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
     elsewhere = cut_short(tmp_path / "other run", 10)
     complete(tmp_path / "out", 5)
     with pytest.raises(ValueError, match=r"other run.*was not finished"):
-        resolve(str(elsewhere), str(tmp_path / "out"))
+        choose_checkpoint(str(elsewhere), str(tmp_path / "out"))
 
 
 def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_path):
@@ -158,9 +158,9 @@ def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_pat
 def test_nothing_finished_is_said(tmp_path):
     cut_short(tmp_path, 10)
     with pytest.raises(ValueError, match=r"no checkpoint in .* is complete"):
-        resolve(True, str(tmp_path))
-    assert resolve(True, str(tmp_path / "absent")) is True
-    assert resolve("hub/name", str(tmp_path)) == "hub/name"
+        choose_checkpoint(True, str(tmp_path))
+    assert choose_checkpoint(True, str(tmp_path / "absent")) is True
+    assert choose_checkpoint("hub/name", str(tmp_path)) == "hub/name"
 
 
 def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
@@ -170,9 +170,9 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
             save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
         torch.save({}, folder / "scheduler.pt")
         TrainerState(train_batch_size=8).save_to_json(str(folder / "trainer_state.json"))
-    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
-    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}
