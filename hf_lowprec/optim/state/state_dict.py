@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, conversion_note, format_of
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     DITHERED,
-    FORMAT,
     HEADER,
     LOW_BITS,
     NORM_BEFORE,
@@ -27,13 +27,10 @@ from hf_lowprec.optim.state.state_dict_format import (
     algorithm_name,
     dithered_numbers,
     from_saved_form,
-    names_saved_in_8_bits,
     numbered_parameters,
 )
 from hf_lowprec.optim.state.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
 from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
-from hf_lowprec.optim.state.states_in_8_bits import check_codes
-from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN, conversion_note, format_of
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
@@ -44,9 +41,6 @@ if TYPE_CHECKING:
 
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
-
-_IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
-"""Arguments that all algorithms have. A group without a header may lack them and still come from the same algorithm."""
 
 _WRITTEN_BY_TORCH = {
     *("params", "param_names", "differentiable"),
@@ -82,14 +76,12 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     name = algorithm_name(optimizer)
     state_dict = from_saved_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    for k, saved in enumerate(saved_groups):
-        _check_header(name, saved, f"param group {k}")
+    formats = [_format(name, saved, f"param group {k}") for k, saved in enumerate(saved_groups)]
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
     if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
         raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
     _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
-    formats = [format_of(saved) for saved in saved_groups]
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
     changes: list[DtypeChange] = []
@@ -100,12 +92,10 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
         was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
-        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
+        for param, number in zip(group["params"], saved["params"], strict=True):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
                 state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
-            elif state:
-                check_codes(names_saved_in_8_bits(saved, position), state, owner)
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
                 changed = [] if group["state_dtype"] is None else dtype_changes(optimizer, prepared, param, state)
@@ -166,20 +156,26 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
                 raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
 
 
-def _check_header(name: str, saved: ParamGroup, where: str) -> None:
-    """Raise ValueError unless the algorithm `name` saved the group, in a format that this version can read."""
-    header = saved.get(HEADER, {"format": 1})
-    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
-        raise ValueError(
-            f"{where} of the state dict has format {header.get('format')!r}, but this hf_lowprec reads up to {FORMAT}; "
-            "upgrade hf_lowprec to load it"
-        )
-    writer = header.get("optimizer", name)
-    if writer != name:
+def _format(name: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
+    """The format of another library that the saved group has; None if the algorithm `name` here saved it.
+
+    Raises:
+        ValueError: neither is the case.
+    """
+    if HEADER not in saved:
+        found = format_of(saved)
+        if found is None:
+            raise ValueError(
+                f"{where} of the state dict was saved neither by this version's hf_lowprec.{name} nor by an optimizer "
+                f"whose state can be converted. Resume it with the optimizer that saved it, or {START_AGAIN}"
+            )
+        return found
+    if (writer := saved[HEADER].get("optimizer")) != name:
         raise ValueError(
             f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start a new {name} from "
             "the checkpoint's weights alone (from_pretrained with its folder, without resume_from_checkpoint)"
         )
+    return None
 
 
 def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
@@ -216,18 +212,13 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
         ValueError: a key without a default is missing, or a key is unknown.
     """
     name, arguments = algorithm_name(optimizer), group_keys(optimizer)
-    has_header = HEADER in saved
-    header = saved.get(HEADER, {})
-    saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
-    saved.pop(HEADER, None)
-    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
-    optional = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
+    saved = {key: value for key, value in saved.items() if key != HEADER}
+    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key not in _REQUIRED}
     missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
-    if lacking := [key for key in missing if key not in optional]:
+    if lacking := [key for key in missing if key not in defaults]:
         raise ValueError(
-            f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
-            f"hf_lowprec.{name}, nor by an optimizer whose state can be converted. Resume it with the optimizer that "
-            f"saved it, or {START_AGAIN}"
+            f"{where} of the state dict has no {', '.join(map(repr, lacking))}, as hf_lowprec.{name} saves it; load a "
+            f"complete state dict, or {START_AGAIN}"
         )
     if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
         raise ValueError(
