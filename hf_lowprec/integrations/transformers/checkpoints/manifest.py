@@ -165,7 +165,9 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{MANIFEST_NAME} has format {saved_format}, but this version of hf_lowprec reads format {FORMAT}"
         )
     try:
-        return Manifest(**{**fields, "files": {name: FileRecord(**one) for name, one in fields["files"].items()}})
+        fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        known = {field.name for field in dataclasses.fields(Manifest)}  # earlier ones also have the rounding modes
+        return Manifest(**{name: value for name, value in fields.items() if name in known})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
 
