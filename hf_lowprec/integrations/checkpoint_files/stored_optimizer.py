@@ -17,10 +17,10 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values, random_streams
+from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values
 from hf_lowprec.optim.state.state_dict_format import (
     LOW_BITS,
-    dithered_numbers,
+    dither_streams,
     from_saved_form,
     in_own_dtype,
 )
@@ -156,7 +156,7 @@ def _stored_optimizer(
 ) -> StoredOptimizer:
     """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
     groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
-    dithered, streams = dithered_numbers(groups), dict(random_streams(groups))
+    dithers = dither_streams(groups)
 
     def parameter(key: Any, group: ParamGroup) -> StoredParameter:
         state = saved[_STATE].get(key, {})
@@ -165,7 +165,7 @@ def _stored_optimizer(
             key,
             *_states(state, partial(read, key)),
             None if step is None else int(step),
-            streams[key] if key in dithered else None,
+            dithers.get(key),
             None if state else saved.get(LOW_BITS, {}).get(key),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from hf_lowprec.optim.state.state_dict_format import (
     NORM_BEFORE,
     SKIPPED_STEPS,
     algorithm_name,
-    dithered_numbers,
+    dither_streams,
     from_saved_form,
     numbered_parameters,
 )
-from hf_lowprec.optim.state.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
+from hf_lowprec.optim.state.state_dtype_change import in_own_dtypes
 from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
@@ -49,25 +49,17 @@ _WRITTEN_BY_TORCH = {
 """Keys that torch and its schedulers leave in param groups."""
 
 
-class Prepared(NamedTuple):
-    """A state dict as torch can load it, and what the user should know about it.
-
-    Attributes:
-        state_dict: the state dict.
-        notes: a warning each for state of another library, for changed options, for states that were converted to
-            another dtype, for a replaced `state_rounding` and for changed rounding modes.
-    """
-
-    state_dict: dict[str, Any]
-    notes: list[str]
-
-
-def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Prepared:
+def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
     State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
     and so is each `state_dtype` that is not None, to which states are converted. With states in 8 bits, so is the
     `state_rounding`.
+
+    Returns:
+        The state dict, and what the user should know about it: a warning each for state of another library, for changed
+        options, for states that were converted to another dtype, for a replaced `state_rounding` and for changed
+        rounding modes.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -79,12 +71,9 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     formats = [_format(name, saved, f"param group {k}") for k, saved in enumerate(saved_groups)]
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
-    if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
-        raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
-    _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
-    changes: list[DtypeChange] = []
+    dtype_changes: dict[str, None] = {}
     was_nearest = False
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
@@ -98,11 +87,16 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
                 state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
-                changed = [] if group["state_dtype"] is None else dtype_changes(optimizer, prepared, param, state)
-                states[number] = converted_states(optimizer, prepared, param, state, changed) if changed else state
-                changes += changed
+                if group["state_dtype"] is not None:
+                    state, changes = in_own_dtypes(optimizer, prepared, param, state)
+                    dtype_changes |= dict.fromkeys(changes)
+                states[number] = state
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
-    notes += dtype_change_note(name, changes)
+    if dtype_changes:
+        notes.append(
+            f"saved states were converted to the state_dtype that this {name} was given, rounded to nearest: "
+            f"{', '.join(dtype_changes)}"
+        )
     if was_nearest:
         notes.append(
             f"steps of this {name} round 16-bit states and compensations stochastically, as its states in 8 bits "
@@ -111,12 +105,16 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
-    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered_numbers(saved_groups)}
-    return Prepared(loadable, notes)
+    dithered = {*dither_streams(saved_groups)}
+    return {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered}, notes
 
 
 def _check_containers(state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves."""
+    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves.
+
+    Users may keep more in "state", under other keys than numbers of parameters. A number of none would silently be
+    ignored, and its parameter would start afresh.
+    """
 
     def expect(value: Any, types: Any, names: str, what: str) -> None:
         if not isinstance(value, types):
@@ -128,20 +126,23 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
             "and 'param_groups'"
         )
     expect(state_dict["param_groups"], list | tuple, "a list", "'param_groups'")
+    listed: list[Any] = []
     for k, group in enumerate(state_dict["param_groups"]):
         expect(group, Mapping, "a dict", f"param group {k}")
-        expect(group.get("params", []), list | tuple, "a list", f"'params' in param group {k}")
-        for number in group.get("params", []):
-            expect(number, int | str, "numbers", f"'params' in param group {k}")
         for key in group:
             expect(key, str, "strings", f"the keys in param group {k}")
-    listed = [number for group in state_dict["param_groups"] for number in group.get("params", [])]
+        if "params" not in group:
+            raise ValueError(f"param group {k} of the state dict has no 'params', the numbers of its parameters")
+        expect(group["params"], list | tuple, "a list", f"'params' in param group {k}")
+        for number in group["params"]:
+            expect(number, int | str, "numbers", f"'params' in param group {k}")
+        listed += group["params"]
     known = set(listed)
     if len(known) < len(listed):
         raise ValueError("'params' in the param groups of the state dict contain a number twice")
     for kind in ("state", LOW_BITS):
         expect(state_dict.get(kind, {}), Mapping, "a dict", repr(kind))
-        for number in known & state_dict.get(kind, {}).keys():  # users may keep more under other keys
+        for number in known & state_dict.get(kind, {}).keys():
             values = state_dict[kind][number]
             where = f"the {kind} of parameter {number}"
             expect(values, Mapping, "a dict", where)
@@ -154,6 +155,11 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
                     )
             if kind == LOW_BITS and not are_saved_low_bits(values):
                 raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
+    for key in state_dict["state"]:
+        if isinstance(key, str) and key.isdecimal() and key not in known:
+            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
+        if isinstance(key, int) and key not in known:
+            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
 
 
 def _format(name: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
@@ -235,10 +241,10 @@ def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list
     The optimizer's own modes are kept, since the user has chosen them, possibly to change the mode. States are
     converted before the next step, see `mode_change.py`.
     """
-    changes: dict[str, None] = {}
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        if saved["rounding"] != group["rounding"]:
-            changes[f"{saved['rounding']!r} to {group['rounding']!r}"] = None
+    modes = [
+        (saved["rounding"], own["rounding"]) for own, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+    ]
+    changes = dict.fromkeys(f"{old!r} to {new!r}" for old, new in modes if old != new)
     if not changes:
         return []
     return [
@@ -274,15 +280,6 @@ def _changed_options(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> li
 def _comparable(value: Any) -> Any:
     """`value` as a number, tuple or string: some checkpoint formats turn tuples into lists and numbers into tensors."""
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
-
-
-def _check_state_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
-    """Raise ValueError for states that torch would silently ignore, so that their parameters would start afresh."""
-    for key in states:
-        if isinstance(key, str) and key.isdecimal() and key not in numbers:
-            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
-        if isinstance(key, int) and key not in numbers:
-            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
 
 
 def _check_state(
@@ -375,16 +372,19 @@ def check_and_load(
         load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
 
     Returns:
-        What the user should know about it, as in `Prepared`.
+        What the user should know about it, as `prepare_for_loading` says.
 
     Raises:
         ValueError: the state dict does not fit. The optimizer is left unchanged.
     """
-    final: list[Prepared] = []
+    loadable: dict[str, Any] = {}
+    notes: list[str] = []
 
     def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-        final.append(prepare_for_loading(optimizer, incoming))
-        return final[0].state_dict
+        prepared, found = prepare_for_loading(optimizer, incoming)
+        loadable.update(prepared)
+        notes.extend(found)
+        return prepared
 
     # Registered last, this hook sees what torch will load.
     handle = optimizer.register_load_state_dict_pre_hook(prepare)
@@ -392,37 +392,31 @@ def check_and_load(
         load_by_torch(state_dict)
     finally:
         handle.remove()
-    _restore_dtypes(optimizer, final[0].state_dict)
-    _restore_low_bits(optimizer, final[0].state_dict)
+    optimizer.dithered.clear()
+    for param, number in numbered_parameters(optimizer, loadable):
+        _restore(optimizer, param, number, loadable)
     norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
     optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
     if release := gradient_release_of(optimizer):
         release.resume(float(norms[0]))
-    return final[0].notes
+    return notes
 
 
-def _restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Restore the dtypes of states, which torch's loader casts to the parameter's; make step counts int64 tensors."""
-    for param, number in numbered_parameters(optimizer, state_dict):
-        if number in state_dict["state"]:
-            step = state_dict["state"][number]["step"]
-            optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
-        for name, value in state_dict["state"].get(number, {}).items():
-            if name != "step" and optimizer.state[param][name].dtype != value.dtype:
-                optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
+    """Restore what torch's loader has changed or left out of the state of `param`.
 
-
-def _restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Restore which parameters are dithered, and the low bits of parameters that had not been stepped.
-
-    Low bits that the cast of the model has kept are dropped where the loaded states hold them.
+    It casts states to the parameter's dtype. Step counts become int64 tensors. Low bits that the cast of the model has
+    kept are dropped where the loaded states hold them.
     """
-    saved = state_dict.get(LOW_BITS, {})
-    optimizer.dithered.clear()
-    for param, number in numbered_parameters(optimizer, state_dict):
-        if number in state_dict[DITHERED]:
-            optimizer.dithered.add(param)
-        if number in saved:
-            restore_saved_low_bits(param, saved[number])
-        elif low_bits_state(state_dict["state"].get(number, {})) is not None:
-            drop_low_bits(param)
+    saved = loaded["state"].get(number, {})
+    for name, value in saved.items():
+        if name == "step":
+            optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
+        elif optimizer.state[param][name].dtype != value.dtype:
+            optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+    if number in loaded[DITHERED]:
+        optimizer.dithered.add(param)
+    if number in loaded.get(LOW_BITS, {}):
+        restore_saved_low_bits(param, loaded[LOW_BITS][number])
+    elif low_bits_state(saved) is not None:
+        drop_low_bits(param)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.low_bits import low_bits_state
+from hf_lowprec.optim.state.low_bits import RandomStream, low_bits_state, random_streams
 from hf_lowprec.optim.validation import STATE_DTYPES
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
@@ -57,8 +57,13 @@ checkpoint lacks a key. It is a string because torch flattens containers into ke
 """
 
 _CARRIED = {
-    **{_CARRIER: object, "optimizer": str, "format": int, DITHERED: str},
-    **{"first_parameter": int, NORM_BEFORE: float, SKIPPED_STEPS: int},
+    _CARRIER: object,
+    "optimizer": str,
+    "format": int,
+    DITHERED: str,
+    "first_parameter": int,
+    NORM_BEFORE: float,
+    SKIPPED_STEPS: int,
 }
 """The keys of that string, and the types of their values."""
 
@@ -185,13 +190,15 @@ def algorithm_name(optimizer: Algorithm) -> str:
     return next(classes, type(optimizer)).__name__
 
 
-def dithered_numbers(saved_groups: list[ParamGroup]) -> set[Any]:
-    """The numbers of the dithered parameters, from the headers of the groups."""
-    dithered = set()
-    for group in saved_groups:
-        flags = group.get(HEADER, {}).get(DITHERED, "")
-        dithered |= {number for number, flag in zip(group["params"], flags, strict=False) if flag == "1"}
-    return dithered
+def dither_streams(saved_groups: list[ParamGroup]) -> dict[Any, RandomStream]:
+    """The random streams of the dithered parameters by their numbers, from the headers of the groups."""
+    streams = dict(random_streams(saved_groups))
+    return {
+        number: streams[number]
+        for group in saved_groups
+        for number, flag in zip(group["params"], group.get(HEADER, {}).get(DITHERED, ""), strict=False)
+        if flag == "1"
+    }
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:

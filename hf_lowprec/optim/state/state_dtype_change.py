@@ -7,10 +7,9 @@ is a part of the weight, so it stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
@@ -19,52 +18,32 @@ from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, d
 from hf_lowprec.rounding import dtype_name
 
 
-class DtypeChange(NamedTuple):
-    """The name of a state, and its dtype before and after a conversion."""
-
-    name: str
-    before: torch.dtype
-    after: torch.dtype
-
-
-def dtype_changes(
+def in_own_dtypes(
     optimizer: Algorithm, group: ParamGroup, param: Tensor, saved: Mapping[str, Any]
-) -> list[DtypeChange]:
-    """The states of `param` that were not saved in the dtype that new ones have in `group`.
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Convert the states of `param` that were not saved in the dtype that new ones have in `group`.
 
     Args:
         optimizer: the optimizer of `param`.
         group: its param group, with the `state_dtype` to use.
         param: the parameter.
-        saved: its entry in the state dict, which may lack states.
-    """
-    present = ((state, dtype) for state in optimizer.states(group) if (dtype := dtype_in(saved, state.name)))
-    changes = (DtypeChange(state.name, dtype, new_state_dtype(state, group, param)) for state, dtype in present)
-    return [change for change in changes if change.before != change.after]
+        saved: its entry in the state dict.
 
-
-def converted_states(
-    optimizer: Algorithm, group: ParamGroup, param: Tensor, saved: Mapping[str, Any], changes: Iterable[DtypeChange]
-) -> dict[str, Any]:
-    """The entry `saved` of a state dict with `changes` applied. Other arguments as for `dtype_changes`.
+    Returns:
+        The entry with converted states, and each conversion in words.
 
     Raises:
         ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
     """
-    state_tensors(optimizer, group, param, existing={})
-    keys = {change.name + suffix for change in changes for suffix in ("", CODE_SUFFIX, SCALE_SUFFIX)}
-    old = keys & saved.keys()
+    changes, old = [], set()
+    for state in optimizer.states(group):
+        before, after = dtype_in(saved, state.name), new_state_dtype(state, group, param)
+        if before not in (None, after):
+            changes.append(f"{state.name} from {dtype_name(before)} to {dtype_name(after)}")
+            old |= {state.name, state.name + CODE_SUFFIX, state.name + SCALE_SUFFIX} & saved.keys()
+    if not changes:
+        return saved, []
+    state_tensors(optimizer, group, param, existing={})  # raises the error
     kept = {name: value for name, value in saved.items() if name not in old}
     values = decoded_states({name: saved[name] for name in saved if name in old})
-    return kept | rounded_to_nearest(optimizer, group, param, values)
-
-
-def dtype_change_note(optimizer_name: str, changes: Iterable[DtypeChange]) -> list[str]:
-    """The warning that saved states were converted, if there are any `changes`."""
-    listed = dict.fromkeys(f"{name} from {dtype_name(old)} to {dtype_name(new)}" for name, old, new in changes)
-    if not listed:
-        return []
-    return [
-        f"saved states were converted to the state_dtype that this {optimizer_name} was given, rounded to nearest: "
-        f"{', '.join(listed)}"
-    ]
+    return kept | rounded_to_nearest(optimizer, group, param, values), changes

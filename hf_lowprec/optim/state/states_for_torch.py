@@ -15,8 +15,8 @@ from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.optim.state.imported_states import START_AGAIN
-from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state, random_streams
-from hf_lowprec.optim.state.state_dict_format import HEADER, dithered_numbers, from_saved_form
+from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state
+from hf_lowprec.optim.state.state_dict_format import HEADER, dither_streams, from_saved_form
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
@@ -75,27 +75,22 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
         )
     states: dict[Any, Any] = {}
     weights: list[tuple[Tensor, Tensor]] = []
-    dithered, streams = dithered_numbers(saved_groups), dict(random_streams(saved_groups))
+    dithers = dither_streams(saved_groups)
     for group, saved in zip(groups, saved_groups, strict=True):
         for param, number in zip(group["params"], saved["params"], strict=True):
             state = dict(state_dict["state"].get(number, {}))
             low_bits = low_bits_state(state)
             if low_bits is not None:
-                stream = streams[number] if number in dithered else None
                 weight = _weight_in_16_bits(param, name)
-                weights.append((param, fp32_values(weight, low_bits.to(param.device), stream)))
+                weights.append((param, fp32_values(weight, low_bits.to(param.device), dithers.get(number))))
                 state = {name: value for name, value in state.items() if name not in LOW_BITS_STATES}
             if state:
                 states[number] = _state(state, group)
-    return ForTorch({**state_dict, "state": states, "param_groups": _groups(groups, saved_groups)}, weights)
-
-
-def _groups(groups: list[ParamGroup], saved_groups: list[ParamGroup]) -> list[ParamGroup]:
-    """The keys of torch's groups, with the saved values where there are some."""
-    return [
-        {key: saved.get(key, value) for key, value in group.items() if key != "params"} | {"params": saved["params"]}
+    torchs_keys = [
+        {key: saved.get(key, value) for key, value in group.items()}
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
+    return ForTorch({**state_dict, "state": states, "param_groups": torchs_keys}, weights)
 
 
 def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:
