@@ -72,7 +72,6 @@ def choose_checkpoint(
             damaged files. Or it is the output folder of a run. Or the ranks name different checkpoints, or not all of
             them see the checkpoint.
     """
-    _read_manifest.cache_clear()
     if isinstance(resume_from_checkpoint, os.PathLike):
         resume_from_checkpoint = os.fspath(resume_from_checkpoint)
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
@@ -135,7 +134,6 @@ def check_good(checkpoint: Path, argument: str = "checkpoint") -> None:
     Raises:
         ValueError: it was not saved completely, or files are damaged. The message names them.
     """
-    _read_manifest.cache_clear()
     _check_named(checkpoint, checkpoint.parent, argument)
 
 
@@ -145,7 +143,6 @@ def check_best(checkpoint: Path) -> None:
     Raises:
         ValueError: files are unsafe, or have changed since they were written. The message names them.
     """
-    _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listing(damaged)}; "
@@ -164,7 +161,7 @@ def _changed_weights(checkpoint: Path) -> list[str]:
 
 def manifest_of(chosen: str | bool | None) -> Manifest | None:
     """The manifest of what `choose_checkpoint` has returned; None without a manifest or a checkpoint."""
-    return None if not chosen or chosen is True else _read_manifest(Path(chosen))
+    return None if not chosen or chosen is True else read_manifest(Path(chosen))
 
 
 def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
@@ -314,15 +311,9 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-@functools.cache
-def _read_manifest(checkpoint: Path) -> Manifest | None:
-    """`read_manifest`, which is called once per checkpoint; the public functions above begin with an empty cache."""
-    return read_manifest(checkpoint)
-
-
 def _manifest_or_none(checkpoint: Path) -> Manifest | None:
     try:
-        return _read_manifest(checkpoint)
+        return read_manifest(checkpoint)
     except ValueError:
         return None
 
@@ -339,7 +330,7 @@ def _problem(checkpoint: Path) -> Problem | None:
 def _problem_here(checkpoint: Path) -> Problem | None:
     """The problem that this machine finds in a checkpoint, or None."""
     try:
-        manifest = _read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
     except ValueError as error:
         return Problem(_DAMAGED, str(error))
     if manifest is None or not manifest.complete:

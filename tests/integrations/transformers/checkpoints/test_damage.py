@@ -28,7 +28,6 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     Manifest,
     ManifestWriter,
     checksums,
-    read_json,
     read_manifest,
 )
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, choose_checkpoint
@@ -214,19 +213,6 @@ def test_what_resuming_does_not_need_may_be_gone(whole, killed, caplog):
     assert_same(train(killed, resume=True), whole[1])
 
 
-@pytest.mark.parametrize("asked", ["named", "last"])
-def test_each_manifest_is_read_once(killed, monkeypatch, asked):
-    """By the search, the check of the files and the training that goes on."""
-    seen = []
-    monkeypatch.setattr(
-        "hf_lowprec.integrations.transformers.checkpoints.manifest.read_json",
-        lambda path: seen.append(path) or read_json(path),
-    )
-    resume = str(killed / "checkpoint-4") if asked == "named" else True
-    train(killed, resume=resume, max_steps=4)
-    assert seen.count(killed / "checkpoint-4" / MANIFEST_NAME) == 1
-
-
 def test_a_manifest_that_changed_is_read_again(killed):
     out, folder = str(killed), killed / "checkpoint-4"
     assert choose_checkpoint(True, out) == str(folder)
@@ -237,12 +223,6 @@ def test_a_manifest_that_changed_is_read_again(killed):
         choose_checkpoint(str(folder), out)
     (folder / MANIFEST_NAME).write_text(content)
     assert choose_checkpoint(True, out) == str(folder)
-
-
-@pytest.mark.parametrize("damage", [emptied, halved, flipped])
-def test_a_damaged_manifest_is_seen(killed, caplog, damage):
-    damage(killed / "checkpoint-4" / MANIFEST_NAME)
-    assert_passed_over(killed, MANIFEST_NAME, caplog)
 
 
 def test_every_bit_of_the_manifest_counts(killed):
@@ -294,10 +274,8 @@ def test_times_of_files_say_nothing(request, name, tmp_path):
     assert choose_checkpoint(True, str(out)) == str(last)
 
 
-@pytest.mark.parametrize("damage", [None, flipped])
-def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed, damage):
-    if damage is not None:
-        damage(killed / "checkpoint-4/optimizer.pt")
+def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed):
+    flipped(killed / "checkpoint-4/optimizer.pt")
     assert_same(train(killed, resume=True), whole[1])
 
 

@@ -22,7 +22,6 @@ from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-MODES = ("kahan", "split", "stochastic", "nearest")
 
 
 def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> list[str]:
@@ -68,7 +67,7 @@ def optimizer_file(checkpoint: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "algorithm"),
-    [*((mode, "adamw") for mode in MODES), ("stochastic,state_dtype=int8", "adamw"), ("kahan", "sgd")],
+    [("kahan", "adamw"), ("split", "adamw"), ("stochastic,state_dtype=int8", "adamw"), ("nearest", "sgd")],
 )
 def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algorithm):
     def train_here(*words: object) -> str:
@@ -91,15 +90,11 @@ def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "over_another_training"),
-    [("checkpoint-6/optimizer.pt", False), ("checkpoint-6/scheduler.pt", False), ("checkpoint-6/optimizer.pt", True)],
-)
-def test_a_save_that_was_killed_is_passed_over(tmp_path, victim, over_another_training):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_save_that_was_killed_is_passed_over(tmp_path):
+    """Over the checkpoints of another training, whose manifests and files must not be taken for its own."""
+    whole, killed, victim = tmp_path / "whole", tmp_path / "killed", "checkpoint-6/optimizer.pt"
     expected = train(*options(whole, "kahan"))
-    if over_another_training:
-        train(*options(killed, "stochastic"))
+    train(*options(killed, "stochastic"))
     died = run(SCRIPTS / "killed_in_save.py", victim, "run", SCRIPTS / "train_tiny.py", *options(killed, "kahan"))
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
@@ -178,16 +173,21 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
-    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
-    saved = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("saved")
+    trained(out, optim="adamw_bf16_kahan", **SAVING)
+    return out / "checkpoint-3"
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(saved):
+    contents = {file: file.read_bytes() for file in sorted(saved.parent.rglob("*")) if file.is_file()}
     with pytest.raises(ValueError, match=r"the state of AdamW cannot be loaded into Lion: resume with AdamW"):
-        trained(tmp_path, optim="lion_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **SAVING)
-    assert {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()} == saved
+        trained(saved.parent, optim="lion_bf16_kahan", resume=str(saved), **SAVING)
+    assert {file: file.read_bytes() for file in sorted(saved.parent.rglob("*")) if file.is_file()} == contents
 
 
-def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
-    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+def test_options_that_a_checkpoint_replaces_are_said(saved, tmp_path):
     changed = {
         **SAVING,
         "optim_args": "amsgrad=True,state_rounding=nearest",
@@ -195,7 +195,7 @@ def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
         "learning_rate": 1e-3,
     }
     with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
-        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **changed)
+        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(saved), **changed)
     (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.1 (was 0.2); " in said
     assert "lr=" not in said
@@ -212,11 +212,9 @@ def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
         trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)
 
 
-def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(tmp_path):
-    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trained(tmp_path, **settings)
-    checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / "hf_lowprec_manifest.json").unlink()
+def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(saved, tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(saved, checkpoint, ignore=shutil.ignore_patterns("hf_lowprec_manifest.json"))
     (checkpoint / "pytorch_model_fsdp.bin").write_bytes((checkpoint / "scheduler.pt").read_bytes())
     with pytest.raises(ValueError, match=r"saved under FSDP with FULL_STATE_DICT, but .*hf-lowprec export"):
-        trained(tmp_path, resume=str(checkpoint), **settings)
+        trained(tmp_path, optim="adamw_bf16_kahan", resume=str(checkpoint), **SAVING)
