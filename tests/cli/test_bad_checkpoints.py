@@ -112,9 +112,9 @@ def test_a_full_disk(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "state_dict_type"),
     [
-        (2, ""),
+        (1, ""),
         (1, "SHARDED_STATE_DICT"),
-        pytest.param(1, "", marks=pytest.mark.every_case),
+        pytest.param(2, "", marks=pytest.mark.every_case),
         pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.every_case),
     ],
 )
@@ -129,6 +129,8 @@ def test_no_file_is_run_when_it_is_unpickled(tmp_path, ranks, state_dict_type):
             assert re.search(rf"is damaged: {folder}/\.metadata .* it names io\.open", printed), printed
             assert re.search(rf"is damaged: {folder} .* it names io\.open", printed), printed
     for name, contents in tried:
+        if name.endswith((".json", ".jsonl")):
+            continue  # all commands read these with `json.loads`
         write_poisoned(checkpoint, contents, copy)
         for words in reading(copy, checkpoint, tmp_path / "exported"):
             run(*words)
