@@ -160,7 +160,7 @@ UNREADABLE = "state_rounding of a param group is damaged, or another version of 
         ((*STATE, 5), 0, "the keys in the state of parameter 1 of the state dict must be strings"),
         ((*STATE, "exp_avg"), "lost", "exp_avg of parameter 1 is not a tensor but 'lost'"),
         ((*STATE, "exp_avg"), torch.ones(3, 4).to_sparse(), "the state dict is torch.sparse_coo on cpu"),
-        ((*STATE, "step"), torch.tensor([3, 4]), "step of parameter 1 has 2 elements"),
+        ((*STATE, "step"), torch.tensor([3, 4]), "step of parameter 1 is [3, 4]; it must be a whole"),
         *(
             ((*STATE, "step"), step, "step of parameter 1 is ")
             for step in (1e30, 10**30, torch.tensor(1e19), 3.5, -1, math.nan, math.inf, 2**63, "3", None, [3, 4])

@@ -29,8 +29,13 @@ from hf_lowprec.optim.state.state_dict_format import (
     from_saved_form,
     numbered_parameters,
 )
-from hf_lowprec.optim.state.state_dtype_change import in_own_dtypes
-from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
+from hf_lowprec.optim.state.state_tensors import (
+    StateTensor,
+    in_own_dtypes,
+    rounded_to_nearest,
+    state_tensors,
+    why_not_8_bits,
+)
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
@@ -312,10 +317,8 @@ def _check_state(
             "optimizer's state: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in optimizer.state[param] as well, or take it out of the state dict"
         )
-    if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
-        raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
-    if not _is_count(state["step"]):
-        step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
+    step = state["step"].squeeze().tolist() if isinstance(state["step"], Tensor) else state["step"]
+    if not (isinstance(step, numbers.Real) and 0 <= step < 2**63 and float(step).is_integer()):  # type: ignore[operator]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
     formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
     tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
@@ -349,16 +352,6 @@ def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     options = (key for key in group_keys(optimizer) - {*optimizer.flags} if isinstance(group.get(key), int | float))
     switched_on = {key: group[key] or True for key in options}
     return {state.name for state in optimizer.states({**group, **switched_on})}
-
-
-def _is_count(step: Any) -> bool:
-    """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
-    try:
-        value = step.item() if isinstance(step, Tensor) else step
-        is_number = isinstance(value, numbers.Real)
-        return is_number and int(value) == value and 0 <= int(value) < 2**63
-    except (ValueError, OverflowError):  # NaN, infinity
-        return False
 
 
 def check_and_load(
