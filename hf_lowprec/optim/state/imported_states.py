@@ -280,7 +280,7 @@ FORMATS = (
     ForeignFormat(
         "torch.optim.Muon",
         ("Muon",),
-        "momentum nesterov ns_coefficients adjust_lr_fn",
+        "momentum nesterov ns_coefficients adjust_lr_fn eps",
         dropped="eps",
         hyperparameters=_torch_muon,
     ),

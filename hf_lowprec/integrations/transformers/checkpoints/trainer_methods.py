@@ -120,10 +120,10 @@ def _random_states(args: TrainingArguments) -> list[str]:
         return []
     if args.world_size == 1:
         return ["rng_state.pth"]
-    if not args.save_on_each_node:
-        return [f"rng_state_{rank}.pth" for rank in range(args.world_size)]
-    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [f"rng_state_{args.process_index + k}.pth" for k in range(on_machine)]
+    first, count = 0, args.world_size
+    if args.save_on_each_node:
+        first, count = args.process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [f"rng_state_{rank}.pth" for rank in range(first, first + count)]
 
 
 def save_model(call: TrainerCall) -> None:

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import stat
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import read_metadata
 from hf_lowprec.integrations.transformers.checkpoints import manifest as manifest_module
+from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.damage import files_that_do_not_open
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -423,6 +425,14 @@ def test_an_incomplete_manifest_and_a_missing_file(killed_after_saving, tmp_path
     missing(tmp_path / "checkpoint-4" / file)
     with pytest.raises(ValueError, match=f"checkpoint-4' was not finished: {file}.* missing"):
         choose_checkpoint(str(tmp_path / "checkpoint-4"), str(tmp_path))
+
+
+@pytest.mark.parametrize(("on_each_node", "ranks"), [(False, range(4)), (True, (2, 3))])
+def test_a_manifest_expects_the_random_states_that_come_to_its_folder(monkeypatch, on_each_node, ranks):
+    """On the second of two machines with two ranks each, which may share the folder."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = SimpleNamespace(save_only_model=False, world_size=4, process_index=2, save_on_each_node=on_each_node)
+    assert trainer_methods._random_states(args) == [f"rng_state_{rank}.pth" for rank in ranks]
 
 
 class ChangesCheckpoints(TrainerCallback):
