@@ -84,9 +84,9 @@ def main() -> None:
 
         for _ in range(options.rounds):
             writer = ManifestWriter()
-            begun = seconds(writer.begin, checkpoint, 1, None)
+            begun = seconds(writer.begin, checkpoint, 1, None, [])
             times.setdefault("writing the files", []).append(seconds(save))
-            times.setdefault("writing the manifest", []).append(begun + seconds(writer.complete))
+            times.setdefault("writing the manifest", []).append(begun + seconds(writer.complete, checkpoint, {}))
             written = read_manifest(checkpoint)
             assert written is not None and changed_files(checkpoint, written) == []
             check = seconds(changed_files, checkpoint, written)

@@ -26,14 +26,11 @@ from transformers.training_args import OptimizerNames
 from hf_lowprec.integrations.wrapped_method import temporarily_wrapped, wrap_method
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
-SAVE_RANDOM_STATE = "_save_rng_state"
-"""Trainer's method that writes `rng_state_R.pth` on every rank R, before rank 0 writes `trainer_state.json`."""
-
 RUN_EPOCH = "_run_epoch"
 """Trainer's method that trains for (the rest of) an epoch; it compares steps with `max_steps` only after a step."""
 
 SAVE_CHECKPOINT = "_save_checkpoint"
-"""Trainer's method that writes a checkpoint, then pushes it to the Hub, and then deletes older ones."""
+"""Trainer's method that writes a checkpoint, `trainer_state.json` last, and then deletes older ones."""
 
 LOAD_CHECKPOINT = "_load_from_checkpoint"
 """Trainer's method that loads a checkpoint's weights when resuming; its last argument is the model."""
@@ -240,19 +237,6 @@ def saving_whole_models(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         plugin.state_dict_type = configured
-
-
-def after_trainer_state(written: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call `written` each time a `trainer_state.json` has been written inside.
-
-    It is the last file of a checkpoint. Trainer then pushes the checkpoint to the Hub and deletes older ones.
-    """
-
-    def save_to_json(original: Callable, state: TrainerState, json_path: str) -> None:
-        original(state, json_path)
-        written()
-
-    return temporarily_wrapped(TrainerState, "save_to_json", save_to_json)
 
 
 def computing_saved_tensors(compute: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
 from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.optim.sharding import local_shard, sharding_of
-from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS
+from hf_lowprec.optim.state.imported_states import COMPENSATIONS
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.command_output import hf_lowprec
 from tests.support.processes.ranks import run_ranks
 from tests.support.training.poisoned_files import poisons, write_poisoned
@@ -59,7 +59,7 @@ def test_damaged_files_are_named(saved, checkpoint, tmp_path, name, flipped):
             result = run(*words)
             assert result.exit_code != 0 and name in result.output, (words, result.output)
         with pytest.raises(ValueError, match=f"is damaged: {name}"):
-            resolve(str(checkpoint), str(tmp_path))
+            choose_checkpoint(str(checkpoint), str(tmp_path))
     assert not (tmp_path / "out").exists()
 
 
@@ -94,7 +94,7 @@ def assert_outside(checkpoint: Path, name: str, out: Path) -> None:
     for words in reading(checkpoint, checkpoint, out)[:4]:
         assert f"{name!r}, which is outside" in run(*words).output, words
     with pytest.raises(ValueError, match=f"{name!r}, which is outside"):
-        resolve(str(checkpoint), str(checkpoint.parent))
+        choose_checkpoint(str(checkpoint), str(checkpoint.parent))
     assert not out.exists()
 
 
@@ -112,9 +112,9 @@ def test_a_full_disk(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "state_dict_type"),
     [
-        (2, ""),
+        (1, ""),
         (1, "SHARDED_STATE_DICT"),
-        pytest.param(1, "", marks=pytest.mark.every_case),
+        pytest.param(2, "", marks=pytest.mark.every_case),
         pytest.param(1, "FULL_STATE_DICT", marks=pytest.mark.every_case),
     ],
 )
@@ -129,6 +129,8 @@ def test_no_file_is_run_when_it_is_unpickled(tmp_path, ranks, state_dict_type):
             assert re.search(rf"is damaged: {folder}/\.metadata .* it names io\.open", printed), printed
             assert re.search(rf"is damaged: {folder} .* it names io\.open", printed), printed
     for name, contents in tried:
+        if name.endswith((".json", ".jsonl")):
+            continue  # all commands read these with `json.loads`
         write_poisoned(checkpoint, contents, copy)
         for words in reading(copy, checkpoint, tmp_path / "exported"):
             run(*words)

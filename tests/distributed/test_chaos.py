@@ -1,4 +1,4 @@
-"""Ranks are killed at random moments, mostly while they save; a resumed run ends with the same bits all the same.
+"""Ranks are killed, mostly while they save; a resumed run ends with the same bits all the same.
 
 `HF_LOWPREC_KILLS=20 HF_LOWPREC_SEED=7 pytest -s tests/distributed/test_chaos.py` kills more often.
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.manifest import read_manifest
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes import forkserver
 from tests.support.processes.ranks import SCRIPTS
 
@@ -21,6 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 KILLS = int(os.environ.get("HF_LOWPREC_KILLS", "1"))
 SEED = int(os.environ.get("HF_LOWPREC_SEED", "6"))  # kills in the second save, so that the first is resumed from
 NEVER = (0, 99, 0.0)
+BEFORE_ITS_RANDOM_STATE, BEFORE_ON_SAVE = (1, 2, "random_state"), (0, 2, "on_save")
+"""Rank 1 in the checkpoint of step 4; and rank 0 when it saves for the second time after that."""
 RANKS, SAVING = 2, 0.15
 """Most seconds that a save takes on a busy machine."""
 
@@ -45,7 +48,7 @@ MORE_MODES = [
 ]
 
 
-def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, float]) -> forkserver.Done:
+def train(out: Path, mode: tuple[str, str, list[str]], killed: tuple[int, int, float | str]) -> forkserver.Done:
     """Train in `out`, from the last intact checkpoint if there is one."""
     wrapped, optim, options = mode
     words = f"--max_steps 8 --save_strategy steps --save_steps 2 --learning_rate 1e-2 --optim {optim}"
@@ -93,10 +96,24 @@ def test_nothing_is_lost_by_kills(mode, tmp_path):
     assert digest(last) == digest(whole)
 
 
+def test_kills_between_the_files_of_two_ranks_and_before_the_manifest(tmp_path):
+    """Of all that a checkpoint must have, only rank 1's random state is missing; then only the complete manifest."""
+    mode, out = MORE_MODES[2], tmp_path / "killed"
+    whole = train(tmp_path / "whole", mode, NEVER)
+    assert train(out, mode, BEFORE_ITS_RANDOM_STATE).returncode != 0
+    assert (out / "checkpoint-4/trainer_state.json").exists()
+    with pytest.raises(ValueError, match=r"checkpoint-4' was not finished: rng_state_1.pth is missing"):
+        choose_checkpoint(str(out / "checkpoint-4"), str(out))
+    assert train(out, mode, BEFORE_ON_SAVE).returncode != 0  # it resumed from step 2, so it saved step 6
+    assert not read_manifest(out / "checkpoint-6").complete
+    assert choose_checkpoint(True, str(out)) == str(out / "checkpoint-6")
+    assert digest(train(out, mode, NEVER)) == digest(whole)
+
+
 def is_good(checkpoint: Path) -> bool:
     """Whether a checkpoint can be resumed from; if not, our error says so."""
     try:
-        return resolve(str(checkpoint), str(checkpoint.parent)) == str(checkpoint)
+        return choose_checkpoint(str(checkpoint), str(checkpoint.parent)) == str(checkpoint)
     except ValueError as error:
         assert f"{checkpoint.name}' was not finished: " in str(error)
         return False

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_NAME
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -94,12 +94,12 @@ def test_shards_of_fsdp2(tmp_path):
 
     def seen(name: str) -> None:
         with pytest.raises(ValueError, match=f"checkpoint-4' is damaged: .*{name}.*checkpoint-2'"):
-            resolve(str(last), str(tmp_path))
+            choose_checkpoint(str(last), str(tmp_path))
 
     for stock in (False, True):
         if stock:
             (last / MANIFEST_NAME).unlink()
-        assert resolve(str(last), str(tmp_path)) == str(last)
+        assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
         for name in sorted(shards if stock else files):
             path = last / name
             content = path.read_bytes()
@@ -111,7 +111,7 @@ def test_shards_of_fsdp2(tmp_path):
                 seen(name)
             path.unlink()
             if name in NOT_NEEDED:
-                assert resolve(str(last), str(tmp_path)) == str(last)
+                assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
             else:
                 seen(name)
             path.write_bytes(content)

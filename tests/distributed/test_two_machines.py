@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes.ranks import SCRIPTS, run_ranks
 from tests.support.processes.two_machines import CABLE, Machine, two_machines
 from tests.support.processes.watched import Process, Processes
@@ -119,7 +119,7 @@ def test_the_network_is_cut_and_training_is_resumed(machines, processes, tmp_pat
     assert sorted(saved) == ["checkpoint-3", "checkpoint-6"]
     (out / "checkpoint-8").mkdir()  # as if the cut had come while one was written
     (out / "checkpoint-8/model.safetensors").write_bytes((out / "checkpoint-6/model.safetensors").read_bytes()[:1000])
-    assert resolve(True, str(out)) == str(out / "checkpoint-6")
+    assert choose_checkpoint(True, str(out)) == str(out / "checkpoint-6")
 
     launched = launch(processes, machines, ranks, "-m", "hf_lowprec", *run_script(out, "--resume", True))
     processes.wait_for_end(launched, TRAINED)

@@ -16,12 +16,19 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerState, TrainingArguments, trainer_optimizer
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    trainer_optimizer,
+)
 from transformers.training_args import OptimizerNames
 
 import hf_lowprec
 from hf_lowprec.integrations import private_apis
-from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from tests.support.processes.ranks import run_script
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, trained
@@ -66,23 +73,6 @@ def test_a_private_name_that_went_away_is_said_with_a_way_out(monkeypatch):
         private_apis.add_optimizer_names(["adamw_bf16_kahan"], lambda context: (None, {}), str)
 
 
-def test_random_states_are_saved_before_the_trainers_state(tmp_path, monkeypatch):
-    """So waiting for all ranks there makes a checkpoint with `trainer_state.json` complete."""
-    assert hasattr(Trainer, private_apis.SAVE_RANDOM_STATE), f"Trainer.{private_apis.SAVE_RANDOM_STATE} is gone {WHERE}"
-    waited, wait = [], trainer_methods.gather_objects
-
-    def gather_objects(*args):
-        waited.append(sorted(tmp_path.glob("*/*")))
-        return wait(*args)
-
-    monkeypatch.setattr(trainer_methods, "gather_objects", gather_objects)
-    trained(tmp_path, optim="adamw_bf16_kahan", max_steps=1, save_strategy="steps", save_steps=1)
-    there = {path.name for path in waited[-1]}
-    assert "rng_state.pth" in there
-    assert "trainer_state.json" not in there, f"Trainer no longer writes its state last {WHERE}"
-    assert (tmp_path / "checkpoint-1" / "trainer_state.json").exists()
-
-
 def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
     assert hasattr(Trainer, private_apis.RUN_EPOCH), f"Trainer.{private_apis.RUN_EPOCH} is gone {WHERE}"
     steps, original = [], getattr(Trainer, private_apis.RUN_EPOCH)
@@ -97,27 +87,33 @@ def test_an_epoch_is_trained_where_we_look(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_saved_where_we_look(tmp_path, monkeypatch):
-    """The folder, the order of its files, and what comes after them: the push to the hub and the deletion of others."""
+    """The folder, the order of its files, and what comes after them: the deletion of others, and `on_save`."""
     assert hasattr(Trainer, private_apis.SAVE_CHECKPOINT), f"Trainer.{private_apis.SAVE_CHECKPOINT} is gone {WHERE}"
     events = []
 
     class Watched(Trainer):
         def _save_checkpoint(self, model, trial):
             events.append(f"begin {private_apis.checkpoint_folder(self, trial).relative_to(tmp_path)}")
-            with private_apis.after_trainer_state(lambda: events.append(sorted(p.name for p in tmp_path.glob("*/*")))):
-                super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial)
 
+    class Saved(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            events.append("on_save")
+
+    def save_to_json(self, path):
+        events.append(sorted(p.name for p in tmp_path.glob("*/*")))
+        write(self, path)
+
+    write = TrainerState.save_to_json
+    monkeypatch.setattr(TrainerState, "save_to_json", save_to_json)
     monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", lambda *args, **kwargs: events.append("rotate"))
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
-    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self: None)
-    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
-    trained(tmp_path, trainer_cls=Watched, max_steps=1, save_strategy="steps", save_steps=1, push_to_hub=True)
+    trained(tmp_path, trainer_cls=Watched, callbacks=[Saved()], max_steps=1, save_strategy="steps", save_steps=1)
     begin, files, *after = events
     assert begin == "begin checkpoint-1", f"checkpoints are saved elsewhere {WHERE}"
     written = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"]
-    written += ["scheduler.pt", "trainer_state.json", "training_args.bin"]
+    written += ["scheduler.pt", "training_args.bin"]
     assert files == written, f"Trainer no longer writes its state last {WHERE}"
-    assert after == ["push", "rotate"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
+    assert after == ["rotate", "on_save"], f"Trainer deletes older checkpoints before this one is complete {WHERE}"
 
 
 def test_the_optimizers_state_is_loaded_where_we_look(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.optim import AdamW
-from hf_lowprec.optim.state import state_dtype_change, states_in_8_bits
+from hf_lowprec.optim.state import state_tensors, states_in_8_bits
 from tests.support.optim.every_optimizer import OPTIONS, build
 from tests.support.optim.optimizer_contents import assert_equal, everything, params_of, refuses, train
 from tests.support.rounding import block_floats
@@ -251,7 +251,7 @@ def test_what_cannot_be_converted_leaves_the_optimizer_unchanged(before, after, 
 
 
 def test_a_lack_of_memory_leaves_the_optimizer_unchanged(monkeypatch):
-    original, calls = state_dtype_change.rounded_to_nearest, []
+    original, calls = state_tensors.rounded_to_nearest, []
 
     def out_of_memory(*arguments):
         calls.append(arguments)
@@ -259,7 +259,7 @@ def test_a_lack_of_memory_leaves_the_optimizer_unchanged(monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(*arguments)
 
-    monkeypatch.setattr(state_dtype_change, "rounded_to_nearest", out_of_memory)
+    monkeypatch.setattr(state_tensors, "rounded_to_nearest", out_of_memory)
     saved, target = adamw(3, state_dtype=FP32).state_dict(), adamw(1, state_dtype=INT8)
     refuses(lambda: target.load_state_dict(saved), target, ["out of memory"])
 

@@ -10,7 +10,7 @@ import sys
 
 from accelerate import PartialState
 
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.processes.ranks import leave
 
 rank = int(os.environ["RANK"])
@@ -19,7 +19,7 @@ PartialState(cpu=True)
 for number, (folder, *asked) in enumerate(json.loads(sys.argv[1])):
     os.chdir(os.path.join(folder, str(rank)))
     try:
-        found = resolve(asked[min(rank, len(asked) - 1)], "out")
+        found = choose_checkpoint(asked[min(rank, len(asked) - 1)], "out")
     except ValueError as error:
         found = f"ValueError: {error}"
     print(f"answer {number} of rank {rank}: {found}\n", end="", flush=True)

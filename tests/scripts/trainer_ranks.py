@@ -10,7 +10,6 @@ With SAVED_TO=FOLDER the trained model is saved there by `save_pretrained`, and 
 With STATE_DICT_TYPE in the environment FSDP2 saves checkpoints of that type.
 With BUCKET_ELEMENTS=n gradient release has buckets of that size.
 With HIDDEN_SIZE=n the model has that hidden size; most states can be in 8 bits if it is a multiple of 32.
-With EARLY_KEYS in the environment states in 8 bits are saved under the keys of early versions.
 With KILLED_IN_SHARD=n in the environment rank 1 is killed while it writes its n-th shard of a checkpoint.
 """
 
@@ -28,10 +27,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_lowprec
-from hf_lowprec.optim import optimizer
 from hf_lowprec.optim.gradient_release import buckets as gradient_buckets
 from hf_lowprec.reduction import check_replicas
-from tests.support.optim.optimizer_contents import as_early_versions_saved
 from tests.support.processes.fsdp_on_cpu import allow_fsdp_on_cpu
 from tests.support.processes.gathered import gathered
 from tests.support.processes.ranks import leave
@@ -91,9 +88,6 @@ class ChangeAWeight(TrainerCallback):
 def main(kind: str, *words: str) -> None:
     allow_fsdp_on_cpu()
     die_in_shard(int(os.environ.get("KILLED_IN_SHARD", "0")))
-    if "EARLY_KEYS" in os.environ:
-        saved_form = optimizer.to_saved_form
-        optimizer.to_saved_form = lambda *arguments: as_early_versions_saved(saved_form(*arguments))
     config = {"version": 2}
     if "STATE_DICT_TYPE" in os.environ:
         config["state_dict_type"] = os.environ["STATE_DICT_TYPE"]

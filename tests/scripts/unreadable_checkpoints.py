@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from hf_lowprec.integrations.transformers.checkpoints import damage as checkpoint_damage
 from hf_lowprec.integrations.transformers.checkpoints import resume as resume_from_checkpoint
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, choose_checkpoint
 
 RANK = int(os.environ["RANK"])
 FOLDER = sys.argv[1]
@@ -38,29 +38,33 @@ def check() -> None:
     os.environ["LOCAL_RANK"] = "0"  # machines of one rank each
     PartialState(cpu=True)
     good = str(Path(FOLDER) / "checkpoint-4")
-    assert resolve(True, FOLDER) == good
-    read, found = resume_from_checkpoint.read_manifest, checkpoint_damage.unreadable_files
+    assert choose_checkpoint(True, FOLDER) == good
+    read, found = resume_from_checkpoint.read_manifest, checkpoint_damage.damaged_files
     resume_from_checkpoint.read_manifest = failing_on(0, read)
     told = "ValueError: rank 0 cannot read the checkpoints: PermissionError: no permission for this file"
-    for act, *arguments in [(resolve, True, FOLDER), (resolve, good, FOLDER), (check_best, Path(good))]:
+    for act, *arguments in [
+        (choose_checkpoint, True, FOLDER),
+        (choose_checkpoint, good, FOLDER),
+        (check_best, Path(good)),
+    ]:
         assert complaint(act, *arguments) == told, (RANK, act, complaint(act, *arguments))
     resume_from_checkpoint.read_manifest = read
 
-    checkpoint_damage.unreadable_files = failing_on(1, found)
+    checkpoint_damage.damaged_files = failing_on(1, found)
     told = told.replace("rank 0", "rank 1")
-    assert complaint(resolve, good, FOLDER) == told
-    checkpoint_damage.unreadable_files = found
+    assert complaint(choose_checkpoint, good, FOLDER) == told
+    checkpoint_damage.damaged_files = found
 
     candidates, called = resume_from_checkpoint._candidates, []
     resume_from_checkpoint._candidates = lambda folder: (called.append(folder), candidates(folder))[1]
-    assert resolve(True, FOLDER) == good
+    assert choose_checkpoint(True, FOLDER) == good
     assert len(called) == (RANK == 0), "one rank reads every manifest"
 
 
 def check_a_lost_rank() -> None:
     if RANK == 1:
         os._exit(0)
-    found = complaint(resolve, True, FOLDER)
+    found = complaint(choose_checkpoint, True, FOLDER)
     assert found.startswith("RuntimeError: rank 0 of 2 lost another rank while choosing a checkpoint"), found
 
 

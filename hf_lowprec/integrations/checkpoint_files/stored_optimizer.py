@@ -17,16 +17,14 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
 )
 from hf_lowprec.integrations.export.parameter_names import PARAMETERS_NAME, ParameterNames
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values, random_streams
+from hf_lowprec.optim.state.low_bits import RandomStream, fp32_values
 from hf_lowprec.optim.state.state_dict_format import (
-    ADDED_KEYS,
-    HEADER,
     LOW_BITS,
-    dithered_numbers,
+    dither_streams,
     from_saved_form,
     in_own_dtype,
 )
-from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, codes_in, decoded
+from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX, SCALE_SUFFIX, decoded, states_in_codes
 from hf_lowprec.rounding.low_bits import dither_stream_of, low_bits, restore_saved_low_bits
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -76,7 +74,7 @@ class StoredOptimizer(NamedTuple):
     """A saved optimizer.
 
     Attributes:
-        param_groups: the options of each param group, with the keys that ours keep in their header.
+        param_groups: the options of each param group.
         parameters: the parameters of each.
         names: their names; None if the state dict only numbers them.
     """
@@ -158,8 +156,7 @@ def _stored_optimizer(
 ) -> StoredOptimizer:
     """The optimizer with the state dict `saved`, in which tensors may lack their values, which `read` returns."""
     groups = from_saved_form({_GROUPS: saved[_GROUPS]})[_GROUPS]
-    groups = [{**group, **{k: v for k, v in group.get(HEADER, {}).items() if k in ADDED_KEYS}} for group in groups]
-    dithered, streams = dithered_numbers(groups), dict(random_streams(groups))
+    dithers = dither_streams(groups)
 
     def parameter(key: Any, group: ParamGroup) -> StoredParameter:
         state = saved[_STATE].get(key, {})
@@ -168,7 +165,7 @@ def _stored_optimizer(
             key,
             *_states(state, partial(read, key)),
             None if step is None else int(step),
-            streams[key] if key in dithered else None,
+            dithers.get(key),
             None if state else saved.get(LOW_BITS, {}).get(key),
         )
 
@@ -189,12 +186,12 @@ def _states(
         for key, tensor in tensors.items()
         if key != _STEP and (is_number or tensor.dim())  # other numbers count something
     }
-    codes = codes_in({key: info.dtype for key, info in infos.items()})
-    scales, names = {name + SCALE_SUFFIX for name in codes}, {key: name for name, key in codes.items()}
+    names = {name + CODE_SUFFIX: name for name in states_in_codes(infos.keys())}
+    scales = {name + SCALE_SUFFIX for name in names.values()}
 
     def read_values(name: str) -> Tensor:
-        if name in codes:
-            return decoded(read(codes[name]), read(name + SCALE_SUFFIX), name)
+        if name + CODE_SUFFIX in names:
+            return decoded(read(name + CODE_SUFFIX), read(name + SCALE_SUFFIX), name)
         return in_own_dtype(name, read(name))
 
     return {names.get(key, key): info for key, info in infos.items() if key not in scales}, read_values

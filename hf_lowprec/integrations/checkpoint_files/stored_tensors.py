@@ -5,10 +5,10 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -67,58 +67,41 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
 
 
-class StoredTensors(Protocol):
+class StoredTensors(NamedTuple):
     """The tensors of some files by name.
 
     Attributes:
-        infos: the shape and dtype of each tensor by name.
+        infos: the shape and dtype of each.
+        read: reads one of them to the CPU.
     """
 
     infos: dict[str, TensorInfo]
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor to the CPU."""
-        ...
+    read: Callable[[str], Tensor]
 
 
-class SafetensorsFiles:
-    """The tensors of safetensors files."""
+def open_safetensors(paths: Iterable[Path]) -> StoredTensors:
+    """The tensors of safetensors files.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.infos: dict[str, TensorInfo] = {}
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            with explain_unreadable(path):
-                self._open(path)
-
-    def _open(self, path: Path) -> None:
-        file = safe_open(path, framework="pt")
-        for name in sorted(file.keys()):
-            part = file.get_slice(name)
-            dtype = _SAFETENSORS_DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
-            self.infos[name] = TensorInfo(torch.Size(part.get_shape()), dtype)
-            self._files[name] = file
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+    Raises:
+        UnreadableError: a file is damaged.
+    """
+    infos: dict[str, TensorInfo] = {}
+    files: dict[str, Any] = {}
+    for path in paths:
+        with explain_unreadable(path):
+            file = safe_open(path, framework="pt")
+            for name in sorted(file.keys()):
+                part = file.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
+                infos[name] = TensorInfo(torch.Size(part.get_shape()), dtype)
+                files[name] = file
+    return StoredTensors(infos, lambda name: files[name].get_tensor(name))
 
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-
-
-class TensorsInMemoryMap:
-    """The tensors of a dict that `torch.save` wrote, mapped into memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.infos = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
 
 
 def load_mapped(path: Path) -> Any:
@@ -226,6 +209,13 @@ class ShardedFolder:
             inner[path[-1]] = values[key]
         return found
 
+    def tensors(self, root: str) -> StoredTensors:
+        """The tensors whose paths are `(root, name)`."""
+        infos = {path[1:]: info for path, info in self.infos.items() if path[0] == root and info is not None}
+        return StoredTensors(
+            {path[0]: info for path, info in infos.items() if len(path) == 1}, lambda name: self.read((root, name))
+        )
+
     def check_objects(self) -> None:
         """Raise UnreadableError if an object that is no tensor is damaged, or holds anything but data.
 
@@ -257,19 +247,3 @@ def _info(stored: Any) -> TensorInfo | None:
 
 def _empty(info: TensorInfo | None, device: str) -> Tensor | None:
     return None if info is None else torch.empty(info.shape, dtype=info.dtype, device=device)
-
-
-class ShardedTensors:
-    """The tensors of a `ShardedFolder` whose paths are `(root, name)`."""
-
-    def __init__(self, folder: ShardedFolder, root: str) -> None:
-        self._folder, self._root = folder, root
-        self.infos = {
-            path[1]: info
-            for path, info in folder.infos.items()
-            if path[0] == root and len(path) == 2 and info is not None
-        }
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._folder.read((self._root, name))
-        return tensor

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import (
-    SafetensorsFiles,
     ShardedFolder,
-    ShardedTensors,
     StoredTensors,
-    TensorsInMemoryMap,
+    TensorInfo,
     explain_unreadable,
     load_mapped,
+    open_safetensors,
 )
 from hf_lowprec.integrations.transformers.checkpoints.manifest import path_inside, read_json
 
@@ -27,16 +26,18 @@ def open_weights(folder: Path) -> StoredTensors:
     """
     for weights in ("model.safetensors", ADAPTER_WEIGHTS):
         if (folder / weights).is_file():
-            return SafetensorsFiles([folder / weights])
+            return open_safetensors([folder / weights])
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return SafetensorsFiles(files_of_index(index))
+        return open_safetensors(files_of_index(index))
     if (folder / _SHARDED_WEIGHTS).is_dir():
-        return ShardedTensors(ShardedFolder(folder / _SHARDED_WEIGHTS), "model")
+        return ShardedFolder(folder / _SHARDED_WEIGHTS).tensors("model")
     for weights in ("pytorch_model_fsdp.bin", "pytorch_model.bin", "adapter_model.bin"):
         if (folder / weights).is_file():
             with explain_unreadable(folder / weights):
-                return TensorsInMemoryMap(load_mapped(folder / weights))
+                tensors = load_mapped(folder / weights)
+                infos = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+                return StoredTensors(infos, tensors.__getitem__)
     raise ValueError(
         f"{str(folder)!r} has no weights that can be read (model.safetensors, {ADAPTER_WEIGHTS}, {_SHARDED_WEIGHTS}, "
         "pytorch_model.bin); pass a checkpoint of Trainer or of Accelerator.save_state"

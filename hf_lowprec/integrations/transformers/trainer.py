@@ -40,12 +40,10 @@ _OUR_TRAINERS: dict[str, Wrapper] = {
     "train": trainer_methods.train,
     # Ends a run that resumes from its final checkpoint; Trainer would take one more step.
     private_apis.RUN_EPOCH: trainer_methods.run_epoch,
-    # Writes the checkpoint's manifest, incomplete before and complete after its files.
+    # Writes an incomplete manifest before the checkpoint's files; the complete one follows in `on_save`.
     private_apis.SAVE_CHECKPOINT: trainer_methods.save_checkpoint,
     # Writes a model folder where Trainer writes nothing, under FSDP2 with sharded state dicts.
     "save_model": trainer_methods.save_model,
-    # Collects the checksums of every rank's own files for the manifest.
-    private_apis.SAVE_RANDOM_STATE: trainer_methods.save_random_state,
     # Loads weights into the parameters that the optimizer holds.
     private_apis.LOAD_CHECKPOINT: trainer_methods.load_checkpoint,
     # The same for the best checkpoint, once its files are checked.

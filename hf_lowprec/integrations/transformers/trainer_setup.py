@@ -16,7 +16,7 @@ from hf_lowprec.casting import cast_model
 from hf_lowprec.casting.quantized import is_quantized
 from hf_lowprec.integrations import private_apis
 from hf_lowprec.integrations.transformers.callback import LowPrecisionCallback
-from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import update_manifest_on_save
+from hf_lowprec.integrations.transformers.checkpoints.trainer_methods import complete_manifest
 from hf_lowprec.integrations.transformers.optim_args import OptimArgs, optim_args_of, optimizer_name
 from hf_lowprec.integrations.transformers.quantization import check_trainable
 from hf_lowprec.integrations.transformers.reports.lost_updates_warning import add_lost_updates_warning
@@ -82,7 +82,7 @@ def build(call: TrainerCall) -> None:
         callback.prepare(trainer.accelerator)
     if type(trainer).create_optimizer is not Trainer.create_optimizer:  # it need not call Trainer's
         wrap_method(trainer, "create_optimizer", functools.partial(_create_optimizer_of_subclass, trainer))
-    wrap_method(trainer.callback_handler, "on_save", functools.partial(update_manifest_on_save, trainer))
+    wrap_method(trainer.callback_handler, "on_save", functools.partial(complete_manifest, trainer))
     # Ours comes first, so that trackers and the user's callbacks see what it adds to the logs.
     order = trainer.callback_handler.callbacks
     order.insert(0, order.pop(order.index(callback)))

@@ -213,16 +213,33 @@ def store_values(param: Tensor, low_bits: Tensor, values: Callable[[Tensor, slic
     """Store FP32 values in a parameter and its compensation or remainder.
 
     Args:
-        param: the 16-bit parameter. Written to only where that changes it.
+        param: the 16-bit parameter.
         low_bits: BF16 for a compensation, int16 or int8 for a remainder; contiguous, sharded as `param` is.
-        values: `(weight, part, index) -> FP32 values` of some elements: their weights, where they are in this rank's
+        values: as `change` of `change_weights`, but returns FP32 values.
+    """
+    target = local_shard(low_bits).view(-1)
+
+    def change(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        changed, target[part] = stored_pair(values(weight, part, index), weight.dtype, target.dtype)
+        return changed
+
+    change_weights(param, change)
+
+
+@without_grad
+def change_weights(param: Tensor, change: Callable[[Tensor, slice, Tensor], Tensor]) -> None:
+    """Give a parameter new values, part by part. It is written to only where that changes it.
+
+    Args:
+        param: the parameter.
+        change: `(weight, part, index) -> new weight` of some elements: their weights, where they are in this rank's
             flattened shard, and their global indices.
     """
-    shard, target = local_shard(param), local_shard(low_bits).view(-1)
+    shard = local_shard(param)
     flat = shard.contiguous().view(-1)
     moved: list[tuple[slice, Tensor]] = []
     for part, index in chunks(param):
-        weight, target[part] = stored_pair(values(flat[part], part, index), flat.dtype, target.dtype)
+        weight = change(flat[part], part, index)
         if not torch.equal(weight, flat[part]):
             moved.append((part, weight))
     for part, weight in moved:  # after all values, so that running out of memory leaves the weights unchanged

@@ -8,16 +8,14 @@ once, or as a new pair. It happens before the next step, since weights may be lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import local_shard
-from hf_lowprec.optim.state.low_bits import chunks, store_values, undithered
+from hf_lowprec.optim.state.low_bits import change_weights, store_values, undithered
 from hf_lowprec.rounding import MODES, round_nearest, round_stochastic
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 from hf_lowprec.rounding.random_bits import random_bits
@@ -52,29 +50,19 @@ def convert_states(optimizer: Algorithm, param: Tensor, group: ParamGroup, numbe
     def values(weight: Tensor, part: slice, index: Tensor) -> Tensor:
         return undithered(weight, low_bits[part], index, stream)
 
+    def rounded(weight: Tensor, part: slice, index: Tensor) -> Tensor:
+        exact = values(weight, part, index)
+        if not mode.random:
+            return round_nearest(exact, weight.dtype).to(weight.dtype)
+        bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
+        return round_stochastic(exact, bits).to(weight.dtype)
+
     mode = MODES[group["rounding"]]
     if mode.auxiliary:
         (new,) = (each.name for each in mode.auxiliary)
         store_values(param, state[new], values)
     else:
-        _store_rounded(param, values, group, number)
+        change_weights(param, rounded)
     for name in formers:
         del state[name]
     optimizer.dithered.discard(param)
-
-
-def _store_rounded(
-    param: Tensor, values: Callable[[Tensor, slice, Tensor], Tensor], group: ParamGroup, number: int
-) -> None:
-    """Round FP32 values as the mode of `group` rounds weights; `values` is that of `store_values`."""
-    shard = local_shard(param)
-    weight = shard.contiguous().view(-1)
-    rounded = torch.empty_like(weight)  # so that running out of memory leaves the weights unchanged
-    for part, index in chunks(param):
-        exact = values(weight[part], part, index)
-        if MODES[group["rounding"]].random:
-            bits = random_bits(seed=group["seed"], step=STEP, parameter=number, role=ROLE, index=index)
-            rounded[part] = round_stochastic(exact, bits).to(weight.dtype)
-        else:
-            rounded[part] = round_nearest(exact, weight.dtype).to(weight.dtype)
-    shard.copy_(rounded.view(shard.shape))

@@ -8,32 +8,34 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
+from hf_lowprec.optim.state.imported_states import START_AGAIN, ForeignFormat, conversion_note, format_of
 from hf_lowprec.optim.state.low_bits import low_bits_state
 from hf_lowprec.optim.state.state_dict_format import (
     ADDED_KEYS,
     DITHERED,
-    FORMAT,
     HEADER,
     LOW_BITS,
     NORM_BEFORE,
     SKIPPED_STEPS,
     algorithm_name,
-    dithered_numbers,
+    dither_streams,
     from_saved_form,
-    names_saved_in_8_bits,
     numbered_parameters,
 )
-from hf_lowprec.optim.state.state_dtype_change import DtypeChange, converted_states, dtype_change_note, dtype_changes
-from hf_lowprec.optim.state.state_tensors import StateTensor, rounded_to_nearest, state_tensors, why_not_8_bits
-from hf_lowprec.optim.state.states_in_8_bits import check_codes
-from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN, conversion_note, format_of
+from hf_lowprec.optim.state.state_tensors import (
+    StateTensor,
+    in_own_dtypes,
+    rounded_to_nearest,
+    state_tensors,
+    why_not_8_bits,
+)
 from hf_lowprec.optim.validation import STATE_DTYPES, check_group, group_keys, requests_8_bits
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import are_saved_low_bits, drop_low_bits, restore_saved_low_bits
@@ -45,9 +47,6 @@ if TYPE_CHECKING:
 _REQUIRED = {"lr", "rounding"}
 """Keys that a saved group must have, because the defaults may differ from the values used when it was saved."""
 
-_IN_EVERY_GROUP = {"maximize", "seed", "state_dtype", "state_rounding"}
-"""Arguments that all algorithms have. A group without a header may lack them and still come from the same algorithm."""
-
 _WRITTEN_BY_TORCH = {
     *("params", "param_names", "differentiable"),
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
@@ -55,25 +54,17 @@ _WRITTEN_BY_TORCH = {
 """Keys that torch and its schedulers leave in param groups."""
 
 
-class Prepared(NamedTuple):
-    """A state dict as torch can load it, and what the user should know about it.
-
-    Attributes:
-        state_dict: the state dict.
-        notes: a warning each for state of another library, for changed options, for states that were converted to
-            another dtype, for a replaced `state_rounding` and for changed rounding modes.
-    """
-
-    state_dict: dict[str, Any]
-    notes: list[str]
-
-
-def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Prepared:
+def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Check that the saved `state_dict` fits `optimizer`, and prepare it for torch's loader.
 
     State of other libraries is converted, missing keys get their defaults, the rounding modes are those of `optimizer`,
     and so is each `state_dtype` that is not None, to which states are converted. With states in 8 bits, so is the
     `state_rounding`.
+
+    Returns:
+        The state dict, and what the user should know about it: a warning each for state of another library, for changed
+        options, for states that were converted to another dtype, for a replaced `state_rounding` and for changed
+        rounding modes.
 
     Raises:
         ValueError: `state_dict` does not fit `optimizer`; the message says what is wrong and what would be right.
@@ -82,17 +73,12 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     name = algorithm_name(optimizer)
     state_dict = from_saved_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    for k, saved in enumerate(saved_groups):
-        _check_header(name, saved, f"param group {k}")
+    formats = [_format(name, saved, f"param group {k}") for k, saved in enumerate(saved_groups)]
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, but this {name} has {len(groups)}")
-    if missing := [k for k, saved in enumerate(saved_groups) if "params" not in saved]:
-        raise ValueError(f"param group {missing[0]} of the state dict has no 'params', the numbers of its parameters")
-    _check_state_numbers(state_dict["state"], {number for saved in saved_groups for number in saved["params"]})
-    formats = [format_of(saved) for saved in saved_groups]
     prepared_groups: list[ParamGroup] = []
     states = dict(state_dict["state"])
-    changes: list[DtypeChange] = []
+    dtype_changes: dict[str, None] = {}
     was_nearest = False
     for k, (group, saved, foreign) in enumerate(zip(groups, saved_groups, formats, strict=True)):
         where = f"param group {k}"
@@ -100,19 +86,22 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
         prepared = _prepare_group(optimizer, group, converted, where)
         prepared_groups.append(prepared)
         was_nearest |= converted.get("state_rounding") == "nearest" != prepared["state_rounding"]
-        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
+        for param, number in zip(group["params"], saved["params"], strict=True):
             state, owner = states.pop(number, None), f"parameter {number}"
             if state and foreign is not None:
                 state = rounded_to_nearest(optimizer, prepared, param, foreign.state(param, saved, state, owner))
-            elif state:
-                check_codes(names_saved_in_8_bits(saved, position), state, owner)
             if state:  # reading `optimizer.state[param]` of a parameter that has not been stepped leaves an empty one
                 _check_state(optimizer, param, prepared, state, owner)
-                changed = [] if group["state_dtype"] is None else dtype_changes(optimizer, prepared, param, state)
-                states[number] = converted_states(optimizer, prepared, param, state, changed) if changed else state
-                changes += changed
+                if group["state_dtype"] is not None:
+                    state, changes = in_own_dtypes(optimizer, prepared, param, state)
+                    dtype_changes |= dict.fromkeys(changes)
+                states[number] = state
     notes = conversion_note(formats, name) + _changed_options(optimizer, prepared_groups)
-    notes += dtype_change_note(name, changes)
+    if dtype_changes:
+        notes.append(
+            f"saved states were converted to the state_dtype that this {name} was given, rounded to nearest: "
+            f"{', '.join(dtype_changes)}"
+        )
     if was_nearest:
         notes.append(
             f"steps of this {name} round 16-bit states and compensations stochastically, as its states in 8 bits "
@@ -121,12 +110,16 @@ def prepare_for_loading(optimizer: Algorithm, state_dict: dict[str, Any]) -> Pre
     if not any(formats):
         notes += _changed_modes(optimizer, prepared_groups)
     own_modes = [{**saved, "rounding": own["rounding"]} for own, saved in zip(groups, prepared_groups, strict=True)]
-    loadable = {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered_numbers(saved_groups)}
-    return Prepared(loadable, notes)
+    dithered = {*dither_streams(saved_groups)}
+    return {**state_dict, "state": states, "param_groups": own_modes, DITHERED: dithered}, notes
 
 
 def _check_containers(state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves."""
+    """Raise ValueError unless all containers, keys and tensors of `state_dict` are of the types that torch saves.
+
+    Users may keep more in "state", under other keys than numbers of parameters. A number of none would silently be
+    ignored, and its parameter would start afresh.
+    """
 
     def expect(value: Any, types: Any, names: str, what: str) -> None:
         if not isinstance(value, types):
@@ -138,20 +131,23 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
             "and 'param_groups'"
         )
     expect(state_dict["param_groups"], list | tuple, "a list", "'param_groups'")
+    listed: list[Any] = []
     for k, group in enumerate(state_dict["param_groups"]):
         expect(group, Mapping, "a dict", f"param group {k}")
-        expect(group.get("params", []), list | tuple, "a list", f"'params' in param group {k}")
-        for number in group.get("params", []):
-            expect(number, int | str, "numbers", f"'params' in param group {k}")
         for key in group:
             expect(key, str, "strings", f"the keys in param group {k}")
-    listed = [number for group in state_dict["param_groups"] for number in group.get("params", [])]
+        if "params" not in group:
+            raise ValueError(f"param group {k} of the state dict has no 'params', the numbers of its parameters")
+        expect(group["params"], list | tuple, "a list", f"'params' in param group {k}")
+        for number in group["params"]:
+            expect(number, int | str, "numbers", f"'params' in param group {k}")
+        listed += group["params"]
     known = set(listed)
     if len(known) < len(listed):
         raise ValueError("'params' in the param groups of the state dict contain a number twice")
     for kind in ("state", LOW_BITS):
         expect(state_dict.get(kind, {}), Mapping, "a dict", repr(kind))
-        for number in known & state_dict.get(kind, {}).keys():  # users may keep more under other keys
+        for number in known & state_dict.get(kind, {}).keys():
             values = state_dict[kind][number]
             where = f"the {kind} of parameter {number}"
             expect(values, Mapping, "a dict", where)
@@ -164,22 +160,33 @@ def _check_containers(state_dict: Mapping[str, Any]) -> None:
                     )
             if kind == LOW_BITS and not are_saved_low_bits(values):
                 raise ValueError(f"{where} of the state dict, {sorted(values)}, are damaged")
+    for key in state_dict["state"]:
+        if isinstance(key, str) and key.isdecimal() and key not in known:
+            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
+        if isinstance(key, int) and key not in known:
+            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
 
 
-def _check_header(name: str, saved: ParamGroup, where: str) -> None:
-    """Raise ValueError unless the algorithm `name` saved the group, in a format that this version can read."""
-    header = saved.get(HEADER, {"format": 1})
-    if not isinstance(header.get("format"), int) or header["format"] > FORMAT:
-        raise ValueError(
-            f"{where} of the state dict has format {header.get('format')!r}, but this hf_lowprec reads up to {FORMAT}; "
-            "upgrade hf_lowprec to load it"
-        )
-    writer = header.get("optimizer", name)
-    if writer != name:
+def _format(name: str, saved: ParamGroup, where: str) -> ForeignFormat | None:
+    """The format of another library that the saved group has; None if the algorithm `name` here saved it.
+
+    Raises:
+        ValueError: neither is the case.
+    """
+    if HEADER not in saved:
+        found = format_of(saved)
+        if found is None:
+            raise ValueError(
+                f"{where} of the state dict was saved neither by this version's hf_lowprec.{name} nor by an optimizer "
+                f"whose state can be converted. Resume it with the optimizer that saved it, or {START_AGAIN}"
+            )
+        return found
+    if (writer := saved[HEADER].get("optimizer")) != name:
         raise ValueError(
             f"the state of {writer} cannot be loaded into {name}: resume with {writer}, or start a new {name} from "
             "the checkpoint's weights alone (from_pretrained with its folder, without resume_from_checkpoint)"
         )
+    return None
 
 
 def _prepare_group(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, where: str) -> ParamGroup:
@@ -216,18 +223,13 @@ def _with_defaults(optimizer: Algorithm, group: ParamGroup, saved: ParamGroup, w
         ValueError: a key without a default is missing, or a key is unknown.
     """
     name, arguments = algorithm_name(optimizer), group_keys(optimizer)
-    has_header = HEADER in saved
-    header = saved.get(HEADER, {})
-    saved = {**saved, **{key: header[key] for key in ADDED_KEYS if key in header}}
-    saved.pop(HEADER, None)
-    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key in arguments - _REQUIRED}
-    optional = defaults.keys() if has_header else defaults.keys() & _IN_EVERY_GROUP
+    saved = {key: value for key, value in saved.items() if key != HEADER}
+    defaults = {key: value for key, value in keywords(type(optimizer)).items() if key not in _REQUIRED}
     missing = sorted(arguments - saved.keys() - {*ADDED_KEYS})
-    if lacking := [key for key in missing if key not in optional]:
+    if lacking := [key for key in missing if key not in defaults]:
         raise ValueError(
-            f"{where} of the state dict has no {', '.join(map(repr, lacking))}: it was not saved by "
-            f"hf_lowprec.{name}, nor by an optimizer whose state can be converted. Resume it with the optimizer that "
-            f"saved it, or {START_AGAIN}"
+            f"{where} of the state dict has no {', '.join(map(repr, lacking))}, as hf_lowprec.{name} saves it; load a "
+            f"complete state dict, or {START_AGAIN}"
         )
     if unknown := sorted(saved.keys() - arguments - group.keys() - _WRITTEN_BY_TORCH - {*ADDED_KEYS}):
         raise ValueError(
@@ -244,10 +246,10 @@ def _changed_modes(optimizer: Algorithm, saved_groups: list[ParamGroup]) -> list
     The optimizer's own modes are kept, since the user has chosen them, possibly to change the mode. States are
     converted before the next step, see `mode_change.py`.
     """
-    changes: dict[str, None] = {}
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        if saved["rounding"] != group["rounding"]:
-            changes[f"{saved['rounding']!r} to {group['rounding']!r}"] = None
+    modes = [
+        (saved["rounding"], own["rounding"]) for own, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+    ]
+    changes = dict.fromkeys(f"{old!r} to {new!r}" for old, new in modes if old != new)
     if not changes:
         return []
     return [
@@ -285,15 +287,6 @@ def _comparable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value.item() if isinstance(value, Tensor) else value
 
 
-def _check_state_numbers(states: Mapping[Any, Any], numbers: set[Any]) -> None:
-    """Raise ValueError for states that torch would silently ignore, so that their parameters would start afresh."""
-    for key in states:
-        if isinstance(key, str) and key.isdecimal() and key not in numbers:
-            raise ValueError(f"the state dict has a state of parameter {key!r}, a string as JSON has it; make keys int")
-        if isinstance(key, int) and key not in numbers:
-            raise ValueError(f"the state dict has a state of parameter {key}, which is in none of its param groups")
-
-
 def _check_state(
     optimizer: Algorithm, param: Tensor, saved_group: ParamGroup, state: dict[str, Any], where: str
 ) -> None:
@@ -324,10 +317,8 @@ def _check_state(
             "optimizer's state: another optimizer or a newer hf_lowprec saved it. Resume with that one; if you put it "
             "there yourself, put it in optimizer.state[param] as well, or take it out of the state dict"
         )
-    if isinstance(state["step"], Tensor) and state["step"].numel() != 1:
-        raise ValueError(f"step of {where} has {state['step'].numel()} elements; it must have one")
-    if not _is_count(state["step"]):
-        step = state["step"].item() if isinstance(state["step"], Tensor) else state["step"]
+    step = state["step"].squeeze().tolist() if isinstance(state["step"], Tensor) else state["step"]
+    if not (isinstance(step, numbers.Real) and 0 <= step < 2**63 and float(step).is_integer()):  # type: ignore[operator]
         raise ValueError(f"step of {where} is {step!r}; it must be a whole number >= 0 and < 2**63")
     formers = [AUXILIARY_STATES[name] for name in sorted(AUXILIARY_STATES.keys() & state.keys() - expected)]
     tensors += [StateTensor(former, former.dtype or torch.bfloat16, param.shape) for former in formers]
@@ -363,16 +354,6 @@ def _states_of_any_option(optimizer: Algorithm, group: ParamGroup) -> set[str]:
     return {state.name for state in optimizer.states({**group, **switched_on})}
 
 
-def _is_count(step: Any) -> bool:
-    """Return whether `step`, a number or a tensor, is a whole number >= 0 that int64 can hold."""
-    try:
-        value = step.item() if isinstance(step, Tensor) else step
-        is_number = isinstance(value, numbers.Real)
-        return is_number and int(value) == value and 0 <= int(value) < 2**63
-    except (ValueError, OverflowError):  # NaN, infinity
-        return False
-
-
 def check_and_load(
     optimizer: Algorithm, state_dict: dict[str, Any], load_by_torch: Callable[[dict[str, Any]], None]
 ) -> list[str]:
@@ -384,16 +365,19 @@ def check_and_load(
         load_by_torch: `torch.optim.Optimizer.load_state_dict` of this optimizer.
 
     Returns:
-        What the user should know about it, as in `Prepared`.
+        What the user should know about it, as `prepare_for_loading` says.
 
     Raises:
         ValueError: the state dict does not fit. The optimizer is left unchanged.
     """
-    final: list[Prepared] = []
+    loadable: dict[str, Any] = {}
+    notes: list[str] = []
 
     def prepare(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-        final.append(prepare_for_loading(optimizer, incoming))
-        return final[0].state_dict
+        prepared, found = prepare_for_loading(optimizer, incoming)
+        loadable.update(prepared)
+        notes.extend(found)
+        return prepared
 
     # Registered last, this hook sees what torch will load.
     handle = optimizer.register_load_state_dict_pre_hook(prepare)
@@ -401,37 +385,31 @@ def check_and_load(
         load_by_torch(state_dict)
     finally:
         handle.remove()
-    _restore_dtypes(optimizer, final[0].state_dict)
-    _restore_low_bits(optimizer, final[0].state_dict)
+    optimizer.dithered.clear()
+    for param, number in numbered_parameters(optimizer, loadable):
+        _restore(optimizer, param, number, loadable)
     norms = [group.pop(NORM_BEFORE, 0.0) for group in optimizer.param_groups]
     optimizer.skipped_before = sum(group.pop(SKIPPED_STEPS, 0) for group in optimizer.param_groups)
     if release := gradient_release_of(optimizer):
         release.resume(float(norms[0]))
-    return final[0].notes
+    return notes
 
 
-def _restore_dtypes(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Restore the dtypes of states, which torch's loader casts to the parameter's; make step counts int64 tensors."""
-    for param, number in numbered_parameters(optimizer, state_dict):
-        if number in state_dict["state"]:
-            step = state_dict["state"][number]["step"]
-            optimizer.state[param]["step"] = torch.tensor(int(step), dtype=torch.int64, device="cpu")
-        for name, value in state_dict["state"].get(number, {}).items():
-            if name != "step" and optimizer.state[param][name].dtype != value.dtype:
-                optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+def _restore(optimizer: Algorithm, param: Tensor, number: Any, loaded: dict[str, Any]) -> None:
+    """Restore what torch's loader has changed or left out of the state of `param`.
 
-
-def _restore_low_bits(optimizer: Algorithm, state_dict: dict[str, Any]) -> None:
-    """Restore which parameters are dithered, and the low bits of parameters that had not been stepped.
-
-    Low bits that the cast of the model has kept are dropped where the loaded states hold them.
+    It casts states to the parameter's dtype. Step counts become int64 tensors. Low bits that the cast of the model has
+    kept are dropped where the loaded states hold them.
     """
-    saved = state_dict.get(LOW_BITS, {})
-    optimizer.dithered.clear()
-    for param, number in numbered_parameters(optimizer, state_dict):
-        if number in state_dict[DITHERED]:
-            optimizer.dithered.add(param)
-        if number in saved:
-            restore_saved_low_bits(param, saved[number])
-        elif low_bits_state(state_dict["state"].get(number, {})) is not None:
-            drop_low_bits(param)
+    saved = loaded["state"].get(number, {})
+    for name, value in saved.items():
+        if name == "step":
+            optimizer.state[param][name] = torch.tensor(int(value), dtype=torch.int64, device="cpu")
+        elif optimizer.state[param][name].dtype != value.dtype:
+            optimizer.state[param][name] = value.to(device=param.device, memory_format=torch.contiguous_format)
+    if number in loaded[DITHERED]:
+        optimizer.dithered.add(param)
+    if number in loaded.get(LOW_BITS, {}):
+        restore_saved_low_bits(param, loaded[LOW_BITS][number])
+    elif low_bits_state(saved) is not None:
+        drop_low_bits(param)

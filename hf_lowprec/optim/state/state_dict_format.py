@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard
-from hf_lowprec.optim.state.low_bits import low_bits_state
-from hf_lowprec.optim.state.states_in_8_bits import key_of
+from hf_lowprec.optim.state.low_bits import RandomStream, low_bits_state, random_streams
 from hf_lowprec.optim.validation import STATE_DTYPES
 from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.low_bits import low_bits_to_save
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 
 FORMAT = 2
-"""Version of the state dicts that are saved. Those of format 1 have no header."""
+"""Version of the state dicts that are saved, and the only one that is read."""
 
 HEADER = "header"
-"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `ADDED_KEYS`."""
+"""Key of a param group while it is loaded: the name of the algorithm that saved it, the format, and `DITHERED`."""
 
 NORM_BEFORE = "norm_before"
 """Key of the first group: the gradient norm of the last step, by which `clip="delayed"` clips the next one."""
@@ -39,8 +38,8 @@ SKIPPED_STEPS = "skipped_steps"
 """Key of the first group: how many steps `skip_nonfinite` has left out; missing if none."""
 
 ADDED_KEYS: tuple[str, ...] = ("first_parameter", NORM_BEFORE, SKIPPED_STEPS)
-"""Optional keys of param groups that format 1 did not have. They are saved in the header, so that the other keys of a
-group are those of format 1."""
+"""Optional keys of param groups. They are saved in the header, since distributed checkpoints fail on a key that they
+lack."""
 
 LOW_BITS = "low_bits"
 """Key of a state dict: low bits of parameters that have not been stepped yet, by number. It is left out if there are
@@ -50,20 +49,23 @@ DITHERED = "dithered"
 """Key of the header: for each parameter of the group, "1" if its compensation started with a dither, else "0"; left out
 if none did. While a state dict is loaded, the same key of the state dict has the numbers of these parameters."""
 
-EIGHT_BITS = "eight_bits"
-"""Key of the header in early versions, which saved codes under the name of their state: for each state of which some
-are in 8 bits, "1" for each parameter of the group whose state is, else "0". Distributed checkpoints convert what they
-load to the dtype of the optimizer's tensor, so that codes could be taken for values."""
-
-_HEADER_TYPES = {DITHERED: str, EIGHT_BITS: dict, NORM_BEFORE: float, SKIPPED_STEPS: int}
-
 _CARRIER = "state_rounding"
-"""The key whose saved value is a JSON string of the header and of the value itself.
+"""The key whose saved value is a JSON string of the header, `ADDED_KEYS` and the value itself.
 
 Distributed checkpoints hold nothing but states and the keys of param groups, and torch raises an error when a
-checkpoint lacks a key. So with a new key for the header, earlier checkpoints could no longer be loaded. The header is a
-string because torch flattens containers into keys of their own.
+checkpoint lacks a key. It is a string because torch flattens containers into keys of their own.
 """
+
+_CARRIED = {
+    _CARRIER: object,
+    "optimizer": str,
+    "format": int,
+    DITHERED: str,
+    "first_parameter": int,
+    NORM_BEFORE: float,
+    SKIPPED_STEPS: int,
+}
+"""The keys of that string, and the types of their values."""
 
 _BYTES = 2
 """int16 states are saved as the bytes of their numbers, in a last dimension of this size: gloo and NCCL gather and send
@@ -94,7 +96,7 @@ def to_saved_form(optimizer: Algorithm, state_dict: dict[str, Any]) -> dict[str,
     saved = {
         **state_dict,
         "param_groups": [saved_group(group, own["params"]) for group, own in groups],
-        "state": _map_states(state_dict["state"], lambda name, value: (name, _in_saved_dtype(value))),
+        "state": _map_states(state_dict["state"], lambda name, value: _in_saved_dtype(value)),
     }
     kept = {
         number: low_bits
@@ -109,7 +111,7 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Invert `to_saved_form`; groups with a header have it under the key `HEADER`. States may be missing.
 
     Raises:
-        ValueError: a header is damaged.
+        ValueError: a header is damaged, or of another format.
     """
 
     def loaded_group(group: ParamGroup) -> ParamGroup:
@@ -119,19 +121,26 @@ def from_saved_form(state_dict: dict[str, Any]) -> dict[str, Any]:
             return group
         try:
             header = json.loads(carried)
-            for key in header.keys() & _HEADER_TYPES:
-                if not isinstance(header[key], _HEADER_TYPES[key]):
-                    raise ValueError(f"{key} is {header[key]!r}")
+            for key, value in header.items():
+                if not isinstance(value, _CARRIED.get(key, ())):
+                    raise ValueError(f"{key} is {value!r}")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"state_rounding of a param group is damaged: {error or type(error).__name__}") from None
-        return {**group, _CARRIER: header.pop(_CARRIER, None), HEADER: header}
+            raise ValueError(
+                f"state_rounding of a param group is damaged, or another version of hf_lowprec saved it: "
+                f"{error or type(error).__name__}"
+            ) from None
+        if header.get("format") != FORMAT:
+            raise ValueError(
+                f"a param group of the state dict has format {header.get('format')}, but this hf_lowprec reads format "
+                f"{FORMAT}; resume with the version that saved it, or upgrade hf_lowprec"
+            )
+        outside = {key: header.pop(key) for key in (_CARRIER, *ADDED_KEYS) if key in header}
+        return {**group, _CARRIER: None, **outside, HEADER: header}
 
     return {
         **state_dict,
         "param_groups": [loaded_group(group) for group in state_dict["param_groups"]],
-        "state": _map_states(
-            state_dict.get("state", {}), lambda name, saved: (key_of(name, saved.dtype), in_own_dtype(name, saved))
-        ),
+        "state": _map_states(state_dict.get("state", {}), in_own_dtype),
     }
 
 
@@ -150,10 +159,10 @@ def in_own_dtype(name: str, saved: Tensor) -> Tensor:
     return dtensor_like(local_shard(saved).view(own).squeeze(-1), saved, saved.shape[:-1])
 
 
-def _map_states(states: Mapping[Any, Any], change: Callable[[str, Any], tuple[str, Any]]) -> dict[Any, Any]:
-    """Copies of the dictionaries in `states`, with each tensor and its key replaced."""
+def _map_states(states: Mapping[Any, Any], change: Callable[[str, Tensor], Tensor]) -> dict[Any, Any]:
+    """Copies of the dictionaries in `states`, with each tensor replaced."""
     return {
-        number: dict(change(*item) if isinstance(item[1], Tensor) else item for item in state.items())
+        number: {key: change(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
         if isinstance(state, Mapping)
         else state
         for number, state in states.items()
@@ -181,19 +190,15 @@ def algorithm_name(optimizer: Algorithm) -> str:
     return next(classes, type(optimizer)).__name__
 
 
-def dithered_numbers(saved_groups: list[ParamGroup]) -> set[Any]:
-    """The numbers of the dithered parameters, from the headers of the groups."""
-    dithered = set()
-    for group in saved_groups:
-        flags = group.get(HEADER, {}).get(DITHERED, "")
-        dithered |= {number for number, flag in zip(group["params"], flags, strict=False) if flag == "1"}
-    return dithered
-
-
-def names_saved_in_8_bits(saved: ParamGroup, position: int) -> set[str]:
-    """Names of the states that were saved as codes, for the parameter at `position` of the group, from its header."""
-    flags = saved.get(HEADER, {}).get(EIGHT_BITS, {})
-    return {name for name, of_params in flags.items() if str(of_params)[position : position + 1] == "1"}
+def dither_streams(saved_groups: list[ParamGroup]) -> dict[Any, RandomStream]:
+    """The random streams of the dithered parameters by their numbers, from the headers of the groups."""
+    streams = dict(random_streams(saved_groups))
+    return {
+        number: streams[number]
+        for group in saved_groups
+        for number, flag in zip(group["params"], group.get(HEADER, {}).get(DITHERED, ""), strict=False)
+        if flag == "1"
+    }
 
 
 def numbered_parameters(optimizer: Algorithm, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Any]]:

@@ -15,8 +15,17 @@ from torch.utils.dlpack import from_dlpack
 
 from hf_lowprec.optim.algorithm_interface import Algorithm, ParamGroup
 from hf_lowprec.optim.sharding import dtensor_like, is_sharded, local_shard, shard_length
-from hf_lowprec.optim.state.states_in_8_bits import SCALE_SUFFIX, dtype_in, encoded, holds_codes, key_of, scale_shape
-from hf_lowprec.rounding import MODES, State
+from hf_lowprec.optim.state.states_in_8_bits import (
+    CODE_SUFFIX,
+    SCALE_SUFFIX,
+    decoded_states,
+    dtype_in,
+    encoded,
+    holds_codes,
+    key_of,
+    scale_shape,
+)
+from hf_lowprec.rounding import MODES, State, dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -140,6 +149,40 @@ def rounded_to_nearest(
         dtype = new_state_dtype(known.get(name, State(name, role=0, averages=False)), group, param)
         states |= encoded(value, name) if holds_codes(name, dtype) else {name: value.to(dtype)}
     return states
+
+
+def in_own_dtypes(
+    optimizer: Algorithm, group: ParamGroup, param: Tensor, saved: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Convert the states of `param` that were not saved in the dtype that new ones have in `group`.
+
+    Into fewer bits they are rounded to nearest, without random bits, so that every sharding gets the same bits. A
+    compensation or remainder is a part of the weight, so it stays as it is.
+
+    Args:
+        optimizer: the optimizer of `param`.
+        group: its param group, with the `state_dtype` to use.
+        param: the parameter.
+        saved: its entry in the state dict.
+
+    Returns:
+        The entry with converted states, and each conversion in words.
+
+    Raises:
+        ValueError: a state is to be stored in 8 bits, and `param` is sharded such that blocks are cut.
+    """
+    changes, old = [], set()
+    for state in optimizer.states(group):
+        before, after = dtype_in(saved, state.name), new_state_dtype(state, group, param)
+        if before not in (None, after):
+            changes.append(f"{state.name} from {dtype_name(before)} to {dtype_name(after)}")
+            old |= {state.name, state.name + CODE_SUFFIX, state.name + SCALE_SUFFIX} & saved.keys()
+    if not changes:
+        return saved, []
+    state_tensors(optimizer, group, param, existing={})  # raises the error
+    kept = {name: value for name, value in saved.items() if name not in old}
+    values = decoded_states({name: saved[name] for name in saved if name in old})
+    return kept | rounded_to_nearest(optimizer, group, param, values), changes
 
 
 PAGE = 4096

@@ -14,11 +14,10 @@ from torch import Tensor
 from hf_lowprec.optim.algorithm_interface import ParamGroup
 from hf_lowprec.optim.private_torch_apis import without_grad
 from hf_lowprec.optim.sharding import is_sharded
+from hf_lowprec.optim.state.imported_states import START_AGAIN
 from hf_lowprec.optim.state.low_bits import fp32_values, low_bits_state
-from hf_lowprec.optim.state.state_dict_format import DITHERED, HEADER, from_saved_form
+from hf_lowprec.optim.state.state_dict_format import HEADER, dither_streams, from_saved_form
 from hf_lowprec.optim.state.states_in_8_bits import decoded_states
-from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN
-from hf_lowprec.optim.validation import first_parameter
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
 from hf_lowprec.rounding.modes import LOW_BITS_STATES
 
@@ -61,7 +60,7 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     state_dict = from_saved_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    writers = {group.get(HEADER, {}).get("optimizer", "an early version of hf_lowprec") for group in saved_groups}
+    writers = {group.get(HEADER, {}).get("optimizer", "optimizer") for group in saved_groups}
     if writers != {_CLASSES.get(type(optimizer))}:
         writer = " and ".join(sorted(writers))
         raise ValueError(
@@ -76,31 +75,22 @@ def convert_for_torch(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
         )
     states: dict[Any, Any] = {}
     weights: list[tuple[Tensor, Tensor]] = []
-    index = 0
+    dithers = dither_streams(saved_groups)
     for group, saved in zip(groups, saved_groups, strict=True):
-        header = saved[HEADER]
-        dithered = header.get(DITHERED, "")
-        for position, (param, number) in enumerate(zip(group["params"], saved["params"], strict=True)):
+        for param, number in zip(group["params"], saved["params"], strict=True):
             state = dict(state_dict["state"].get(number, {}))
             low_bits = low_bits_state(state)
             if low_bits is not None:
-                is_dithered = dithered[position : position + 1] == "1"
-                stream = (saved["seed"], index + first_parameter(header)) if is_dithered else None
                 weight = _weight_in_16_bits(param, name)
-                weights.append((param, fp32_values(weight, low_bits.to(param.device), stream)))
+                weights.append((param, fp32_values(weight, low_bits.to(param.device), dithers.get(number))))
                 state = {name: value for name, value in state.items() if name not in LOW_BITS_STATES}
             if state:
                 states[number] = _state(state, group)
-            index += 1
-    return ForTorch({**state_dict, "state": states, "param_groups": _groups(groups, saved_groups)}, weights)
-
-
-def _groups(groups: list[ParamGroup], saved_groups: list[ParamGroup]) -> list[ParamGroup]:
-    """The keys of torch's groups, with the saved values where there are some."""
-    return [
-        {key: saved.get(key, value) for key, value in group.items() if key != "params"} | {"params": saved["params"]}
+    torchs_keys = [
+        {key: saved.get(key, value) for key, value in group.items()}
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
+    return ForTorch({**state_dict, "state": states, "param_groups": torchs_keys}, weights)
 
 
 def _state(state: dict[str, Any], group: ParamGroup) -> dict[str, Any]:

@@ -6,21 +6,20 @@ everything else that reads or converts states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_lowprec.optim.sharding import dtensor_like, local_shard
-from hf_lowprec.rounding import dtype_name
 from hf_lowprec.rounding.block_floats import BLOCK, decode, encode
 from hf_lowprec.rounding.low_bits import chunk_size
 from hf_lowprec.rounding.modes import AUXILIARY_STATES
 
 CODE_SUFFIX, SCALE_SUFFIX = "_code", "_scale"
 """The ends of the keys of a state's codes and scales, after the name of the state. Under that name itself, other
-optimizers would take codes for values; early versions saved them so."""
+optimizers would take codes for values."""
 
 
 def scale_shape(shape: torch.Size) -> torch.Size:
@@ -35,13 +34,13 @@ def holds_codes(name: str, dtype: torch.dtype) -> bool:
 
 def key_of(name: str, dtype: torch.dtype) -> str:
     """The key of the state `name` in `optimizer.state[param]` if it is stored in `dtype`; that of codes is its own."""
-    return name.removesuffix(CODE_SUFFIX) + CODE_SUFFIX if holds_codes(name, dtype) else name
+    return name + CODE_SUFFIX if holds_codes(name, dtype) else name
 
 
-def codes_in(dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """Names of the states in 8 bits among those with these keys and dtypes, and the key of the codes of each."""
-    names = {key.removesuffix(CODE_SUFFIX): key for key, dtype in dtypes.items() if holds_codes(key, dtype)}
-    return {name: key for name, key in names.items() if name + SCALE_SUFFIX in dtypes}
+def states_in_codes(keys: Collection[str]) -> list[str]:
+    """Names of the states in 8 bits among those with these keys."""
+    names = [key.removesuffix(CODE_SUFFIX) for key in keys if key.endswith(CODE_SUFFIX)]
+    return [name for name in names if name + SCALE_SUFFIX in keys]
 
 
 def dtype_in(state: Mapping[str, Any], name: str) -> torch.dtype | None:
@@ -50,33 +49,16 @@ def dtype_in(state: Mapping[str, Any], name: str) -> torch.dtype | None:
     return None if stored is None else stored.dtype
 
 
-def check_codes(were: set[str], state: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if codes that an early version saved were converted to floating point since then.
-
-    Args:
-        were: names of the states that it saved in 8 bits.
-        state: the parameter's entry in the state dict.
-        where: its name in messages.
-    """
-    if converted := sorted(were & state.keys()):
-        raise ValueError(
-            f"{converted[0]} of {where} was saved in 8 bits and is {dtype_name(state[converted[0]].dtype)} in the "
-            "state dict: a distributed checkpoint was loaded into an optimizer with another state_dtype, which "
-            "converts states to its dtypes. Load it with the state_dtype of the checkpoint in optimizer.param_groups; "
-            "one that is put there before set_optimizer_state_dict converts the states"
-        )
-
-
 def decoded_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """The states of a parameter, with FP32 values in place of codes and scales.
 
     Args:
         state: its entry in `optimizer.state` or in a state dict, or a part of it. Tensors may be DTensors.
     """
-    codes = codes_in({key: value.dtype for key, value in state.items() if isinstance(value, Tensor)})
-    parts = {*codes.values(), *(name + SCALE_SUFFIX for name in codes)}
+    names = states_in_codes(state.keys())
+    parts = {name + suffix for name in names for suffix in (CODE_SUFFIX, SCALE_SUFFIX)}
     others = {key: value for key, value in state.items() if key not in parts}
-    return others | {name: decoded(state[key], state[name + SCALE_SUFFIX], name) for name, key in codes.items()}
+    return others | {name: decoded(state[name + CODE_SUFFIX], state[name + SCALE_SUFFIX], name) for name in names}
 
 
 def decoded(code: Tensor, scale: Tensor, name: str) -> Tensor:

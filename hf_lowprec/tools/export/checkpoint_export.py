@@ -41,7 +41,6 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import MANIFEST_N
 from hf_lowprec.integrations.transformers.checkpoints.resume import check_good
 from hf_lowprec.metrics_file import METRICS_NAME
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.export.older_checkpoints import compensation_belongs, names_by_order
 from hf_lowprec.tools.export.weight_layout import WeightLayout
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
@@ -143,7 +142,7 @@ def _check_folders(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"{str(checkpoint)!r} is a folder of checkpoints; pass one of {', '.join(inner)}")
 
 
-def _refining(optimizers: list[StoredOptimizer], layout: WeightLayout | None = None) -> dict[str, StoredParameter]:
+def _refining(optimizers: list[StoredOptimizer]) -> dict[str, StoredParameter]:
     """The parameters of which the optimizers know more than the stored weight, by name.
 
     Raises:
@@ -151,15 +150,13 @@ def _refining(optimizers: list[StoredOptimizer], layout: WeightLayout | None = N
     """
     refining: dict[str, StoredParameter] = {}
     for optimizer in filter(lambda one: one.refines, optimizers):
-        names = optimizer.names
-        if names is None and layout is not None:
-            names = names_by_order(optimizer, layout.model, partial(compensation_belongs, layout))
-        if names is None:
+        if optimizer.names is None:
             raise ValueError(
-                f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; "
-                f"this version saves it. Resume the run from it and save another checkpoint, or {_SCRIPT}"
+                f"the checkpoint has compensations but no {PARAMETERS_NAME}, which names their parameters; Trainer and "
+                "hf_lowprec.prepare_accelerator save it. Resume the run from it and save another checkpoint, or "
+                f"{_SCRIPT}"
             )
-        parameters = zip(chain(*names), chain(*optimizer.parameters), strict=True)
+        parameters = zip(chain(*optimizer.names), chain(*optimizer.parameters), strict=True)
         refining |= {name: parameter for name, parameter in parameters if name is not None and parameter.refines}
     return refining
 
@@ -189,7 +186,7 @@ def _export_model(
     """
     model = _empty_model(description)
     layout = WeightLayout(model, weights)
-    refining = _by_first_name(_refining(optimizers, layout), layout.aliases)
+    refining = _by_first_name(_refining(optimizers), layout.aliases)
     tensors = {
         name: _pending(info, refining.get(layout.aliases[name][0]), partial(layout.read, name), dtype, name)
         for name, info in layout.infos.items()

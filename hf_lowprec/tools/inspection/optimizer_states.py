@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from hf_lowprec.integrations.checkpoint_files.input_errors import InputError, explain_input_errors
 from hf_lowprec.integrations.checkpoint_files.stored_optimizer import (
     StoredOptimizer,
-    StoredParameter,
     read_optimizers,
 )
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import TensorInfo
@@ -20,10 +21,9 @@ from hf_lowprec.integrations.export.parameter_names import read_parameter_names
 from hf_lowprec.optim.algorithms import ALGORITHMS
 from hf_lowprec.optim.arguments import keywords
 from hf_lowprec.optim.optimizer_names import SUFFIXES
+from hf_lowprec.optim.state.imported_states import COMPENSATIONS, format_of
 from hf_lowprec.optim.state.state_dict_format import HEADER
-from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS, format_of
 from hf_lowprec.rounding import dtype_name
-from hf_lowprec.tools.export.older_checkpoints import names_by_order
 from hf_lowprec.tools.user_inputs.empty_model import build_empty_model, load_config
 
 SECOND_MOMENT = "exp_avg_sq"
@@ -201,15 +201,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _names_by_order(folder: Path, optimizer: StoredOptimizer) -> list[list[str | None]] | None:
-    """The names of the parameters of each group, if their shapes are those of the model in one of the usual orders."""
+    """The names of the parameters of each group, where checkpoints have none, as those of other libraries.
+
+    They are those of the model, grouped as Trainer does or ungrouped, if the shapes are.
+    """
     try:
         model = build_empty_model(*load_config(str(folder)))
     except InputError:
         return None
-    of_model = {name: param.shape for name, param in model.named_parameters()}
-
-    def belongs(parameter: StoredParameter, name: str) -> bool:
-        shapes = [info.shape for info in parameter.infos.values()]
-        return not shapes or shapes[0] == of_model[name]
-
-    return names_by_order(optimizer, model, belongs)  # type: ignore[arg-type]
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    decayed = {*Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    saved = [next((info.shape for info in one.infos.values()), None) for one in chain(*optimizer.parameters)]
+    for names in ([[n for n in shapes if n in decayed], [n for n in shapes if n not in decayed]], [[*shapes]]):
+        same_sizes = [*map(len, names)] == [*map(len, optimizer.parameters)]
+        if same_sizes and all(shape in (None, shapes[n]) for n, shape in zip(chain(*names), saved, strict=True)):
+            return [[*of_group] for of_group in names]
+    return None

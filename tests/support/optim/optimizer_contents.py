@@ -1,7 +1,6 @@
 """All that an optimizer holds, to compare before and after a call, and calls that must fail and change nothing."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -26,21 +25,6 @@ def everything(optimizer: torch.optim.Optimizer) -> dict:
     defaults = {key: value for key, value in optimizer.defaults.items() if key != "differentiable"}
     params = [param.detach() for param in params_of(optimizer)]
     return copy.deepcopy({"params": params, "defaults": defaults, **optimizer.state_dict()})
-
-
-def as_early_versions_saved(state_dict: dict) -> dict:
-    """The same state dict with codes of 8 bits under the name of their state, which a header then tells."""
-
-    def early(group: dict) -> dict:
-        states = [state_dict["state"].get(number, {}) for number in group["params"]]
-        names = {key.removesuffix("_code") for state in states for key in state if key.endswith("_code")}
-        flags = {name: "".join("01"[f"{name}_code" in state] for state in states) for name in sorted(names)}
-        header = json.loads(group["state_rounding"]) | ({"eight_bits": flags} if flags else {})
-        return {**group, "state_rounding": json.dumps(header)}
-
-    states = state_dict["state"].items()
-    renamed = {number: {key.removesuffix("_code"): value for key, value in state.items()} for number, state in states}
-    return {**state_dict, "state": renamed, "param_groups": [early(group) for group in state_dict["param_groups"]]}
 
 
 def assert_equal(first, second, where: str = "") -> None:

@@ -1,11 +1,9 @@
 """Finds the files of a checkpoint that are damaged or missing.
 
-With a manifest, the files must have the sizes and checksums that it lists. Without one, as in checkpoints of a stock
-Trainer, the files that Trainer loads must exist and open. This finds empty, missing and truncated files, and flipped
-bits in what `torch.save` wrote, except in large tensors.
-
-Checksums do not show who wrote a file: what could make Trainer run code, or read other folders, is refused with a
-manifest, too.
+What Trainer loads must open: this finds empty and truncated files, flipped bits in what `torch.save` wrote, except in
+large tensors, and what would make Trainer run code or read other folders. Besides, the files must have the sizes and
+checksums of the manifest. If it is incomplete, or there is none, as in checkpoints of a stock Trainer, they must be
+there: Trainer writes its own state last, and each rank its random states.
 """
 
 from __future__ import annotations
@@ -61,33 +59,28 @@ def missing_files(folder: Path, manifest: Manifest) -> dict[str, bool]:
     return {name: name.rpartition("/")[2] not in _NEVER_LOADED for name in missing}
 
 
-def unreadable_files(checkpoint: Path) -> list[str]:
-    """Open the files of a checkpoint that Trainer loads, except `trainer_state.json`.
+def damaged_files(checkpoint: Path, manifest: Manifest | None) -> list[str]:
+    """A line for every file of a checkpoint that is missing, has changed or does not open.
 
-    Returns:
-        A line for every file that is missing or does not open.
+    Args:
+        checkpoint: the checkpoint, which has a `trainer_state.json`.
+        manifest: its manifest, complete or not; None if it has none.
     """
+    if manifest is not None and manifest.complete:
+        return changed_files(checkpoint, manifest) or files_that_do_not_open(checkpoint)
     problems = files_that_do_not_open(checkpoint)
     if not _holds(checkpoint, *_WEIGHTS):
         problems.append("model.safetensors and all other weight files are missing")
     if holds_optimizer(checkpoint) != _holds(checkpoint, "scheduler.pt"):  # Trainer loads both or neither
         problems.append(f"{'scheduler.pt' if holds_optimizer(checkpoint) else 'optimizer.pt'} is missing")
-    return problems
+    expected = manifest.random_states if manifest is not None else []
+    return problems + [f"{name} is missing" for name in expected if not (checkpoint / name).is_file()]
 
 
 def files_that_do_not_open(checkpoint: Path) -> list[str]:
     """A line for every file in a folder that a checkpoint may have, and that does not open."""
-    return _problems(checkpoint, _CHECKS)
-
-
-def unsafe_files(checkpoint: Path) -> list[str]:
-    """The same for those files alone that could make Trainer run code, or load files of other folders."""
-    return _problems(checkpoint, {pattern: _CHECKS[pattern] for pattern in (_INDEX, *_SHARDS)})
-
-
-def _problems(checkpoint: Path, checks: dict[str, Callable[[Path], list[str]]]) -> list[str]:
     problems = []
-    for pattern, check in checks.items():
+    for pattern, check in _CHECKS.items():
         for path in sorted(checkpoint.glob(pattern)):
             name = path.relative_to(checkpoint).as_posix()
             try:
@@ -162,10 +155,9 @@ def _check_shards(folder: Path) -> list[str]:
     return problems
 
 
-_INDEX = "**/*.index.json"
 _CHECKS: dict[str, Callable[[Path], list[str]]] = {
     "**/*.safetensors": _check_safetensors,
-    _INDEX: _check_index,
+    "**/*.index.json": _check_index,
     "**/config.json": _check_json,
     "**/adapter_config.json": _check_json,
     **dict.fromkeys(

@@ -2,8 +2,8 @@
 saving was completed.
 
 Before anything else is written, an incomplete manifest replaces that of an earlier checkpoint with the same name. The
-complete manifest, with the size and checksum of every file, is written last. When resuming, it therefore shows if a
-process left the checkpoint half-written, or if files were changed or mixed up later.
+complete manifest, with the size and checksum of every file, follows when all ranks and callbacks have written theirs.
+When resuming, it shows if files were changed or mixed up later. `damage.py` says what an incomplete one is good for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path, PurePath
@@ -38,7 +38,6 @@ _THREADS = min(8, os.cpu_count() or 1)
 _BEING_SAVED = "checkpoint-is-incomplete.txt"
 """A file that transformers' JITCheckpointCallback keeps in a checkpoint while it saves it."""
 _LOADED_IF_PRESENT = (
-    TRAINER_STATE_NAME,
     "optimizer.pt", "optimizer*.bin", "optimizer_[0-9]*", "scheduler.pt", "scaler.pt", "rng_state*.pth",
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model.*", "*/adapter_model.*",
     METRICS_NAME,
@@ -70,6 +69,7 @@ class Manifest:
             changes them.
         global_step: Trainer's global step.
         optimizer: the optimizer's class.
+        random_states: the files of random states that ranks write here, each its own.
         complete: whether every file was written.
         files: every file in the folder by its relative path, once the manifest is complete.
     """
@@ -78,6 +78,7 @@ class Manifest:
     saved: str
     global_step: int
     optimizer: str
+    random_states: list[str] = dataclasses.field(default_factory=list)
     complete: bool = False
     files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
 
@@ -87,22 +88,23 @@ class ManifestWriter:
 
     Args:
         resumed: the manifest of the checkpoint that the run resumes from; None for a new run.
+
+    Attributes:
+        folder: the checkpoint that is being saved, on every rank; None between two.
     """
 
     def __init__(self, resumed: Manifest | None = None) -> None:
         self._run = resumed.run if resumed else uuid.uuid4().hex
         self._last_saved = resumed.saved if resumed else ""
-        self._folder: Path | None = None
+        self.folder: Path | None = None
         self._manifest: Manifest | None = None
-        self._stats: dict[str, tuple[int, ...]] = {}
-        self._records_of_ranks: dict[str, FileRecord] = {}
 
-    def begin(self, folder: Path, global_step: int, optimizer: object) -> None:
-        """Write an incomplete manifest to `folder`, then remove files of an earlier checkpoint that Trainer reads.
+    def begin(self, folder: Path, global_step: int, optimizer: object, random_states: list[str]) -> None:
+        """Write an incomplete manifest to `folder`, and remove files of an earlier checkpoint that Trainer reads.
 
-        Directories and dangling links where files will be written are removed first.
+        Directories and dangling links where files will be written are removed, too.
         """
-        if self._folder is None:
+        if self._manifest is None:
             earlier = _manifests(folder.parent)
             self._last_saved = max([self._last_saved, *(manifest.saved for manifest in earlier.values())])
             if others := [name for name, manifest in earlier.items() if manifest.run != self._run]:
@@ -115,38 +117,34 @@ class ManifestWriter:
                     others[0],
                 )
         self._last_saved = _time_after(self._last_saved)
-        self._folder, self._stats, self._records_of_ranks = folder, {}, {}
         self._manifest = Manifest(
             run=self._run,
             saved=self._last_saved,
             global_step=global_step,
             optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            random_states=random_states,
         )
         folder.mkdir(parents=True, exist_ok=True)
+        # First the file without which no checkpoint is good: a kill must not leave the old one under the new manifest.
+        _remove([folder / TRAINER_STATE_NAME])
         _remove(path for path in [*folder.rglob("*")] if path.suffix in _ENDS_OF_FILES and not path.is_file())
         _write(folder, self._manifest)
         for pattern in _LOADED_IF_PRESENT:
             _remove(folder.glob(pattern))
 
-    def add(self, records: dict[str, FileRecord]) -> None:
-        """Add the checksums computed by other ranks, whose machines still have their files in memory."""
-        self._records_of_ranks.update(records)
+    def complete(self, folder: Path, records: Mapping[str, FileRecord]) -> None:
+        """Write the complete manifest of the checkpoint that was begun.
 
-    def complete(self) -> None:
-        """Write the complete manifest. If called again, update it for files that have changed since."""
-        if self._folder is None or self._manifest is None or not self._folder.is_dir():
+        Args:
+            folder: the checkpoint.
+            records: those of files that single ranks have written, whose machines still have them in memory.
+        """
+        if self._manifest is None or not folder.is_dir():
             return
-        stats = {name: _stat(self._folder / name) for name in _files(self._folder)}
-        changed = {name for name, stat in stats.items() if self._stats.get(name) != stat}
-        if self._manifest.complete and not changed and stats.keys() == self._stats.keys():
-            return
-        ready = {name: self._records_of_ranks.pop(name) for name in changed if name in self._records_of_ranks}
-        ready = {name: record for name, record in ready.items() if record.size == stats[name][0]}
-        records = {**self._manifest.files, **_records(self._folder, changed - ready.keys()), **ready}
-        files = {name: records[name] for name in stats}
-        self._manifest = dataclasses.replace(self._manifest, complete=True, files=files)
-        self._stats = stats
-        _write(self._folder, self._manifest)
+        names = _files(folder)
+        files = {**records, **_records(folder, names - records.keys())}
+        files = {name: files[name] for name in sorted(names)}
+        _write(folder, dataclasses.replace(self._manifest, complete=True, files=files))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -167,9 +165,9 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{MANIFEST_NAME} has format {saved_format}, but this version of hf_lowprec reads format {FORMAT}"
         )
     try:
-        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
         known = {field.name for field in dataclasses.fields(Manifest)}  # earlier ones also have the rounding modes
-        return Manifest(**{name: value for name, value in fields.items() if name in known}, files=files)
+        return Manifest(**{name: value for name, value in fields.items() if name in known})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
 
@@ -276,14 +274,9 @@ def _remove(paths: Iterable[Path]) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
-def _files(folder: Path) -> list[str]:
-    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in names if not name.startswith(MANIFEST_NAME) and name != _BEING_SAVED]
-
-
-def _stat(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+def _files(folder: Path) -> set[str]:
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name for name in names if not name.startswith(MANIFEST_NAME) and name != _BEING_SAVED}
 
 
 def checksums(paths: Iterable[Path]) -> dict[Path, str]:

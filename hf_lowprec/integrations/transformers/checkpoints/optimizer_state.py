@@ -16,10 +16,8 @@ from hf_lowprec.integrations.checkpoint_files.stored_tensors import explain_unre
 from hf_lowprec.integrations.transformers.trainer_call import TrainerCall, attachment_of
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.algorithm_interface import ParamGroup
-from hf_lowprec.optim.state.state_dict_format import EIGHT_BITS, HEADER
+from hf_lowprec.optim.state.imported_states import START_AGAIN
 from hf_lowprec.optim.state.states_for_torch import ForTorch, convert_for_torch, is_ours
-from hf_lowprec.optim.state.states_in_8_bits import CODE_SUFFIX
-from hf_lowprec.optim.state.states_of_other_libraries import START_AGAIN
 from hf_lowprec.optim.unwrap_optimizer import unwrap_optimizer
 
 logger = logging.getLogger(__name__)
@@ -83,13 +81,11 @@ def _as_saved(optimizer: LowPrecisionOptimizer, saved_groups: list[ParamGroup]) 
     """Give the optimizer the options of `saved_groups` until its `load_state_dict`, and leave the mode of the state.
 
     A distributed checkpoint is loaded into the states that the optimizer has, so these must be as they were saved.
-    `load_state_dict` then converts them to the optimizer's own `state_dtype`. Until then, codes have the keys of the
-    checkpoint.
+    `load_state_dict` then converts them to the optimizer's own `state_dtype`.
     """
     own = [{key: group[key] for key in _OPTIONS_OF_STATES} for group in optimizer.param_groups]
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=False):
         group.update({key: saved[key] for key in _OPTIONS_OF_STATES & saved.keys()})
-    is_early = any(EIGHT_BITS in saved.get(HEADER, {}) for saved in saved_groups)
 
     def give_back(_: object, loading: dict[str, Any]) -> None:
         for group, options in zip(optimizer.param_groups, own, strict=True):
@@ -97,26 +93,14 @@ def _as_saved(optimizer: LowPrecisionOptimizer, saved_groups: list[ParamGroup]) 
         for group, saved in zip(optimizer.param_groups, loading["param_groups"], strict=False):
             group["rounding"] = saved.get("rounding", group["rounding"])
 
-    handles = [optimizer.register_load_state_dict_pre_hook(give_back)]
-    if is_early:
-        handles.append(optimizer.register_state_dict_post_hook(_with_early_keys))
+    handle = optimizer.register_load_state_dict_pre_hook(give_back)
     try:
         yield
     except BaseException:
         give_back(optimizer, {"param_groups": []})
         raise
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _with_early_keys(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state dict with codes under the name of their state, as early versions saved them."""
-    states = state_dict["state"].items()
-    renamed = {
-        number: {key.removesuffix(CODE_SUFFIX): value for key, value in state.items()} for number, state in states
-    }
-    return {**state_dict, "state": renamed}
+        handle.remove()
 
 
 def _load_into_others(call: TrainerCall, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

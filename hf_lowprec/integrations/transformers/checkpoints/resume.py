@@ -1,7 +1,7 @@
 """Decides which checkpoint a run resumes from: the last good one, or the one that the user names, if it is good.
 
-A checkpoint is good if it was saved completely and none of its files is damaged (see `damage.py`). File
-times are not used, since copying changes them.
+A checkpoint is good if it has a `trainer_state.json`, which Trainer writes last, and none of its files is damaged or
+missing (see `damage.py`). File times are not used, since copying changes them.
 
 All ranks reach the same decision: one process per machine checks the files that it sees, and a checkpoint that is
 damaged for one is damaged for all.
@@ -53,7 +53,9 @@ class Problem(NamedTuple):
     reason: str
 
 
-def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output_dir: str) -> str | bool | None:
+def choose_checkpoint(
+    resume_from_checkpoint: str | os.PathLike[str] | bool | None, output_dir: str
+) -> str | bool | None:
     """Return what Trainer should resume from, the same on all ranks. Every rank must call it.
 
     Args:
@@ -70,7 +72,6 @@ def resolve(resume_from_checkpoint: str | os.PathLike[str] | bool | None, output
             damaged files. Or it is the output folder of a run. Or the ranks name different checkpoints, or not all of
             them see the checkpoint.
     """
-    _read_manifest.cache_clear()
     if isinstance(resume_from_checkpoint, os.PathLike):
         resume_from_checkpoint = os.fspath(resume_from_checkpoint)
     asked = _on_every_rank(resume_from_checkpoint if resume_from_checkpoint else None)
@@ -133,7 +134,6 @@ def check_good(checkpoint: Path, argument: str = "checkpoint") -> None:
     Raises:
         ValueError: it was not saved completely, or files are damaged. The message names them.
     """
-    _read_manifest.cache_clear()
     _check_named(checkpoint, checkpoint.parent, argument)
 
 
@@ -143,7 +143,6 @@ def check_best(checkpoint: Path) -> None:
     Raises:
         ValueError: files are unsafe, or have changed since they were written. The message names them.
     """
-    _read_manifest.cache_clear()
     for damaged in filter(None, _read_on_ranks(lambda: _changed_weights(checkpoint), _checks_here())):
         raise ValueError(
             f"load_best_model_at_end=True: {str(checkpoint)!r}, the best checkpoint, {_DAMAGED}: {_listing(damaged)}; "
@@ -152,18 +151,17 @@ def check_best(checkpoint: Path) -> None:
 
 
 def _changed_weights(checkpoint: Path) -> list[str]:
-    """A line for every file that is loaded with the best weights, and is unsafe or contradicts the manifest."""
-    unsafe = [line for line in damage.unsafe_files(checkpoint) if not _NOT_WEIGHTS.match(line)]
+    """A line for every file that is loaded with the best weights, and is damaged."""
     manifest = _manifest_or_none(checkpoint)
-    if manifest is None or unsafe:
-        return unsafe
-    files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
-    return damage.changed_files(checkpoint, dataclasses.replace(manifest, files=files))
+    if manifest is not None:
+        files = {name: record for name, record in manifest.files.items() if not _NOT_WEIGHTS.match(name)}
+        manifest = dataclasses.replace(manifest, files=files)
+    return [line for line in damage.damaged_files(checkpoint, manifest) if not _NOT_WEIGHTS.match(line)]
 
 
-def manifest_of(resolved: str | bool | None) -> Manifest | None:
-    """The manifest of the checkpoint that `resolve` has returned; None without a manifest or a checkpoint."""
-    return None if not resolved or resolved is True else _read_manifest(Path(resolved))
+def manifest_of(chosen: str | bool | None) -> Manifest | None:
+    """The manifest of what `choose_checkpoint` has returned; None without a manifest or a checkpoint."""
+    return None if not chosen or chosen is True else read_manifest(Path(chosen))
 
 
 def _read_on_ranks(read: Callable[[], Any], here: bool) -> list[Any]:
@@ -313,15 +311,9 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-@functools.cache
-def _read_manifest(checkpoint: Path) -> Manifest | None:
-    """`read_manifest`, which is called once per checkpoint; the public functions above begin with an empty cache."""
-    return read_manifest(checkpoint)
-
-
 def _manifest_or_none(checkpoint: Path) -> Manifest | None:
     try:
-        return _read_manifest(checkpoint)
+        return read_manifest(checkpoint)
     except ValueError:
         return None
 
@@ -338,22 +330,18 @@ def _problem(checkpoint: Path) -> Problem | None:
 def _problem_here(checkpoint: Path) -> Problem | None:
     """The problem that this machine finds in a checkpoint, or None."""
     try:
-        manifest = _read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
     except ValueError as error:
         return Problem(_DAMAGED, str(error))
-    if manifest is None:
+    if manifest is None or not manifest.complete:
         try:
             read_trainer_state(checkpoint / TRAINER_STATE_NAME)
         except ValueError as error:
             return Problem(_UNFINISHED, str(error))
-        damaged = damage.unreadable_files(checkpoint)
-    elif not manifest.complete:
-        return Problem(_UNFINISHED, f"{MANIFEST_NAME} says that it was still being written")
-    else:
-        damaged = damage.changed_files(checkpoint, manifest) or damage.unsafe_files(checkpoint)
+    damaged = damage.damaged_files(checkpoint, manifest)
     if not damaged:
         return None
-    return Problem(_DAMAGED, _listing(damaged))
+    return Problem(_DAMAGED if manifest is None or manifest.complete else _UNFINISHED, _listing(damaged))
 
 
 def _listing(files: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 
 from hf_lowprec.integrations import private_apis
@@ -25,8 +26,8 @@ from hf_lowprec.integrations.transformers.checkpoints.manifest import ManifestWr
 from hf_lowprec.integrations.transformers.checkpoints.resume import (
     check_best,
     check_state_dict_type,
+    choose_checkpoint,
     manifest_of,
-    resolve,
 )
 from hf_lowprec.integrations.transformers.checkpoints.trainer_state import read_trainer_state
 from hf_lowprec.integrations.transformers.reports.trackers import reporting_precision
@@ -45,9 +46,9 @@ def train(call: TrainerCall) -> Any:
     If training raises an exception, end the run as far as the callback can.
 
     Raises:
-        ValueError: see `resume.resolve`; or the checkpoint holds the model in another way than those of this run.
+        ValueError: see `choose_checkpoint`; or the checkpoint holds the model in another way than those of this run.
     """
-    checkpoint = resolve(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
+    checkpoint = choose_checkpoint(call.arguments.get("resume_from_checkpoint"), call.trainer.args.output_dir)
     if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
         check_state_dict_type(Path(checkpoint), private_apis.state_dict_type(call.trainer))
     call.arguments["resume_from_checkpoint"] = checkpoint
@@ -88,14 +89,12 @@ def run_epoch(call: TrainerCall) -> None:
 
 
 def save_checkpoint(call: TrainerCall) -> None:
-    """Write an incomplete manifest, let Trainer save the checkpoint, then write the complete manifest.
-
-    The complete manifest is written before Trainer deletes older checkpoints.
-    """
+    """Write an incomplete manifest, and let Trainer save the checkpoint; `complete_manifest` does the rest."""
     trainer, manifests = call.trainer, call.attachment.manifests
+    folder = manifests.folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
     if trainer.args.should_save:
-        folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
-        manifests.begin(folder, trainer.state.global_step, unwrap_optimizer(trainer.optimizer))
+        optimizer = unwrap_optimizer(trainer.optimizer)
+        manifests.begin(folder, trainer.state.global_step, optimizer, _random_states(trainer.args))
         write_parameter_names(folder, trainer.model, [trainer.optimizer])
         if private_apis.saves_sharded(trainer):  # Trainer would write weights alone
             write_model_description(folder, trainer.model, trainer.processing_class)
@@ -104,10 +103,8 @@ def save_checkpoint(call: TrainerCall) -> None:
     trainer.accelerator.wait_for_everyone()  # no rank writes before an older checkpoint there is marked as incomplete
     call.attachment.saves_checkpoint = True
     try:
-        with private_apis.after_trainer_state(manifests.complete):
-            call.proceed()
+        call.proceed()
     except Exception:  # torch's message for a full disk does not mention the disk
-        folder = private_apis.checkpoint_folder(trainer, call.arguments["trial"])
         free = shutil.disk_usage(trainer.args.output_dir).free // 2**20
         logger.error(
             "hf_lowprec: %s was not finished, so resuming will skip it; its disk has %d MiB left", folder, free
@@ -115,6 +112,18 @@ def save_checkpoint(call: TrainerCall) -> None:
         raise
     finally:
         call.attachment.saves_checkpoint = False
+
+
+def _random_states(args: TrainingArguments) -> list[str]:
+    """The names of the random states that ranks write to the folder that this one writes to."""
+    if args.save_only_model:
+        return []
+    if args.world_size == 1:
+        return ["rng_state.pth"]
+    first, count = 0, args.world_size
+    if args.save_on_each_node:
+        first, count = args.process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [f"rng_state_{rank}.pth" for rank in range(first, first + count)]
 
 
 def save_model(call: TrainerCall) -> None:
@@ -127,24 +136,20 @@ def save_model(call: TrainerCall) -> None:
         call.proceed()
 
 
-def save_random_state(call: TrainerCall) -> None:
-    """Let Trainer save a rank's random state, wait until all ranks have saved theirs, and collect their checksums.
+def complete_manifest(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """`CallbackHandler.on_save`: when all callbacks of all ranks have run, write the complete manifest.
 
-    Rank 0 writes `trainer_state.json` afterwards, so a checkpoint with that file has the files of all ranks.
+    Each rank computes the checksums of the files that only it has written.
     """
-    call.proceed()
-    records = records_of_rank(Path(call.arguments["output_dir"]), call.trainer.args.process_index)
-    for of_rank in gather_objects(records, "saving a checkpoint"):
-        call.attachment.manifests.add(of_rank)
-
-
-def update_manifest_on_save(trainer: Trainer, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`CallbackHandler.on_save`: when all callbacks of all ranks have run, record what they changed in the manifest."""
     control = original(*args, **kwargs)
-    trainer.accelerator.wait_for_everyone()
     attachment = attachment_of(trainer)
-    if attachment is not None:
-        attachment.manifests.complete()
+    if attachment is None or attachment.manifests.folder is None:
+        return control
+    manifests, folder = attachment.manifests, attachment.manifests.folder
+    manifests.folder = None
+    records = gather_objects(records_of_rank(folder, trainer.args.process_index), "saving a checkpoint")
+    if trainer.args.should_save:
+        manifests.complete(folder, {name: record for of_rank in records for name, record in of_rank.items()})
     return control
 
 

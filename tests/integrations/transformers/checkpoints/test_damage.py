@@ -10,27 +10,29 @@ import os
 import pickle
 import shutil
 import stat
-from contextlib import nullcontext
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager
 
 import hf_lowprec  # noqa: F401
 from hf_lowprec.integrations.checkpoint_files.stored_tensors import read_metadata
+from hf_lowprec.integrations.transformers.checkpoints import manifest as manifest_module
+from hf_lowprec.integrations.transformers.checkpoints import trainer_methods
 from hf_lowprec.integrations.transformers.checkpoints.damage import files_that_do_not_open
 from hf_lowprec.integrations.transformers.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     ManifestWriter,
     checksums,
-    read_json,
     read_manifest,
 )
-from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import check_best, choose_checkpoint
 from hf_lowprec.metrics_file import METRICS_NAME
 from tests.support.training.tiny_trainer import arguments, counting_data, llama, optimizer_of, trained
 
@@ -54,9 +56,9 @@ def test_shards_that_do_not_open_are_named(tmp_path, folder):
     (shards / ".metadata").write_bytes(b"no pickle")
     (problem,) = files_that_do_not_open(tmp_path)
     assert problem.startswith(f"{folder}/.metadata does not open: ")
-    best = pytest.raises(ValueError, match=r"is damaged: pytorch_model_fsdp_0/\.metadata")
-    with best if folder.startswith("pytorch_model") else nullcontext():
-        check_best(tmp_path)
+    if folder.startswith("pytorch_model"):
+        with pytest.raises(ValueError, match=r"is damaged: pytorch_model_fsdp_0/\.metadata"):
+            check_best(tmp_path)
     (shards / ".metadata").unlink()
     assert files_that_do_not_open(tmp_path) == [f"{folder}/.metadata is missing"]
 
@@ -169,9 +171,9 @@ def stock(killed) -> Path:
 def assert_passed_over(out: Path, file: str, caplog) -> None:
     last, before = out / "checkpoint-4", out / "checkpoint-2"
     with pytest.raises(ValueError, match=f"checkpoint-4' (is damaged|was not finished): .*{file}.*{before.name}'"):
-        resolve(str(last), str(out))
+        choose_checkpoint(str(last), str(out))
     with caplog.at_level(logging.WARNING):
-        assert resolve(True, str(out)) == str(before)
+        assert choose_checkpoint(True, str(out)) == str(before)
     assert "checkpoint-4" in caplog.text and file in caplog.text
 
 
@@ -206,42 +208,23 @@ def test_what_resuming_does_not_need_may_be_gone(whole, killed, caplog):
     for file in NOT_NEEDED:
         missing(killed / "checkpoint-4" / file)
     last = str(killed / "checkpoint-4")
-    assert resolve(last, str(killed)) == resolve(True, str(killed)) == last
+    assert choose_checkpoint(last, str(killed)) == choose_checkpoint(True, str(killed)) == last
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert all(text.startswith(last) and text.endswith(f": {', '.join(NOT_NEEDED)}") for text in warnings)
     assert_same(train(killed, resume=True), whole[1])
 
 
-@pytest.mark.parametrize("asked", ["named", "last"])
-def test_each_manifest_is_read_once(killed, monkeypatch, asked):
-    """By the search, the check of the files and the training that goes on."""
-    seen = []
-    monkeypatch.setattr(
-        "hf_lowprec.integrations.transformers.checkpoints.manifest.read_json",
-        lambda path: seen.append(path) or read_json(path),
-    )
-    resume = str(killed / "checkpoint-4") if asked == "named" else True
-    train(killed, resume=resume, max_steps=4)
-    assert seen.count(killed / "checkpoint-4" / MANIFEST_NAME) == 1
-
-
 def test_a_manifest_that_changed_is_read_again(killed):
     out, folder = str(killed), killed / "checkpoint-4"
-    assert resolve(True, out) == str(folder)
+    assert choose_checkpoint(True, out) == str(folder)
     content = (folder / MANIFEST_NAME).read_text()
     (folder / MANIFEST_NAME).write_text("{")
-    assert resolve(True, out) == str(killed / "checkpoint-2")
+    assert choose_checkpoint(True, out) == str(killed / "checkpoint-2")
     with pytest.raises(ValueError, match=MANIFEST_NAME):
-        resolve(str(folder), out)
+        choose_checkpoint(str(folder), out)
     (folder / MANIFEST_NAME).write_text(content)
-    assert resolve(True, out) == str(folder)
-
-
-@pytest.mark.parametrize("damage", [emptied, halved, flipped])
-def test_a_damaged_manifest_is_seen(killed, caplog, damage):
-    damage(killed / "checkpoint-4" / MANIFEST_NAME)
-    assert_passed_over(killed, MANIFEST_NAME, caplog)
+    assert choose_checkpoint(True, out) == str(folder)
 
 
 def test_every_bit_of_the_manifest_counts(killed):
@@ -287,16 +270,14 @@ def test_times_of_files_say_nothing(request, name, tmp_path):
     for order in (sorted(last.iterdir()), sorted(last.iterdir(), reverse=True)):
         for time, path in enumerate(order):
             os.utime(path, (time, time))
-        assert resolve(True, str(out)) == str(last)
-        assert resolve(str(last), str(out)) == str(last)
+        assert choose_checkpoint(True, str(out)) == str(last)
+        assert choose_checkpoint(str(last), str(out)) == str(last)
     os.utime(last / "optimizer.pt")
-    assert resolve(True, str(out)) == str(last)
+    assert choose_checkpoint(True, str(out)) == str(last)
 
 
-@pytest.mark.parametrize("damage", [None, flipped])
-def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed, damage):
-    if damage is not None:
-        damage(killed / "checkpoint-4/optimizer.pt")
+def test_what_is_resumed_ends_bit_for_bit_where_the_whole_did(whole, killed):
+    flipped(killed / "checkpoint-4/optimizer.pt")
     assert_same(train(killed, resume=True), whole[1])
 
 
@@ -317,7 +298,7 @@ def test_what_is_in_the_place_of_a_file_is_replaced_when_that_step_is_saved_agai
         damage(killed / "checkpoint-4" / file)
     (killed / "checkpoint-4/exported").mkdir()
     assert_same(train(killed, resume=True), whole[1])
-    assert resolve(str(killed / "checkpoint-4"), str(killed)) == str(killed / "checkpoint-4")
+    assert choose_checkpoint(str(killed / "checkpoint-4"), str(killed)) == str(killed / "checkpoint-4")
     names = {path.name for path in (killed / "checkpoint-4").iterdir()}
     assert names == {*WRITTEN, MANIFEST_NAME, "exported"}
 
@@ -342,12 +323,12 @@ def test_a_second_training_that_dies_while_it_saves_over_the_first_one(whole, ki
     with pytest.raises(OSError, match=error):
         train(killed, learning_rate=3e-3)
     monkeypatch.undo()
-    assert resolve(True, str(killed)) == str(killed / "checkpoint-2")
+    assert choose_checkpoint(True, str(killed)) == str(killed / "checkpoint-2")
     assert "checkpoint-4 was not finished" in caplog.text
     assert "checkpoint-6 is from an earlier training run" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint-4' was not finished"):
-        resolve(str(killed / "checkpoint-4"), str(killed))
-    assert resolve(str(killed / "checkpoint-6"), str(killed)) == str(killed / "checkpoint-6"), "it was named"
+        choose_checkpoint(str(killed / "checkpoint-4"), str(killed))
+    assert choose_checkpoint(str(killed / "checkpoint-6"), str(killed)) == str(killed / "checkpoint-6"), "it was named"
     second = train(killed.parent / f"{killed.name} second", learning_rate=3e-3)
     assert_same(train(killed, resume=True, learning_rate=3e-3), second)
 
@@ -356,7 +337,7 @@ def test_files_of_an_earlier_checkpoint_do_not_become_part_of_the_next(whole, ki
     """Trainer loads `optimizer.pt` because it is there, also next to weights that were saved alone."""
     train(killed, max_steps=4, save_only_model=True)
     assert not (killed / "checkpoint-4/optimizer.pt").exists()
-    assert resolve(True, str(killed)) == str(killed / "checkpoint-4")
+    assert choose_checkpoint(True, str(killed)) == str(killed / "checkpoint-4")
     assert "contains no optimizer state" in caplog.text
 
 
@@ -364,7 +345,7 @@ def test_a_training_that_went_back_to_an_earlier_step(whole, killed, caplog):
     """The checkpoints of the steps that it had reached before are not its last ones."""
     shutil.copytree(whole[0] / "checkpoint-6", killed / "checkpoint-6")
     train(killed, resume=str(killed / "checkpoint-2"), max_steps=3, save_steps=1)
-    assert resolve(True, str(killed)) == str(killed / "checkpoint-3")
+    assert choose_checkpoint(True, str(killed)) == str(killed / "checkpoint-3")
     assert "checkpoint-6 is from an earlier training run, checkpoint-4 is from an earlier training run" in caplog.text
 
 
@@ -375,7 +356,7 @@ def test_an_earlier_training_is_no_replacement(killed):
     with pytest.raises(
         ValueError, match=r"no checkpoint .* is complete and intact .*checkpoint-2: saved at .*; pass its path"
     ) as error:
-        resolve(True, str(killed))
+        choose_checkpoint(True, str(killed))
     assert "by an earlier training run, before checkpoint-3" in str(error.value)
 
 
@@ -383,7 +364,7 @@ def test_a_missing_optimizer_is_damage_only_if_it_was_written(stock, caplog):
     last = stock / "checkpoint-4"
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (last / name).unlink()
-    assert resolve(True, str(stock)) == str(last)
+    assert choose_checkpoint(True, str(stock)) == str(last)
     assert "contains no optimizer state" in caplog.text
     assert train(stock, resume=True).state.global_step == 6
 
@@ -403,19 +384,55 @@ def test_a_state_that_is_no_state(stock, caplog, content):
     assert_passed_over(stock, STATE, caplog)
 
 
-def test_the_next_checkpoint_is_complete_before_an_older_one_is_deleted(tmp_path, monkeypatch):
-    """Rotation, and the push to the hub, come after the manifest."""
-    from transformers import trainer as module
+@pytest.fixture(scope="module")
+def killed_after_saving(tmp_path_factory) -> Path:
+    """The output folder of a run that was killed when older checkpoints were gone and `on_save` was to come."""
+    out = tmp_path_factory.mktemp("rotated")
 
-    seen = []
+    class Copies(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                shutil.copytree(args.output_dir, out / "killed")
 
-    def rotate(output_dir, *args, **kwargs):
-        (last,) = Path(output_dir).glob("checkpoint-*")
-        seen.append(json.loads((last / MANIFEST_NAME).read_text())["complete"])
+    train(out / "whole", save_total_limit=1, callbacks=[Copies()])
+    return out / "killed"
 
-    monkeypatch.setattr(module, "rotate_checkpoints", rotate)
-    train(tmp_path, max_steps=2, save_total_limit=1)
-    assert seen == [True]
+
+def test_nothing_is_lost_between_the_deletion_of_older_checkpoints_and_the_manifest(whole, killed_after_saving):
+    (last,) = killed_after_saving.glob("checkpoint-*")
+    assert not read_manifest(last).complete
+    assert_same(train(killed_after_saving, resume=True), whole[1])
+
+
+def test_an_old_checkpoint_never_has_the_manifest_of_the_next(killed, monkeypatch):
+    """It is no checkpoint any more when a process dies as soon as it has written the manifest."""
+
+    def dies(folder, manifest):
+        write(folder, manifest)
+        raise InterruptedError
+
+    write = manifest_module._write
+    monkeypatch.setattr(manifest_module, "_write", dies)
+    with pytest.raises(InterruptedError):
+        train(killed, max_steps=4, save_steps=4)
+    with pytest.raises(ValueError, match=f"checkpoint-4' was not finished: {STATE} is missing"):
+        choose_checkpoint(str(killed / "checkpoint-4"), str(killed))
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", STATE])
+def test_an_incomplete_manifest_and_a_missing_file(killed_after_saving, tmp_path, file):
+    shutil.copytree(killed_after_saving / "checkpoint-4", tmp_path / "checkpoint-4")
+    missing(tmp_path / "checkpoint-4" / file)
+    with pytest.raises(ValueError, match=f"checkpoint-4' was not finished: {file}.* missing"):
+        choose_checkpoint(str(tmp_path / "checkpoint-4"), str(tmp_path))
+
+
+@pytest.mark.parametrize(("on_each_node", "ranks"), [(False, range(4)), (True, (2, 3))])
+def test_a_manifest_expects_the_random_states_that_come_to_its_folder(monkeypatch, on_each_node, ranks):
+    """On the second of two machines with two ranks each, which may share the folder."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = SimpleNamespace(save_only_model=False, world_size=4, process_index=2, save_on_each_node=on_each_node)
+    assert trainer_methods._random_states(args) == [f"rng_state_{rank}.pth" for rank in ranks]
 
 
 class ChangesCheckpoints(TrainerCallback):
@@ -431,12 +448,12 @@ class ChangesCheckpoints(TrainerCallback):
 def test_callbacks_may_change_a_checkpoint(tmp_path, caplog):
     train(tmp_path, max_steps=2, callbacks=[ChangesCheckpoints()])
     last = tmp_path / "checkpoint-2"
-    assert resolve(str(last), str(tmp_path)) == str(last)
+    assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
     (last / "added later.txt").write_text("what is not in the manifest does not matter")
-    assert resolve(str(last), str(tmp_path)) == str(last)
+    assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
     (last / "notes.txt").unlink()
     with pytest.raises(ValueError, match=r"notes.txt is missing; pass another one"):
-        resolve(str(last), str(tmp_path))
+        choose_checkpoint(str(last), str(tmp_path))
 
 
 def test_weights_in_several_files(tmp_path, caplog):
@@ -479,7 +496,7 @@ def test_a_checkpoint_that_is_saved_on_sigterm(whole, killed):
         CheckpointManager(whole[1]).execute_jit_checkpoint()
     finally:
         whole[1].args.output_dir = before
-    assert resolve(True, str(killed)) == str(killed / "checkpoint-6")
+    assert choose_checkpoint(True, str(killed)) == str(killed / "checkpoint-6")
 
 
 def saved_at(time: str) -> Manifest:
@@ -488,10 +505,10 @@ def saved_at(time: str) -> Manifest:
 
 def save(writer: ManifestWriter, folder: Path, step: int) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
-    writer.begin(checkpoint, step, None)
+    writer.begin(checkpoint, step, None, random_states=[])
     (checkpoint / "trainer_state.json").write_text("{}")
-    (checkpoint / "model.safetensors").write_bytes(bytes([step]))
-    writer.complete()
+    save_file({"weight": torch.tensor(step)}, checkpoint / "model.safetensors")
+    writer.complete(checkpoint, {})
     return checkpoint
 
 
@@ -503,11 +520,11 @@ def test_clocks_do_not_order_the_trainings_in_a_folder(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / MANIFEST_NAME).write_text("{}")  # a damaged one says nothing
     second = ManifestWriter()
-    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
-    assert str(save(second, tmp_path, 2)) == resolve(True, str(tmp_path))
+    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert str(save(second, tmp_path, 2)) == choose_checkpoint(True, str(tmp_path))
     save(second, tmp_path, 3)
     again = ManifestWriter(read_manifest(tmp_path / "checkpoint-2"))
-    assert str(save(again, tmp_path, 1)) == resolve(True, str(tmp_path)), "it went back to an earlier step"
+    assert str(save(again, tmp_path, 1)) == choose_checkpoint(True, str(tmp_path)), "it went back to an earlier step"
 
 
 def test_checkpoints_of_another_run_are_named_once(tmp_path, caplog):
@@ -589,5 +606,5 @@ def test_a_checkpoint_that_does_not_fit_the_disk(tmp_path, monkeypatch, caplog):
     free = shutil.disk_usage(tmp_path).free // 2**20
     assert said.startswith(f"hf_lowprec: {tmp_path}/checkpoint-1 was not finished, so resuming will skip it; its disk ")
     assert abs(int(said.split()[-3]) - free) < 1000
-    with pytest.raises(ValueError, match=r"checkpoint-1: .*still being written"):
-        resolve(True, str(tmp_path))
+    with pytest.raises(ValueError, match=r"checkpoint-1: trainer_state.json is missing"):
+        choose_checkpoint(True, str(tmp_path))

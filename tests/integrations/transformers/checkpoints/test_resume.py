@@ -16,13 +16,12 @@ from torch.distributed.checkpoint import save as save_shards
 from transformers import TrainerState
 
 import hf_lowprec
-from hf_lowprec.integrations.transformers.checkpoints.resume import resolve
+from hf_lowprec.integrations.transformers.checkpoints.resume import choose_checkpoint
 from tests.support.optim.optimizer_contents import assert_equal
 from tests.support.processes import forkserver
 from tests.support.training.tiny_trainer import llama, optimizer_of, trained
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-MODES = ("kahan", "split", "stochastic", "nearest")
 
 
 def options(out: Path, mode: str, algorithm: str = "adamw", **extra: object) -> list[str]:
@@ -68,7 +67,7 @@ def optimizer_file(checkpoint: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "algorithm"),
-    [*((mode, "adamw") for mode in MODES), ("stochastic,state_dtype=int8", "adamw"), ("kahan", "sgd")],
+    [("kahan", "adamw"), ("split", "adamw"), ("stochastic,state_dtype=int8", "adamw"), ("nearest", "sgd")],
 )
 def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algorithm):
     def train_here(*words: object) -> str:
@@ -91,15 +90,11 @@ def test_resume_continues_bit_for_bit(tmp_path, monkeypatch, capsys, mode, algor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "over_another_training"),
-    [("checkpoint-6/optimizer.pt", False), ("checkpoint-6/scheduler.pt", False), ("checkpoint-6/optimizer.pt", True)],
-)
-def test_a_save_that_was_killed_is_passed_over(tmp_path, victim, over_another_training):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_save_that_was_killed_is_passed_over(tmp_path):
+    """Over the checkpoints of another training, whose manifests and files must not be taken for its own."""
+    whole, killed, victim = tmp_path / "whole", tmp_path / "killed", "checkpoint-6/optimizer.pt"
     expected = train(*options(whole, "kahan"))
-    if over_another_training:
-        train(*options(killed, "stochastic"))
+    train(*options(killed, "stochastic"))
     died = run(SCRIPTS / "killed_in_save.py", victim, "run", SCRIPTS / "train_tiny.py", *options(killed, "kahan"))
     assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
     assert (killed / victim).exists(), "the process must die after the unfinished checkpoint has its name"
@@ -129,20 +124,20 @@ def test_which_checkpoint_is_resumed(tmp_path, damage, caplog):
     unfinished = cut_short(tmp_path, 1000, damage)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-2000").write_text("a file")
-    assert resolve(True, str(tmp_path)) == str(last)
+    assert choose_checkpoint(True, str(tmp_path)) == str(last)
     assert "checkpoint-1000 was not finished" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint-1000' was not finished: trainer_state.json .*checkpoint-900'"):
-        resolve(str(unfinished), str(tmp_path))
-    assert resolve(str(last), str(tmp_path)) == str(last)
-    assert resolve(None, str(tmp_path)) is None
-    assert resolve(False, str(tmp_path)) is False
+        choose_checkpoint(str(unfinished), str(tmp_path))
+    assert choose_checkpoint(str(last), str(tmp_path)) == str(last)
+    assert choose_checkpoint(None, str(tmp_path)) is None
+    assert choose_checkpoint(False, str(tmp_path)) is False
 
 
 def test_an_unfinished_checkpoint_elsewhere_is_refused(tmp_path):
     elsewhere = cut_short(tmp_path / "other run", 10)
     complete(tmp_path / "out", 5)
     with pytest.raises(ValueError, match=r"other run.*was not finished"):
-        resolve(str(elsewhere), str(tmp_path / "out"))
+        choose_checkpoint(str(elsewhere), str(tmp_path / "out"))
 
 
 def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_path):
@@ -158,9 +153,9 @@ def test_the_output_folder_of_a_run_is_answered_with_its_last_checkpoint(tmp_pat
 def test_nothing_finished_is_said(tmp_path):
     cut_short(tmp_path, 10)
     with pytest.raises(ValueError, match=r"no checkpoint in .* is complete"):
-        resolve(True, str(tmp_path))
-    assert resolve(True, str(tmp_path / "absent")) is True
-    assert resolve("hub/name", str(tmp_path)) == "hub/name"
+        choose_checkpoint(True, str(tmp_path))
+    assert choose_checkpoint(True, str(tmp_path / "absent")) is True
+    assert choose_checkpoint("hub/name", str(tmp_path)) == "hub/name"
 
 
 def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
@@ -170,24 +165,29 @@ def test_a_sharded_checkpoint_without_its_metadata_is_not_complete(tmp_path):
             save_shards({"weight": torch.zeros(8)}, checkpoint_id=folder / shards, no_dist=True)
         torch.save({}, folder / "scheduler.pt")
         TrainerState(train_batch_size=8).save_to_json(str(folder / "trainer_state.json"))
-    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "optimizer_0" / ".metadata").unlink()
-    assert resolve(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert choose_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2, "weight_decay": 0.1}
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
-    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
-    saved = {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("saved")
+    trained(out, optim="adamw_bf16_kahan", **SAVING)
+    return out / "checkpoint-3"
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(saved):
+    contents = {file: file.read_bytes() for file in sorted(saved.parent.rglob("*")) if file.is_file()}
     with pytest.raises(ValueError, match=r"the state of AdamW cannot be loaded into Lion: resume with AdamW"):
-        trained(tmp_path, optim="lion_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **SAVING)
-    assert {file: file.read_bytes() for file in sorted(tmp_path.rglob("*")) if file.is_file()} == saved
+        trained(saved.parent, optim="lion_bf16_kahan", resume=str(saved), **SAVING)
+    assert {file: file.read_bytes() for file in sorted(saved.parent.rglob("*")) if file.is_file()} == contents
 
 
-def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
-    trained(tmp_path, optim="adamw_bf16_kahan", **SAVING)
+def test_options_that_a_checkpoint_replaces_are_said(saved, tmp_path):
     changed = {
         **SAVING,
         "optim_args": "amsgrad=True,state_rounding=nearest",
@@ -195,7 +195,7 @@ def test_options_that_a_checkpoint_replaces_are_said(tmp_path):
         "learning_rate": 1e-3,
     }
     with pytest.warns(RuntimeWarning, match="replaces options of this AdamW") as caught:
-        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(tmp_path / "checkpoint-3"), **changed)
+        resumed = trained(tmp_path, optim="adamw_bf16_kahan", resume=str(saved), **changed)
     (said,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert "amsgrad=False (was True), state_rounding='stochastic' (was 'nearest'), weight_decay=0.1 (was 0.2); " in said
     assert "lr=" not in said
@@ -212,11 +212,9 @@ def test_nothing_is_said_of_what_schedules_change(tmp_path, schedule):
         trained(tmp_path, model=llama(), resume=str(tmp_path / "checkpoint-3"), **settings)
 
 
-def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(tmp_path):
-    settings = {"optim": "adamw_bf16_kahan", "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trained(tmp_path, **settings)
-    checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / "hf_lowprec_manifest.json").unlink()
+def test_a_checkpoint_of_fsdp_is_refused_without_fsdp(saved, tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(saved, checkpoint, ignore=shutil.ignore_patterns("hf_lowprec_manifest.json"))
     (checkpoint / "pytorch_model_fsdp.bin").write_bytes((checkpoint / "scheduler.pt").read_bytes())
     with pytest.raises(ValueError, match=r"saved under FSDP with FULL_STATE_DICT, but .*hf-lowprec export"):
-        trained(tmp_path, resume=str(checkpoint), **settings)
+        trained(tmp_path, optim="adamw_bf16_kahan", resume=str(checkpoint), **SAVING)

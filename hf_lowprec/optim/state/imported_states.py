@@ -9,8 +9,8 @@ are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ START_AGAIN = (
     "model = from_pretrained(checkpoint, dtype='float32'), then train() without resume_from_checkpoint)"
 )
 
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_IMPLEMENTATION = "foreach fused capturable differentiable"
 """Keys with which torch's optimizers choose an implementation."""
+
+_OPTIMI = "kahan_sum foreach triton gradient_release setup step beta1 beta2 decouple_lr decouple_wd max_lr torch_init"
+"""Keys of optimi's optimizers that have another name here, or no meaning."""
 
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """A format in which other optimizers save their state.
+    """A format in which other optimizers save their state. Keys are separated by spaces.
 
     Attributes:
         library: its name in messages.
@@ -46,7 +49,6 @@ class ForeignFormat:
         marks: keys that its param groups have.
         lacks: keys that its param groups do not have.
         dropped: keys of its param groups that have no meaning here.
-        renamed: its keys of param groups that have another name here, with that name.
         hyperparameters: `(saved group, algorithm) -> keys to replace`; raises ValueError, with the reason as message,
             if the formula differs from the algorithm's.
         states: `(state, saved group) -> state` with the names and values that the algorithm uses; empty if the
@@ -55,10 +57,9 @@ class ForeignFormat:
 
     library: str
     algorithms: tuple[str, ...]
-    marks: frozenset[str]
-    lacks: frozenset[str] = frozenset()
-    dropped: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    marks: str
+    lacks: str = ""
+    dropped: str = ""
     hyperparameters: Callable[[ParamGroup, str], ParamGroup] = lambda saved, algorithm: {}
     states: Callable[[OptimizerState, ParamGroup], OptimizerState] = lambda state, saved: state
 
@@ -78,7 +79,7 @@ class ForeignFormat:
         except ValueError as reason:
             message = f"{where} of the state dict was saved by {self.library} with {reason}; or {START_AGAIN}"
             raise ValueError(message) from None
-        kept = {self.renamed.get(key, key): value for key, value in saved.items() if key not in self.dropped}
+        kept = {key: value for key, value in saved.items() if key not in self.dropped.split()}
         # "nearest" requires no state of a rounding mode; one that is there continues to be used.
         return {**own, **kept, **replaced, "rounding": "nearest"}
 
@@ -115,8 +116,10 @@ def format_of(saved: ParamGroup) -> ForeignFormat | None:
     """The format of a saved param group; None if it is this library's or unknown."""
     if {"rounding", "state_rounding"} & saved.keys():
         return None
-    matching = (one for one in FORMATS if one.marks <= saved.keys() and not one.lacks & saved.keys())
-    return next(matching, None)
+    for one in FORMATS:
+        if saved.keys() >= {*one.marks.split()} and saved.keys().isdisjoint(one.lacks.split()):
+            return one
+    return None
 
 
 def conversion_note(formats: Iterable[ForeignFormat | None], algorithm: str) -> list[str]:
@@ -175,7 +178,7 @@ def _torchao_adamw(saved: ParamGroup, algorithm: str) -> ParamGroup:
 
 
 def _torch_muon(saved: ParamGroup, algorithm: str) -> ParamGroup:
-    return {"adjust_lr_fn": saved["adjust_lr_fn"] or "original", "use_muon": True}
+    return {"adjust_lr_fn": saved["adjust_lr_fn"] or "original", "use_muon": True, "ns_eps": saved["eps"]}
 
 
 def _betas(saved: ParamGroup) -> ParamGroup:
@@ -226,87 +229,59 @@ def _optimi_sgd_states(state: OptimizerState, saved: ParamGroup) -> OptimizerSta
     return {**state, "momentum_buffer": buffer if saved["momentum"] else None}
 
 
-_OPTIMI = frozenset(
-    {
-        *("kahan_sum", "foreach", "triton", "gradient_release", "setup"),
-        *("step", "beta1", "beta2", "decouple_lr", "max_lr"),
-    }
-)
-
 FORMATS = (
-    ForeignFormat(
-        "flashoptim.FlashAdamW",  # or FlashAdam: the state dict does not say
-        ("AdamW",),
-        frozenset({"master_bytewidth", "betas", "eps"}),
-        dropped=frozenset({"master_bytewidth", "quantize"}),
+    ForeignFormat(  # or FlashAdam: the state dict does not say
+        "flashoptim.FlashAdamW", ("AdamW",), "master_bytewidth betas eps", dropped="master_bytewidth quantize"
     ),
     ForeignFormat(
         "optimi.Adam or optimi.AdamW",
         ("AdamW", "Adam"),
-        frozenset({"kahan_sum", "beta1", "beta2", "eps", "decouple_wd"}),
-        frozenset({"beta3"}),
-        _OPTIMI | {"decouple_wd"},
-        hyperparameters=_optimi_adam,
-        states=_optimi_adam_states,
+        "kahan_sum beta1 beta2 eps decouple_wd",
+        "beta3",
+        _OPTIMI,
+        _optimi_adam,
+        _optimi_adam_states,
     ),
     ForeignFormat(
         "optimi.StableAdamW",
         ("StableAdamW",),
-        frozenset({"kahan_sum", "beta1", "beta2", "eps"}),
-        frozenset({"beta3", "decouple_wd"}),
+        "kahan_sum beta1 beta2 eps",
+        "beta3 decouple_wd",
         _OPTIMI,
-        hyperparameters=_optimi_two_moments,
-        states=_optimi_states,
+        _optimi_two_moments,
+        _optimi_states,
     ),
     ForeignFormat(
-        "optimi.Lion",
-        ("Lion",),
-        frozenset({"kahan_sum", "beta1", "beta2"}),
-        frozenset({"eps"}),
-        _OPTIMI,
-        hyperparameters=_optimi_two_moments,
-        states=_optimi_states,
+        "optimi.Lion", ("Lion",), "kahan_sum beta1 beta2", "eps", _OPTIMI, _optimi_two_moments, _optimi_states
     ),
-    ForeignFormat(
-        "optimi.SGD",
-        ("SGD",),
-        frozenset({"kahan_sum", "momentum", "dampening"}),
-        dropped=_OPTIMI | {"decouple_wd", "torch_init"},
-        hyperparameters=_optimi_sgd,
-        states=_optimi_sgd_states,
-    ),
+    ForeignFormat("optimi.SGD", ("SGD",), "kahan_sum momentum dampening", "", _OPTIMI, _optimi_sgd, _optimi_sgd_states),
     ForeignFormat(
         "torch.optim.Adam or torch.optim.AdamW",
         ("AdamW", "Adam"),
-        frozenset({"betas", "eps", "amsgrad", "foreach"}),
-        dropped=_IMPLEMENTATION | {"decoupled_weight_decay"},
+        "betas eps amsgrad foreach",
+        dropped=f"{_IMPLEMENTATION} decoupled_weight_decay",
         hyperparameters=_torch_adam,
     ),
     ForeignFormat(
         "torchao.optim.AdamW",
         ("AdamW",),
-        frozenset({"betas", "eps", "amsgrad"}),
-        frozenset({"foreach", "correct_bias"}),
+        "betas eps amsgrad",
+        lacks="foreach correct_bias",
         hyperparameters=_torchao_adamw,
     ),
     ForeignFormat(
         "torch.optim.RAdam",
         ("RAdam",),
-        frozenset({"betas", "eps", "decoupled_weight_decay", "foreach"}),
-        frozenset({"amsgrad", "momentum_decay"}),
+        "betas eps decoupled_weight_decay foreach",
+        lacks="amsgrad momentum_decay",
         dropped=_IMPLEMENTATION,
     ),
-    ForeignFormat(
-        "torch.optim.SGD",
-        ("SGD",),
-        frozenset({"momentum", "dampening", "nesterov", "foreach"}),
-        dropped=_IMPLEMENTATION,
-    ),
+    ForeignFormat("torch.optim.SGD", ("SGD",), "momentum dampening nesterov foreach", dropped=_IMPLEMENTATION),
     ForeignFormat(
         "torch.optim.Muon",
         ("Muon",),
-        frozenset({"momentum", "nesterov", "ns_coefficients", "adjust_lr_fn"}),
-        renamed={"eps": "ns_eps"},
+        "momentum nesterov ns_coefficients adjust_lr_fn eps",
+        dropped="eps",
         hyperparameters=_torch_muon,
     ),
 )
