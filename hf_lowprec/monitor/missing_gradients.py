@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from hf_lowprec.monitor.tensor_names import layer_number, name_pattern
+from hf_lowprec.tensor_names import layer_number, name_pattern
 
 
 class GradientRecord:
@@ -37,18 +37,18 @@ class GradientRecord:
         self._params = params
         self._elements = sum(param.numel() for param in params)
         self._in_model = None if model is None else set(model.parameters())
-        self._left_out = {} if model is None else left_out(model, params)
+        self._left_out = {} if model is None else parameters_left_out(model, params)
         self._left_out_present = [False] * len(self._left_out)
 
-    def look(self) -> list[bool]:
-        """Which parameters have a gradient now: those of the optimizer, then those that it does not have."""
+    def present_now(self) -> list[bool]:
+        """Which parameters have a gradient now: those of the optimizer, then those that it lacks."""
         return [param.grad is not None for param in (*self._params, *self._left_out.values())]
 
     def add(self, present: Sequence[bool], nonzero: Sequence[bool]) -> None:
         """Add a measured step.
 
         Args:
-            present: what `look` has returned before it.
+            present: what `present_now` has returned before it.
             nonzero: for each parameter of the optimizer, whether its gradient was not zero.
         """
         self.steps += 1
@@ -58,37 +58,37 @@ class GradientRecord:
         self.nonzero = _either(self.nonzero, nonzero)
 
     def left_out_of_optimizer(self) -> list[str]:
-        """Those that have had a gradient, but the optimizer does not have them."""
+        """Parameters that have had a gradient, but the optimizer does not have them."""
         return [name for name, present in zip(self._left_out, self._left_out_present, strict=True) if present]
 
     def zero(self) -> list[str]:
-        """Those whose gradients were all zero."""
+        """Parameters whose gradients were all zero."""
         return self._select(lambda row: self.present[row] and not self.nonzero[row])
 
     def replaced(self) -> list[str]:
-        """Those without gradient that the model does not have, or no longer."""
+        """Parameters without gradient that the model does not have, or no longer."""
         in_model = self._in_model
         return [] if in_model is None else self._missing(lambda row: self._params[row] not in in_model)
 
     def cut_off(self) -> list[str]:
-        """Those without gradient although the same tensor of a later layer has had one.
+        """Parameters without gradient although the same tensor of a later layer has had one.
 
         What a task does not use are last layers; what `detach()` cuts off are first ones.
         """
         if all(self.present):  # nearly always, and names take time
             return []
-        last: dict[str, int] = defaultdict(lambda: -1)
+        last_layer: dict[str, int] = defaultdict(lambda: -1)  # that has had a gradient, by pattern of names
         for name in self._select(self.present.__getitem__):
-            last[name_pattern(name)] = max(last[name_pattern(name)], layer_number(name))
-        return self._missing(lambda row: layer_number(self._names[row]) < last[name_pattern(self._names[row])])
+            last_layer[name_pattern(name)] = max(last_layer[name_pattern(name)], layer_number(name))
+        return self._missing(lambda row: layer_number(self._names[row]) < last_layer[name_pattern(self._names[row])])
 
     def most_of_all(self) -> list[str]:
-        """Those without gradient, if they are more than half of all weights."""
+        """The parameters without gradient, if they have more than half of all elements."""
         missing = sum(param.numel() for param, present in zip(self._params, self.present, strict=True) if not present)
         return self._missing(lambda _: 2 * missing > self._elements)
 
     def unused(self) -> list[str]:
-        """Those without gradient, as far as one can tell because the task does not use them."""
+        """Parameters that the task does not seem to use: without gradient, and for none of the reasons above."""
         mistakes = {*self.replaced(), *self.cut_off(), *self.most_of_all()}
         return self._missing(lambda row: self._names[row] not in mistakes)
 
@@ -103,8 +103,8 @@ def _either(earlier: Sequence[bool], now: Sequence[bool]) -> list[bool]:
     return [a or b for a, b in zip(earlier, now, strict=True)]
 
 
-def left_out(model: nn.Module, params: Sequence[Tensor]) -> dict[str, nn.Parameter]:
-    """The trainable parameters that an optimizer of `params` does not have, if it has more than half of all.
+def parameters_left_out(model: nn.Module, params: Sequence[Tensor]) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a model that are not among an optimizer's `params`, if these are more than half.
 
     An optimizer with fewer was given them on purpose: another one trains the rest, or nothing does.
     """

@@ -13,16 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from hf_lowprec.casting import make_plan
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.missing_gradients import GradientRecord
-from hf_lowprec.monitor.step_precision import ALL, StepPrecision
-from hf_lowprec.monitor.step_statistics import COLUMN
-from hf_lowprec.monitor.tensor_names import listed
+from hf_lowprec.monitor.step_precision import ALL, COLUMN, StepPrecision
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, MODES, recommended_mode
+from hf_lowprec.tensor_names import listed, parameter_kinds
 
 LOST = 0.5
 """The share from which on something counts as lost, see above."""
@@ -259,3 +260,26 @@ def _tensors_of(evidence: Evidence, kinds: Iterable[str]) -> list[str]:
 def _joined(words: Sequence[str]) -> str:
     """Words with commas, and "and" before the last."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+_KEPT_BY_PEFT = "modules_to_save"
+
+
+def uncast_matrices(model: nn.Module) -> list[str]:
+    """The names of trained FP32 matrices that `cast_model` would cast, if the other trained matrices are 16-bit.
+
+    Adapters, and the trained copies of modules that PEFT makes, are FP32 on purpose. Entries of `keep_fp32` of earlier
+    casts are respected.
+    """
+    matrices = {name: param for name, param in model.named_parameters() if param.requires_grad and param.dim() >= 2}
+    kinds = parameter_kinds({name: param.shape for name, param in model.named_parameters()})
+    narrow = [param for param in matrices.values() if param.dtype in LOW_PRECISION_DTYPES]
+    wide = {
+        name
+        for name, param in matrices.items()
+        if param.dtype.itemsize > 2 and kinds[name] not in ("norms", "adapters") and _KEPT_BY_PEFT not in name
+    }
+    if not wide or len(wide) >= len(narrow):
+        return []
+    plan = make_plan(model, narrow[0].dtype)
+    return [tensor.name for tensor in plan.tensors if tensor.action == "cast" and tensor.name in wide]

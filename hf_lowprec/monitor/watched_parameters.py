@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.parameter_samples import ParameterSamples, row_size
-from hf_lowprec.monitor.tensor_names import parameter_kinds
 from hf_lowprec.optim.sharding import local_shard, sharding_of
 from hf_lowprec.optim.state.states_of_other_libraries import COMPENSATIONS
+from hf_lowprec.tensor_names import parameter_kinds
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -31,6 +32,7 @@ class WatchedParameters:
         names: the name of each row.
         kinds: the kind of each row, see `tensor_names.py`.
         sample_size: elements that are sampled of each.
+        gradients: which of them have had gradients in measured steps.
         first_weights: by row, the sampled weights as they were at the beginning, in their dtype.
         first_low_bits: by row, the sampled compensations or remainders as they were then.
     """
@@ -41,19 +43,20 @@ class WatchedParameters:
         self.row = {param: row for row, param in enumerate(self.params)}
         self.names, self.kinds = _names_and_kinds(optimizer, model)
         self.sample_size = row_size(len(self.params), sum(param.numel() for param in self.params))
+        self.gradients = GradientRecord(self.names, self.params, model)
         self.first_weights: dict[int, Tensor] = {}
         self.first_low_bits: dict[int, Tensor] = {}
-        for rows in self.alike(range(len(self.params))):
+        for rows in self.divide(range(len(self.params))):
             self.first_weights |= self._samples(rows, [local_shard(self.params[row]) for row in rows])
         self.record_first_low_bits()
 
-    def are_current(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the optimizer still has the same parameters in the same order."""
         current = [param for group in self._optimizer.param_groups for param in group["params"]]
         return len(current) == len(self.params) and all(map(operator.is_, current, self.params))
 
-    def alike(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
-        """Divide `rows` by dtype, device and sharding of their parameters, and by each of `keys`."""
+    def divide(self, rows: Iterable[int], *keys: Any) -> list[list[int]]:
+        """Divide `rows` by dtype, device and sharding of their parameters, and by what each of `keys` maps them to."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for row in rows:
             param = self.params[row]
@@ -71,15 +74,16 @@ class WatchedParameters:
         return None
 
     def record_first_low_bits(self, rows: Iterable[int] | None = None) -> None:
-        """Before a step: record the low bits of `rows`, or of all, that were not there before, or in another dtype.
+        """Before a step: record the low bits of `rows`, or of all, that are new, or have a new dtype.
 
         A parameter's first step creates them, and so does its first one in another rounding mode.
         """
-        shards = {row: self.low_bits(row) for row in (self.row.values() if rows is None else rows)}
-        dtypes = {row: shard.dtype for row, shard in shards.items() if shard is not None}
+        rows = self.row.values() if rows is None else rows
+        shards = {row: shard for row in rows if (shard := self.low_bits(row)) is not None}
+        dtypes = {row: shard.dtype for row, shard in shards.items()}
         known = {row: first.dtype for row, first in self.first_low_bits.items()}
-        for new in self.alike((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
-            self.first_low_bits |= self._samples(new, [shards[row] for row in new])  # type: ignore[misc]
+        for new in self.divide((row for row, dtype in dtypes.items() if dtype != known.get(row)), dtypes):
+            self.first_low_bits |= self._samples(new, [shards[row] for row in new])
 
     def _samples(self, rows: list[int], shards: list[Tensor]) -> dict[int, Tensor]:
         """The samples of `shards`, by row."""

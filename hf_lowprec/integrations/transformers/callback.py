@@ -20,14 +20,13 @@ from hf_lowprec.integrations.transformers.reports.precision_report import precis
 from hf_lowprec.integrations.transformers.reports.run_monitor import RunMonitor, steps_16_bit_weights
 from hf_lowprec.integrations.transformers.training_arguments import check_gradient_release, check_liger
 from hf_lowprec.integrations.wrapped_method import wrap_method
-from hf_lowprec.monitor.findings_catalogue import Finding
-from hf_lowprec.monitor.layer_probes.broken_convolutions import (
+from hf_lowprec.monitor.broken_convolutions import (
     find_broken_convolutions,
     keep_fp32_patterns,
     workarounds,
 )
-from hf_lowprec.monitor.step_precision import ALL, StepPrecision
-from hf_lowprec.monitor.step_statistics import LOST_SHARES
+from hf_lowprec.monitor.findings_catalogue import Finding
+from hf_lowprec.monitor.step_precision import ALL, LOST_SHARES, StepPrecision
 from hf_lowprec.monitor.training_findings import LOST, STANDARD_ERRORS, is_lost
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of

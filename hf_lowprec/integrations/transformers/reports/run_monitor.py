@@ -15,9 +15,9 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
 from hf_lowprec.monitor.precision_monitor import PrecisionMonitor
 from hf_lowprec.monitor.step_precision import StepPrecision
-from hf_lowprec.monitor.tensor_names import listed
 from hf_lowprec.optim.sharding import is_sharded
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
+from hf_lowprec.tensor_names import listed
 
 _MEASURE_EVERY = 64
 """Steps between measurements if it is not known in advance which step will be logged."""
