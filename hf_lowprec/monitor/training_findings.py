@@ -17,8 +17,8 @@ from torch import nn
 
 from hf_lowprec.casting import make_plan
 from hf_lowprec.monitor.findings_catalogue import FAULTS, Finding
-from hf_lowprec.monitor.missing_gradients import GradientRecord
 from hf_lowprec.monitor.step_precision import ALL, COLUMN, StepPrecision
+from hf_lowprec.monitor.watched_parameters import GradientRecord
 from hf_lowprec.optim import LowPrecisionOptimizer
 from hf_lowprec.optim.gradient_release.release import gradient_release_of
 from hf_lowprec.optim.optimizer_names import OPTIMIZER_NAMES
