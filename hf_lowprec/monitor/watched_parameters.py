@@ -113,8 +113,8 @@ class GradientRecord:
     """Which parameters have had gradients in the measured steps, and of which of the others this is a mistake.
 
     In a quarter of transformers' model classes, some parameters have none by design: BERT's pooler if the loss does not
-    use it, the last layer of LLaVA's vision tower, the cross-attention of a decoder on its own, an image tower while all
-    inputs are texts. So a missing gradient alone is no reason to warn.
+    use it, the last layer of LLaVA's vision tower, the cross-attention of a decoder on its own, an image tower while
+    all inputs are texts. So a missing gradient alone is no reason to warn.
 
     Attributes:
         steps: the number of measured steps.

@@ -16,7 +16,7 @@ from hf_lowprec.casting.hooks.forward_code import (
     names_in_forward,
     uses_torch_losses,
 )
-from hf_lowprec.casting.hooks.input_hooks import install_input_downcast
+from hf_lowprec.casting.hooks.input_downcast import install_input_downcast
 from hf_lowprec.casting.hooks.module_hooks import install_model_output_upcast, install_output_upcast
 from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses
 from hf_lowprec.casting.model_parts import called_children, computing_children, is_model, prediction_layers

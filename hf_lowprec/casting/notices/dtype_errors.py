@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_lowprec.casting.earlier_casts import cast_dtypes
-from hf_lowprec.casting.hooks.input_hooks import numbers_of
+from hf_lowprec.casting.hooks.input_downcast import numbers_of
 from hf_lowprec.casting.hooks.module_hooks import remove_hooks
 from hf_lowprec.casting.module_tree import join
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES, dtype_name
