@@ -25,7 +25,6 @@ from hf_lowprec.optim.backends.c.compiler import (
     require_compiler,
 )
 from hf_lowprec.optim.backends.c.kernel_source import CHUNK, render
-from hf_lowprec.optim.backends.c.square_sum import render_square_sum
 from hf_lowprec.optim.cached_property import cached_property
 from hf_lowprec.optim.step.backend_step import BackendStep
 from hf_lowprec.optim.step.fused_group import FusedGroup
@@ -113,7 +112,7 @@ def kernel(spec: KernelSpec) -> ctypes.CDLL:
 def _load(spec: KernelSpec) -> ctypes.CDLL | CompilerError:
     functions = ["step", "square_sum", *([] if spec.tensor_mean is None else ["tensor_sum"])]
     try:
-        library = _compiled(render(spec) + render_square_sum(spec), functions)
+        library = _compiled(render(spec), functions)
     except CompilerError as error:
         return error
     except OSError as error:
