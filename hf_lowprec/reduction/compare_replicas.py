@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_lowprec.reduction.object_gather import gather_if_different
+from hf_lowprec.reduction.collectives import gather_if_different
 from hf_lowprec.reduction.private_torch_apis import names_ignored_by_ddp
 from hf_lowprec.reduction.same_settings import check_same_settings, optimizer_settings
 

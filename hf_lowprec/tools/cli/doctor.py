@@ -98,7 +98,7 @@ def doctor(
 
 def _check_machine() -> NoReturn:
     """Run all checks, print their results, and exit."""
-    from hf_lowprec.reduction.object_gather import gather_objects
+    from hf_lowprec.reduction.collectives import gather_objects
     from hf_lowprec.tools.doctor import checks, ranks
 
     broken = False
