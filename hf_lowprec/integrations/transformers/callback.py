@@ -188,13 +188,7 @@ class LowPrecisionCallback(TrainerCallback):
             )
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         check_liger(args, self.cast_report.heads)
-        if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
-            raise ValueError(
-                f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
-                "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
-                "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
-                "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
-            )
+        _check_optimizer(args, optimizer)
         if release := gradient_release_of(optimizer):
             check_gradient_release(args, args.max_grad_norm, optimizer.clip)
             if self._accumulation != "nearest":
@@ -207,19 +201,24 @@ class LowPrecisionCallback(TrainerCallback):
             self._warn_of_broken_layers(args.device)
         self._watch(optimizer, kwargs["model"], state)
         if state.is_world_process_zero:
-            lines = self.reduction.lines() if self.reduction else []
-            lines += quantization_notes(kwargs["model"])
-            if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
-                lines.append(
-                    f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
-                    "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
-                )
-            if self.rounding_schedule is not None:
-                lines.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
-            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, lines)
+            notes = self._notes(args, state, kwargs["model"])
+            self.report_text = precision_report(kwargs["model"], optimizer, self.cast_report, notes)
             if self.report:
                 print(self.report_text)
         self.weights_match_optimizer = True
+
+    def _notes(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> list[str]:
+        """The last lines of the precision report."""
+        notes = self.reduction.lines() if self.reduction else []
+        notes += quantization_notes(model)
+        if self._accumulation == "nearest" and args.gradient_accumulation_steps >= MANY_MICRO_BATCHES:
+            notes.append(
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} rounds gradients once per "
+                "micro-batch; grad_accumulation='kahan' avoids this for 2 bytes per parameter"
+            )
+        if self.rounding_schedule is not None:
+            notes.append(f"rounding modes: {self.rounding_schedule.describe(state.max_steps)}")
+        return notes
 
     def _watch(self, optimizer: Any, model: nn.Module, state: TrainerState) -> None:
         """Watch the optimizer of a run that begins, if it steps 16-bit weights; FP32 adapters are not rounded."""
@@ -282,8 +281,7 @@ class LowPrecisionCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         additions: dict[str, float] = {}
-        if self._monitor is not None:
-            self._look(self._monitor)
+        self._evaluate()
         if self.precision is not None:
             additions |= logged_numbers(self.precision)
         optimizer = unwrap_optimizer(kwargs.get("optimizer"))
@@ -292,10 +290,11 @@ class LowPrecisionCallback(TrainerCallback):
         logs |= additions
         state.log_history[-1] |= additions
 
-    def _look(self, monitor: RunMonitor) -> None:
-        """Evaluate what was measured."""
-        monitor.look()
-        self.precision, self.findings = monitor.precision, monitor.findings
+    def _evaluate(self) -> None:
+        """Evaluate what was measured since the last log, and warn of findings."""
+        if self._monitor is not None:
+            self._monitor.evaluate()
+            self.precision, self.findings = self._monitor.precision, self._monitor.findings
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -306,7 +305,7 @@ class LowPrecisionCallback(TrainerCallback):
         loaded with them. Compensations that still belong to the last weights are reset, and a warning says so.
         """
         if self._monitor is not None and self._monitor.waits_for_end(args, state):
-            self._look(self._monitor)
+            self._evaluate()
         optimizer = unwrap_optimizer(kwargs["optimizer"])
         self._stop_watching(optimizer)
         self.weights_match_optimizer = False
@@ -344,6 +343,17 @@ class LowPrecisionCallback(TrainerCallback):
             self._monitor.close()
         if release := gradient_release_of(optimizer):
             release.stop()
+
+
+def _check_optimizer(args: TrainingArguments, optimizer: Any) -> None:
+    """Raise ValueError if `optim` is one of our names, and another library's optimizer was built."""
+    if args.optim in OPTIMIZER_NAMES and not isinstance(optimizer, LowPrecisionOptimizer):
+        raise ValueError(
+            f"optim={optimizer_name(args)!r} was requested, but {type(optimizer).__name__} from optimizers= or "
+            "create_optimizer would round away its updates to 16-bit weights. Build an hf_lowprec optimizer there, "
+            "directly or with Trainer.get_optimizer_cls_and_kwargs(args); or set optim='adamw_torch' and "
+            "callbacks=[hf_lowprec.LowPrecisionCallback()] to train in BF16 anyway"
+        )
 
 
 def logged_numbers(precision: StepPrecision) -> dict[str, float]:

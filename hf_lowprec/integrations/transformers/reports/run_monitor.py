@@ -54,7 +54,7 @@ class RunMonitor:
         """The findings of that measurement."""
         self.found: set[str] = set()
         """The codes of the findings so far."""
-        self._noted_unused = False
+        self._were_unused = False
         self._codes = codes
         self._warns = warns
         self._ended = False
@@ -76,7 +76,7 @@ class RunMonitor:
         """Return whether a step was measured that no log will show, since the run has no training log at all."""
         return self.measured and _is_never_logged(args, state)
 
-    def look(self) -> None:
+    def evaluate(self) -> None:
         """Evaluate what was measured since the last log, and warn of what was not found before."""
         measured, self.measured = self.measured, False
         self.precision, self.findings = None, []
@@ -86,18 +86,18 @@ class RunMonitor:
             return
         with self._surviving_errors():
             self.precision, self.findings = self._monitor.last, self._monitor.findings()
-            self._warn(self._monitor.unused)
+            self._tell(self._monitor.unused)
 
-    def _warn(self, unused: list[str]) -> None:
-        """Warn of findings, and note parameters that are not used; each once."""
+    def _tell(self, unused: list[str]) -> None:
+        """Warn of findings that are new, and note parameters that have become unused since the last call."""
         new = [finding for finding in self.findings if finding.code in self._codes and finding.code not in self.found]
         self.found.update(finding.code for finding in new)
-        note, self._noted_unused = bool(unused) and not self._noted_unused, bool(unused)
+        were_unused, self._were_unused = self._were_unused, bool(unused)
         if not self._warns:
             return
         for finding in new:
             logger.warning("hf_lowprec: %s", finding.message)
-        if note:
+        if unused and not were_unused:
             reason = "had no gradient in any measured step: the loss does not depend on them"
             logger.info("hf_lowprec: %s %s", listed(unused), reason)
 
