@@ -93,15 +93,19 @@ def _updates_lost(evidence: Evidence) -> Finding | None:
     if changed:
         shown = f"only {min(changed):.1%} of the 16-bit weights changed in step {step} ({_describe(evidence)})"
         return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
-    where = [kind for kind, numbers in by_kind.items() if kind != "norms" and is_lost(numbers, "lost_updates")]
-    if not where:
-        return None
-    kinds = [ALL] if ALL in where else where
-    share = max(by_kind[kind]["lost_updates"] for kind in kinds)
-    subject = "those" if ALL in where else f"those of {_joined(where)} weights"
-    shown = f"{share:.0%} of {subject} of step {step} ({_describe(evidence)})"
-    tensors = () if ALL in where else _tensors_of(evidence, where)
-    return Finding.of("updates_lost", shown, tensors, _remedy(evidence))
+    lost = {
+        kind: numbers["lost_updates"]
+        for kind, numbers in by_kind.items()
+        if kind != "norms" and is_lost(numbers, "lost_updates")
+    }
+    if ALL in lost:
+        shown = f"{lost[ALL]:.0%} of those of step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, remedy=_remedy(evidence))
+    if lost:
+        of_kinds = f"{max(lost.values()):.0%} of those of {_joined(list(lost))} weights"
+        shown = f"{of_kinds} of step {step} ({_describe(evidence)})"
+        return Finding.of("updates_lost", shown, _tensors_of(evidence, lost), _remedy(evidence))
+    return None
 
 
 def _updates_are_lost(evidence: Evidence, numbers: dict[str, float]) -> bool:

@@ -96,12 +96,16 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
     """Say which module failed, which one converts to FP32, and which entry of `keep_fp32` avoids the error."""
     names = {id(module): name for name, module in model.named_modules()}
     calls = [(module, code) for module, code in _calls(trace) if id(module) in names]
-    failed, converts = calls[-1][0], [m for m, code in calls if not _TO_FLOAT32.isdisjoint(code.co_names)]
+    failed = calls[-1][0]
     text = f"hf_lowprec: this failed in {_description(failed, names)}"
-    converts = [module for module in converts if not type(module).__module__.startswith("torch.")]
-    if converts and converts[-1] is not failed:
-        text += f", called by {_description(converts[-1], names)}, whose code converts to FP32"
-    keep = next((names[id(m)] for m in (*reversed(converts), failed) if m is not model), "")
+    converting = [
+        module
+        for module, code in calls
+        if not _TO_FLOAT32.isdisjoint(code.co_names) and not type(module).__module__.startswith("torch.")
+    ]
+    if converting and converting[-1] is not failed:
+        text += f", called by {_description(converting[-1], names)}, whose code converts to FP32"
+    keep = next((names[id(module)] for module in (*reversed(converting), failed) if module is not model), "")
     if keep:
         keep = _pattern(keep, dict(model.named_modules()))
         text += f". Keep it in FP32: `cast_model(model, keep_fp32='{keep}')`, or `optim_args=\"keep_fp32={keep}\"`."

@@ -58,7 +58,7 @@ def build(call: TrainerCall) -> None:
     if args is not None and has_our_name:
         settings: Sequence[Mapping[str, Any]] = [checked_arguments(args)]
         optim_args = optim_args_of(args)
-        _move_to_fields(args, optim_args.optimizer)
+        _copy_to_fields(args, optim_args.optimizer)
     else:
         settings = _settings_of_given_optimizer(arguments)
     _check_precision(args)
@@ -224,7 +224,7 @@ def _check_one_gpu(trainer: Trainer) -> None:
         )
 
 
-def _move_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
+def _copy_to_fields(args: TrainingArguments, options: Mapping[str, Any]) -> None:
     """Copy the options of `optim_args` that Trainer reads from `args` to `args`.
 
     Trainer writes its `weight_decay` into the parameter groups, and its `max_grad_norm` decides whether it clips.

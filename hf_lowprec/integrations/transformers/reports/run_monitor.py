@@ -66,7 +66,7 @@ class RunMonitor:
     def measure_if_logged(self, args: TrainingArguments, state: TrainerState) -> None:
         """Measure the coming step if it will be logged."""
         step = state.global_step + 1
-        if self._monitor is None or self._ended or not will_be_logged(step, args, state, self.measured):
+        if self._monitor is None or self._ended or not is_to_be_measured(step, args, state, self.measured):
             return
         with self._surviving_errors():
             self._monitor.measure_next_step(step)
@@ -143,8 +143,8 @@ def _is_never_logged(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(args.logging_strategy == IntervalStrategy.NO)
 
 
-def will_be_logged(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
-    """Return whether to measure step number `step`.
+def is_to_be_measured(step: int, args: TrainingArguments, state: TrainerState, measured: bool) -> bool:
+    """Return whether to measure step number `step`: if it will be logged, or if that is not known, now and then.
 
     Of a run without any log, the step in the middle is measured: at both ends of a schedule, learning rates are small.
 
