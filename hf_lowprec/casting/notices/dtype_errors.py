@@ -125,18 +125,24 @@ def _advice(model: nn.Module, trace: TracebackType) -> str:
 
 def _tensors_in_failed_line(trace: TracebackType, module: nn.Module, name: str) -> list[str]:
     """The qualified names of the 16-bit parameters and buffers that the line names on which a module's code failed."""
-    frames = [(frame, summary) for frame, summary in zip(_frames(trace), traceback.extract_tb(trace), strict=True)]
-    frame, summary = next((frame, summary) for frame, summary in reversed(frames) if _called_module(frame) is module)
-    first = summary.lineno or 0
-    last = getattr(summary, "end_lineno", None) or first  # Python 3.11 and later
-    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
-    lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
-    if len(lines) == 1 and start is not None:
-        lines = [lines[0].encode()[start:end].decode()]
-    attributes = re.findall(rf"\b{frame.f_code.co_varnames[0]}\.([\w.]+)", "".join(lines))
+    frames = zip(_frames(trace), traceback.extract_tb(trace), strict=True)
+    *_, (frame, summary) = ((frame, summary) for frame, summary in frames if _called_module(frame) is module)
+    name_of_self = frame.f_code.co_varnames[0]
+    attributes = re.findall(rf"\b{name_of_self}\.([\w.]+)", _source_of_operation(summary))
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     attributes = [a for a in dict.fromkeys(attributes) if a in tensors and tensors[a].dtype in LOW_PRECISION_DTYPES]
     return [join(name, attribute) for attribute in attributes]
+
+
+def _source_of_operation(summary: traceback.FrameSummary) -> str:
+    """The lines that a frame was at or, from Python 3.11 on, the part of one line."""
+    first = summary.lineno or 0
+    last = getattr(summary, "end_lineno", None) or first
+    start, end = getattr(summary, "colno", None), getattr(summary, "end_colno", None)
+    lines = [linecache.getline(summary.filename, number) for number in range(first, last + 1)]
+    if len(lines) == 1 and start is not None:
+        return lines[0].encode()[start:end].decode()
+    return "".join(lines)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

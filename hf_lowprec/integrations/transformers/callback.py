@@ -109,10 +109,11 @@ class LowPrecisionCallback(TrainerCallback):
         """
         options = optim_args or OptimArgs()
         patterns = (self.keep_fp32,) if isinstance(self.keep_fp32, str | type) else tuple(self.keep_fp32)
-        accumulation, check_every = options.grad_accumulation, options.check_replicas_every
         self._patterns = (*patterns, *options.keep_fp32)
-        self._accumulation = check_grad_accumulation(self.grad_accumulation if accumulation is None else accumulation)
-        self._check_every = self.check_replicas_every if check_every is None else check_every
+        accumulation = self.grad_accumulation if options.grad_accumulation is None else options.grad_accumulation
+        self._accumulation = check_grad_accumulation(accumulation)
+        every = options.check_replicas_every
+        self._check_every = self.check_replicas_every if every is None else every
         if self._check_every < 0:
             raise ValueError(f"check_replicas_every={self._check_every} is negative; use 0 to disable the check")
         self.reduction: ReductionStatus | None = None

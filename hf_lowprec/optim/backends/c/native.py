@@ -76,17 +76,11 @@ class NativeStep(BackendStep):
         self._call(self._kernel.tensor_sum, self._chunks, sums)
         return sum_by_entry(sums, self._chunks_per_entry)
 
-    def _call(self, function: Callable[..., None], chunks: Tensor, last: Tensor) -> None:
-        """Call a compiled function with the tables of this step.
-
-        Args:
-            function: the function.
-            chunks: the rows of the chunk table that it goes through.
-            last: its last table, the counts or the sums.
-        """
+    def _call(self, function: Callable[..., None], chunks: Tensor, counts_or_sums: Tensor) -> None:
+        """Call a compiled function with this step's tables, of which the last is `counts_or_sums`, for some chunks."""
         group = self.fused_group
         scalars = group.all_scalars(group.scalars) if self._scalars is None else self._scalars
-        tables = (chunks, group.segments.table, group.pointers(), scalars, last)
+        tables = (chunks, group.segments.table, group.pointers(), scalars, counts_or_sums)
         function(len(chunks), *map(Tensor.data_ptr, tables), torch.get_num_threads())
 
     @cached_property
