@@ -23,8 +23,7 @@ from hf_lowprec.casting.hooks.torch_losses import install_fp32_torch_losses, rem
 from hf_lowprec.casting.module_tree import ModuleTree
 from hf_lowprec.casting.notices.dtype_errors import install_advice, remove_advice
 from hf_lowprec.casting.notices.loss_warning import install_loss_warning, remove_loss_warning
-from hf_lowprec.casting.notices.rounded_numbers import rounded_number_warnings
-from hf_lowprec.casting.notices.rounded_weights import LoadedTensor, rounded_weight_warnings
+from hf_lowprec.casting.notices.lost_digits import LoadedTensor, rounded_number_warnings, rounded_weight_warnings
 from hf_lowprec.casting.quantized import frozen_tensors, holds_quantized_weights
 from hf_lowprec.rounding import LOW_PRECISION_DTYPES
 from hf_lowprec.rounding.low_bits import keep_low_bits as keep_low_bits_of

@@ -90,7 +90,7 @@ class FusedGroupUpdates:
         self._index: tuple[Tensor, Tensor] | None = None
 
     def compute(self, with_decay: bool) -> ExactUpdate:
-        """Compute the changes of the coming step; its plan has gradients, scalars and tensor means.
+        """Compute the exact update of the coming step, whose plan has gradients, scalars and tensor means.
 
         Args:
             with_decay: whether to compute the part of the weight decay.

@@ -245,7 +245,7 @@ class LowPrecisionCallback(TrainerCallback):
             "hf_lowprec: torch computes layers of this model wrongly in %s on %s: %s. Workarounds: %s",
             dtype_name(self.dtype),
             device,
-            "; ".join(f"{_first(probe.names)}, {probe}" for probe in broken),
+            "; ".join(f"{_first_of(probe.names)}, {probe}" for probe in broken),
             workarounds(device, dict.fromkeys(named)),
         )
 
@@ -372,6 +372,6 @@ def logged_numbers(precision: StepPrecision) -> dict[str, float]:
     return numbers | ({NORMS_NEVER_MOVED: norms["never_moved"]} if is_lost(norms, "never_moved", more_than=0.0) else {})
 
 
-def _first(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     """The first of several names, and the number of the others."""
     return names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
